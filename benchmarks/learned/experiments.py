@@ -461,9 +461,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parts = [part for part in parts if part not in OURS]
     if published and (odd := set(OURS).intersection(parts)):
         parser.error(f"--method gdp-paper: {', '.join(sorted(odd))} is of other methods")
-    for name in ("trials", "seeds", "patience", "limit"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    for name in ("trials", "hdp_trials", "table_trials", "seeds", "patience", "limit"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     effort = Effort(
         arguments.trials,
         arguments.hdp_trials or arguments.trials,

@@ -284,6 +284,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("seeds", "trials", "updates", "groups", "steps"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    try:
+        parse_budget(arguments.budget)
+    except DovetailError as error:
+        parser.error(str(error))
     options = Options(arguments.budget, arguments.trials, arguments.updates, arguments.groups)
     model = arguments.model or f"zoo:gnmt?layers=8&steps={arguments.steps}"
     (like,) = (case for case in GDP_CASES if case.key == "gnmt-8-8gpu")

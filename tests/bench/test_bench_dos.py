@@ -94,6 +94,14 @@ def test_devices_that_cannot_be_had_are_refused_before_anything_runs(
         DosSettings(tmp_path, devices)
 
 
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:x", "cuda:"])
+def test_a_gpu_that_this_machine_does_not_have_is_named(tmp_path, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=f"'{device}' is not here; torch sees cuda:0 to cuda:0"):
+        DosSettings(tmp_path, (device,))
+
+
 def refuse(*_arguments, **_options):
     raise AssertionError("computed again")
 
@@ -157,6 +165,7 @@ def test_a_gpu_is_measured_by_the_same_rows(tiny, tmp_path, monkeypatch):
         __init__ = partial_init(cuda.StageClock, fake)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "A fake")
     monkeypatch.setattr(targets, "place", lambda p, given, _: placing.place(p, given, "cpu"))
     monkeypatch.setattr(targets, "CudaNetwork", Network)

@@ -29,9 +29,12 @@ from dovetail.graph import Groups, colocate, layered
 from dovetail.machine import parse_machine
 from dovetail.simulator import Simulator
 from tests.support.bench_samples import METHODS, fits, make_case, make_column, make_row, oom
-from tests.support.tiny_tables import CASES, MACHINE, settings
+from tests.support.tiny_tables import CASES as OURS
+from tests.support.tiny_tables import MACHINE, settings
 
 FEW = {PLAIN: ("1 CPU", "1 GPU", "expert"), "hypothesis": ("1 CPU",)}
+CASES = tuple(replace(case, published=Published({})) for case in OURS)
+"""Rows of the paper's table, in which methods are trained under the hypothesis as well."""
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +184,7 @@ def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(t
 def test_other_code_of_learning_leaves_what_was_planned_and_the_other_way_round(
     tmp_path, trained, monkeypatch, kind, again
 ):
-    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq": 8}, seeds=1)
+    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq": 8, "auto@seq2seq": 0}, seeds=1)
     run_table(asked, CASES[:1], jobs=0)
     real = store.code_fingerprint
     for module in (store, running):
@@ -199,6 +202,11 @@ def test_code_that_computes_nothing_of_a_kind_is_not_among_what_it_rests_on():
         }
         for kind in store._RESTS_ON
     }
+    # GDP's features are made by these planners, and DOS's lines hold figures of this module.
+    assert {"placers/etf.py", "placers/expert.py"} <= files[store.LEARNED]
+    assert "reports/stages_figures.py" in files[store.SCHEDULED]
+    # `auto` reads there which methods it tries.
+    assert "methods.py" in files[store.PLANNED] & files[store.SEARCHED]
     policy, planner = "placers/learned/gdp.py", "placers/local_search.py"
     assert policy in files[store.LEARNED]
     assert policy not in files[store.PLANNED]
@@ -375,6 +383,15 @@ def test_auto_gets_the_groups_and_as_many_evaluations_as_a_method_that_learns(me
     assert one.found.seconds == evaluated.values[0] == one.bests[-1].seconds
 
 
+def test_auto_on_a_methods_groups_has_as_many_placements_as_that_method(tmp_path):
+    own = {"gdp": 500, "gdp-paper": 0, "hdp": 60}
+    asked = settings(tmp_path, name="gdp", learn=90, learn_of=own)
+    assert asked.trials_of("auto@gdp") == asked.trials_of("gdp") == 500
+    assert asked.trials_of("auto@gdp-paper") == 0
+    assert replace(asked, learn_of={}).trials_of("auto@gdp") == 90
+    assert replace(asked, learn_of=own | {"auto@gdp": 7}).trials_of("auto@gdp") == 7
+
+
 def test_the_likeliest_placement_is_asked_for_once_and_the_rest_seed_by_seed(tmp_path):
     asked = settings(tmp_path, name="gdp", learn=9, seeds=2)
     every = list(learned.trainings(asked))
@@ -435,6 +452,14 @@ def test_under_the_hypothesis_a_training_is_judged_by_where_variables_are_then(t
     assert run.found.seconds != row.columns[PLAIN].learned["seq2seq"][0].found.seconds
 
 
+def test_rows_of_our_own_are_not_trained_under_the_hypothesis(tmp_path, trained):
+    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq": 8, "auto@seq2seq": 0}, seeds=1)
+    (row,) = run_table(asked, OURS[:1], jobs=0).rows
+    assert len(trained) == 1
+    learned_of = {name: list(column.learned) for name, column in row.columns.items()}
+    assert learned_of == {PLAIN: ["seq2seq"], HYPOTHESIS: []}
+
+
 def test_the_best_training_of_a_learned_method_is_drawn_and_redrawn_without_training(
     tmp_path, trained, monkeypatch
 ):
@@ -478,18 +503,24 @@ def test_controllers_train_around_a_server_in_virtual_time_and_alike_from_the_sa
 
 
 def test_trainings_by_several_controllers_stand_beside_those_by_one(tmp_path):
-    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq-paper": 16}, seeds=1)
+    trials = {"seq2seq-paper": 16, "auto@seq2seq-paper": 24}
+    asked = settings(tmp_path, methods=FEW, learn_of=trials, seeds=1)
     run_table(asked, CASES[:1], jobs=0)
     several = replace(asked, controllers=3)
     table = run_table(several, CASES[:1], jobs=0)
-    assert table.computed == 2
+    assert table.computed == 2  # what trains nothing has no controllers, and is kept
     column = table.rows[0].columns[PLAIN]
     assert [run.controllers for run in column.learned["seq2seq-paper"]] == [3]
     assert run_table(asked, CASES[:1], jobs=0).computed == 0
     tables.write_trainings("rl17", table.done, tmp_path / "trainings.csv")
     with (tmp_path / "trainings.csv").open(newline="") as file:
-        lines = [(line["column"], line["controllers"]) for line in csv.DictReader(file)]
-    assert lines == [(PLAIN, "3"), (HYPOTHESIS, "3")]
+        read = list(csv.DictReader(file))
+    lines = [(line["column"], line["method"], line["controllers"]) for line in read]
+    assert lines == [
+        (column, method, controllers)
+        for column in (PLAIN, HYPOTHESIS)
+        for method, controllers in (("seq2seq-paper", "3"), ("auto@seq2seq-paper", "1"))
+    ]
     titles = [title for title, _ in tables.tables_of("rl17", table.done)]
     assert titles == [
         "As published, and ours", "How they were trained", "As published, and ours, hypothesis",

@@ -158,6 +158,13 @@ def test_learned_methods_are_shown_as_open():
     assert [row[0] for row in methods] == list(LEARNED["rl17"])
 
 
+@pytest.mark.parametrize(("changes", "columns"), [({}, 2), ({"published": None}, 1)])
+def test_what_is_never_trained_is_not_shown_as_open(changes, columns):
+    text = page(cases=[make_case(**changes)], rows=[make_row(**BOTH)])
+    shown = [row[0] for row in Page(text).rows if len(row) == 6 and row[1] == "not yet run"]
+    assert shown == list(LEARNED["rl17"]) * columns
+
+
 def test_orderings_stand_with_their_reasons():
     (row,) = rows_of(page(), "expert is slower than 1 GPU")
     assert row[1] == "3.81 s against 1.57 s"

@@ -7,6 +7,7 @@ import pytest
 from dovetail.bench import learned, table, towers
 from dovetail.bench.cases import LEARNED
 from dovetail.bench.methods import PLAIN
+from dovetail.bench.records import MethodResult
 from dovetail.bench.table import run_table
 from dovetail.costs import analytic_costs
 from dovetail.errors import MissingLibraryError
@@ -143,6 +144,22 @@ def test_some_rows_alone_bring_no_towers_but_show_those_that_are_kept(tmp_path, 
     assert not few.curves
     whole = run_table(settings(tmp_path), jobs=0)
     assert run_table(settings(tmp_path), rows="tiny-2*", jobs=0).towers == whole.towers
+
+
+def test_an_expert_that_does_not_fit_is_kept_as_such(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr(towers, "run_method", lambda *_: (MethodResult(None, "OOM"), None))
+    found = run_table(settings(tmp_path), jobs=0)
+    assert (towers.NMT, towers.APART) not in {(curve.title, curve.name) for curve in found.curves}
+    assert run_table(settings(tmp_path), jobs=0).computed == 0
+
+
+def test_losses_of_towers_on_another_machine_do_not_count(tmp_path, tiny, monkeypatch):
+    chosen = settings(tmp_path)
+    run_table(chosen, jobs=0)
+    assert not towers.lacking(chosen, chosen.store(print))
+    other = replace(CASES[1], machine="4 x p100 + haswell")
+    monkeypatch.setattr(towers, "TOWER", other)
+    assert set(towers.lacking(chosen, chosen.store(print))) == {"towers", "curves"}
 
 
 def test_without_the_library_of_the_data_there_are_no_curves_and_no_failure(

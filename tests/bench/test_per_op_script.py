@@ -90,6 +90,7 @@ def test_a_row_has_medians_and_the_spread_of_seeds(script):
     [
         (["--rows", "heft"], "row 'heft' is not one of one-gpu, expert"),
         (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--budget", "soon"], "'soon' is not a budget"),
     ],
 )
 def test_wrong_arguments_are_named(script, given, said, capsys):

@@ -34,8 +34,7 @@ from dovetail.executors.stages.placing import require
 from dovetail.machine.local import local_machine
 from dovetail.pipeline.requests import CPU, ScheduleRequest, is_cuda, runs_here
 from dovetail.pipeline.scheduling import find_schedules, one_device
-from dovetail.reports.stages_figures import launches_of, measured_of
-from dovetail.reports.stages_page import noise_of
+from dovetail.reports.stages_figures import launches_of, measured_of, noise_of
 from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate, Scheduled, Schedules
 
 DOS = "dos"
@@ -187,7 +186,7 @@ class DosSettings:
             raise UsageError("--device", "name one, such as cpu")
         for device in self.devices:
             if is_cuda(device):
-                require(torch.cuda)
+                require(torch.cuda, device)
             elif device != CPU:
                 one_device(device)
 

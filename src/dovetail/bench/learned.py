@@ -16,7 +16,7 @@ RL17 has them (`train_by_controllers`).
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -366,8 +366,12 @@ def run_learned(  # noqa: PLR0913  keyword-only but three
             method, task, tally, trials=trials, seed=seed, controllers=controllers
         )
     run = run_of(method, seed, grouping, tally, updates, time.perf_counter() - began)
-    trains = method not in SHIPPED and method not in AUTO_ON
-    return replace(run, controllers=controllers) if trains else run, tally.placement
+    return replace(run, controllers=_controllers(method, controllers)), tally.placement
+
+
+def _controllers(method: str, asked: int) -> int:
+    """The controllers of a method; one for what trains nothing."""
+    return 1 if method in SHIPPED or method in AUTO_ON else asked
 
 
 def _settled(problem: PlacementProblem, settle: Settle) -> PlacementProblem:
@@ -423,11 +427,10 @@ def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
                 yield method, seed
 
 
-def trained_columns(settings: BenchSettings, case: Case) -> tuple[str, ...]:
-    """The columns of a row in which methods are trained: those that have methods, and of a row with
-    little memory the plain one alone."""
-    columns = settings.columns if case.gpu_memory_bytes is None else (PLAIN,)
-    return tuple(column for column in columns if settings.methods_of(column))
+def trained_columns(case: Case, columns: Iterable[str]) -> tuple[str, ...]:
+    """Those of a row's columns in which methods are trained: of a row that the paper does not have,
+    the plain one alone."""
+    return tuple(columns) if case.published is not None else (PLAIN,)
 
 
 def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, str, int]]:
@@ -436,7 +439,7 @@ def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[s
     return [
         (column, method, seed)
         for method, seed in trainings(settings)
-        for column in trained_columns(settings, case)
+        for column in trained_columns(case, settings.columns)
         if captured is None
         or not _is_whole(
             _StoredTraining(settings, store, case, column, captured.graph, method, seed)
@@ -567,7 +570,8 @@ class _StoredTraining:
         method: str,
         seed: int,
     ) -> None:
-        several = f".controllers-{settings.controllers}" if settings.controllers > 1 else ""
+        controllers = _controllers(method, settings.controllers)
+        several = f".controllers-{controllers}" if controllers > 1 else ""
         self._store, self._kind = store, _kind(method)
         self._name = f"{case.key}.{column}.{method}{several}.seed-{seed}"
         self._facts = {
@@ -577,7 +581,7 @@ class _StoredTraining:
             "method": method,
             "trials": settings.trials_of(method),
             "seed": seed,
-            "controllers": settings.controllers,
+            "controllers": controllers,
         }
 
     def get(self) -> Any:

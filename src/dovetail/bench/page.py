@@ -21,6 +21,7 @@ from markupsafe import Markup, escape
 
 from dovetail.bench import tables
 from dovetail.bench.cases import AS_PUBLISHED, LEARNED, METHOD_OF, machine_of
+from dovetail.bench.learned import trained_columns
 from dovetail.bench.methods import APART, HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import format_step, is_oom, orderings_of
 from dovetail.bench.records import (
@@ -365,6 +366,7 @@ def _sizes(results: _TableResults) -> PageTable:
 
 def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseShown:
     machine = machine_of(case)
+    to_train, trained = LEARNED[results.name], trained_columns(case, row.columns)
     columns = []
     for name, column in row.columns.items():
         orderings = orderings_of(case, row, name, machine)
@@ -387,7 +389,7 @@ def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseSho
                 [ordering.holds for ordering in orderings],
                 PageTable(head, lines, "scroll why") if lines else None,
                 [_shown_plan(case, column, method) for method in column.shown],
-                _method_table(column, LEARNED[results.name]),
+                _method_table(column, to_train if name in trained else ()),
             )
         )
     return _CaseShown(case.title, columns)
@@ -541,12 +543,14 @@ HOW_LEARNED = {
         "seq2seq is ours, with more features, a start by modules and parameters, and imitation of "
         "the best placement. Placements are simulated; the paper's were run, for 12 to 27 hours a "
         "row. To reach: the best baseline less the paper's margin of RL over its own, or less 80 % "
-        "of the head room that auto, which does not learn, finds over ours, if that is less."
+        "of the head room that auto, which does not learn, finds over ours, if that is less. "
+        "auto@seq2seq is auto on the groups of seq2seq, with as many placements."
     ),
     "gdp": (
         "Every training begins with nothing but the graph: GDP-one is not the policy that comes "
         "with the package. gdp-paper and hdp-paper are the methods as published, op by op; gdp and "
-        "hdp are ours. These place the same groups; against HDP only as many of GDP's "
+        "hdp are ours. These place the same groups, and so does auto@gdp: auto, which does not "
+        "learn, with as many placements as gdp; against HDP only as many of GDP's "
         "placements count as HDP had. Search effort is how many placements HDP evaluates up to its "
         "best, over how many GDP evaluates up to one as good, seed by seed; repeats count, for a "
         "real run would cost again. The paper's is of time, with six runs where ours are as many "

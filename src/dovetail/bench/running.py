@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.bench import graphs
-from dovetail.bench.cases import machine_of
+from dovetail.bench.cases import AUTO_ON, machine_of
 from dovetail.bench.figures import work_of
 from dovetail.bench.methods import (
     HYPOTHESIS,
@@ -47,7 +47,8 @@ class BenchSettings:
     budget   budget of each search: seconds ("20s") or evaluations ("500e")
     methods  column -> its methods; None: `METHODS`
     learn    number of trials of each training of a learned method; 0: none is run
-    learn_of   method -> its own number of trials
+    learn_of   method -> its own number of trials. `auto` on a method's groups has as many as that
+             method, if it is not named
     seeds    number of trainings of each learned method, with seeds from `seed` on
     controllers   number of asynchronous controllers of each training
     code     code fingerprints of the process that asks; a worker with other code refuses
@@ -65,8 +66,9 @@ class BenchSettings:
     code: dict[str, str] = field(default_factory=all_code)
 
     def trials_of(self, method: str) -> int:
-        """The number of trials of each training of a learned method."""
-        return self.learn_of.get(method, self.learn)
+        """The number of trials of each training of a learned method, or of `AUTO_ON`."""
+        paired = self.learn_of.get(AUTO_ON.get(method, ""), self.learn)
+        return self.learn_of.get(method, paired)
 
     @property
     def columns(self) -> tuple[str, ...]:

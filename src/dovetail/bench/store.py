@@ -26,18 +26,22 @@ _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simu
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
 _RESTS_ON: dict[str, tuple[str, ...]] = {
     GRAPHS: ("runtime", "graph", *_NETWORKS),
-    PLANNED: (*_SHARED, *_NETWORKS, "placers", "bench"),
+    PLANNED: (*_SHARED, *_NETWORKS, "methods.py", "placers", "bench"),
     TOWERS: (*_SHARED, *_NETWORKS, "training", "bench/towers.py"),
     LEARNED: (
         *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/multilevel.py",
-        "placers/learned", "bench/learned.py", "bench/hypothesis.py",
+        "placers/etf.py", "placers/expert.py", "placers/list_scheduling.py", "placers/learned",
+        "bench/learned.py", "bench/hypothesis.py",
     ),
-    SEARCHED: (*_SHARED, "placers", "bench/methods.py", "bench/learned.py", "bench/hypothesis.py"),
+    SEARCHED: (
+        *_SHARED, "methods.py", "placers", "bench/methods.py", "bench/learned.py",
+        "bench/hypothesis.py",
+    ),
     DRAWN: (*_SHARED, "reports/layout.py", "bench/figures.py", "bench/hypothesis.py"),
     TRAINED: ("runtime", "training", "bench/thesis.py"),
     SCHEDULED: (
         "runtime", "graph", "machine", "costs", "networks", "frontends", "schedulers",
-        "executors/stages", "pipeline/scheduling.py", "bench/dos.py",
+        "executors/stages", "pipeline/scheduling.py", "reports/stages_figures.py", "bench/dos.py",
     ),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is

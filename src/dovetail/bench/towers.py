@@ -133,9 +133,8 @@ def translation() -> Case:
 def untrained_whole(
     settings: BenchSettings, store: Store
 ) -> tuple[Case, list[tuple[str, str, int]]]:
-    """(case of the whole batch, (column, method, seed) of its trainings that are not kept yet).
-    Figure 7 needs none under the hypothesis."""
-    return WHOLE, [lack for lack in untrained(settings, store, WHOLE) if lack[0] == PLAIN]
+    """(case of the whole batch, (column, method, seed) of its trainings that are not kept yet)."""
+    return WHOLE, untrained(settings, store, WHOLE)
 
 
 def run_learning(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
@@ -160,7 +159,7 @@ def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case | Non
     kept = {
         "towers": (TOWER, "run_towers", bool(read_towers(store))),
         "whole batch": (WHOLE, "run_whole", _whole_is_kept(settings, store)),
-        "NMT's other expert": (translation(), "run_apart", _kept_apart(store) is not None),
+        "NMT's other expert": (translation(), "run_apart", bool(_kept_apart(store))),
         "curves": (TOWER, "run_learning", _kept_losses(settings, store) is not None),
     }
     return {
@@ -205,7 +204,7 @@ def read_curves(
     of_towers = {f"{tower.kind} towers": tower.seconds for tower in read_towers(store)}
     if whole is not None:
         whole = column_with_trainings(settings, store, WHOLE, PLAIN, whole)
-    apart = _kept_apart(store)
+    apart = _kept_apart(store).get("seconds")
     seconds = {
         INCEPTION: _planned_seconds(whole) | of_towers,
         NMT: {APART: apart} | _planned_seconds(of_translation),
@@ -257,16 +256,17 @@ def _kept_losses(settings: BenchSettings, store: Store) -> Any:
 
 def _losses(settings: BenchSettings, graph: str) -> tuple[str, str]:
     """(name, fingerprint) of the losses in the store. Asynchronous ones depend on how long a tower
-    of the graph takes."""
-    return "learning", fingerprint(TOWERS, learning=settings.seed, graph=graph)
+    of the graph takes on the machine."""
+    machine = machine_to_dict(machine_of(TOWER))
+    return "learning", fingerprint(TOWERS, learning=settings.seed, graph=graph, machine=machine)
 
 
-def _kept_apart(store: Store) -> float | None:
-    """The seconds of the expert of section 4.4; None if it is not kept or does not fit."""
+def _kept_apart(store: Store) -> dict[str, Any]:
+    """The result of the expert of section 4.4, as a dictionary; empty if it is not kept."""
     case = translation()
     captured = graphs.known(store, case)
     kept = None if captured is None else store.get(*_apart(case, captured.graph))
-    return None if kept is None else kept["seconds"]
+    return kept or {}
 
 
 def _apart(case: Case, graph: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Computes the figures of stage schedules that both the terminal's table and the page show."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail.runtime.timers import Timing, summarise
@@ -64,6 +65,13 @@ def launches_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
     """The number of kernels that run. All kernels of a merged stage are one."""
     saved = sum(len(stage.kernels) - 1 for stage in candidate.stages if stage.merged)
     return len(scheduled.kernels) - saved
+
+
+def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
+    """The noise of the measurements: the median, over the schedules, of the interquartile range of
+    the rounds over their median."""
+    spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
+    return spreads[len(spreads) // 2] if spreads else 0.0
 
 
 def overview_rows(

@@ -27,12 +27,12 @@ from dovetail.reports.stages_figures import (
     launches_of,
     measured_of,
     measured_text,
+    noise_of,
     overview_rows,
     ratio_of,
     sequential_of,
     stages_text,
 )
-from dovetail.runtime.timers import summarise
 from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.records import members
 from dovetail.schedulers.results import (
@@ -483,13 +483,6 @@ def _own_column(matrix: Specialisation, row: int) -> int | None:
         name = matrix.rows[row]
         return matrix.columns.index(name) if name in matrix.columns else None
     return row if len(matrix.rows) == len(matrix.columns) else None
-
-
-def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
-    """The noise of the measurements: the median, over the schedules, of the interquartile range of
-    the rounds over their median."""
-    spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
-    return spreads[len(spreads) // 2] if spreads else 0.0
 
 
 # ---- What the page's sections show ----

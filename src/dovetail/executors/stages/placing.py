@@ -60,8 +60,8 @@ def place(
     Raises `UsageError` if there is no such device, and for a network whose step draws random
     numbers or writes over its state, because a replayed CUDA graph can do neither.
     """
-    if torch.device(device).type == "cuda":
-        require(torch.cuda)
+    if str(device).startswith("cuda"):
+        require(torch.cuda, str(device))
     for kernel in prepared.kernels:
         for call in kernel.calls:
             if call.random or call.in_place:
@@ -89,12 +89,17 @@ def place(
     return PlacedKernels(replace(prepared, kernels=kernels, constants=constants), given)
 
 
-def require(cuda: Any) -> None:
-    """Raise `UsageError` if `cuda` (`torch.cuda` or a fake of it) sees no device."""
+def require(cuda: Any, device: str = "cuda") -> None:
+    """Raise `UsageError` if `cuda` (`torch.cuda` or a fake of it) sees no device, or not the one
+    with the number that "cuda:1" names."""
     if not cuda.is_available():
         raise UsageError(
             "device", "torch sees no CUDA device here; run on a machine with a GPU and its torch"
         )
+    _, numbered, number = device.partition(":")
+    if numbered and not (number.isdecimal() and int(number) < cuda.device_count()):
+        last = cuda.device_count() - 1
+        raise UsageError("device", f"{device!r} is not here; torch sees cuda:0 to cuda:{last}")
 
 
 def _there(value: Any, device: str | torch.device) -> Any:
