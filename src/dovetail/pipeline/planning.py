@@ -125,7 +125,11 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
             )
             chosen = to_plan(problem, outcome, simulator, _stronger_bound(bound, outcome, step))
             chosen = _fill_in_request(chosen, request, kept, notes, outcome, began)
-        chosen = _with_copies(chosen, request, kept)
+        bare, chosen = chosen, _with_copies(chosen, request, kept)
+        if request.stages and not budget.interrupted:
+            searched = _Searched(request, kept, groups, problem, simulator, budget)
+            chosen = _with_stages(bare, chosen, searched, progress)
+            chosen = replace(chosen, planning_seconds=time.perf_counter() - began)
         chosen = _add_baselines(chosen, request, given_places, costs)
         chosen = replace(chosen, interrupted=budget.interrupted)
         chosen = _compare_with_all_cores(chosen, request, progress)
@@ -356,6 +360,93 @@ def fixed_ops(
     free = permitted(graph, machine, ()).sum(axis=1)
     held = permitted(graph, machine, pins).sum(axis=1) < free
     return np.asarray(held if units is None else held | (units.of_op >= 0))
+
+
+@dataclass(frozen=True, eq=False)
+class _Searched:
+    """What the search for a placement was given, and its budget, which knows what it found."""
+
+    request: PlanRequest
+    kept: "_Kept"
+    groups: GroupLevels
+    problem: PlacementProblem
+    simulator: Simulator
+    budget: Budget
+
+
+def _with_stages(bare: Plan, alone: Plan, searched: _Searched, progress: TellProgress) -> Plan:
+    """The best plan of placement and stages.
+
+    bare    the plan of the search, without copies and stages
+    alone   the same with copies
+
+    The searches with the costs of stages have the request's budget together, as the first search
+    had.
+    """
+    from dovetail.pipeline.staging import ROUNDS, JointSearch, with_stages
+
+    request, problem = searched.request, searched.problem
+    graph, machine, costs = problem.graph, problem.machine, problem.costs
+    assert isinstance(request.planned_step, Captured), "the request has checked that"
+    allowed = permitted(graph, machine, request.pins)
+    running = ~graph.is_source
+
+    def plan_of(name: str, placement: Placement) -> Plan | None:
+        if not allowed[running, placement[running]].all():
+            return None
+        timeline = searched.simulator.timeline(placement)
+        if (timeline.peak_memory_bytes > problem.capacities).any():
+            return None
+        plan = replace(
+            bare,
+            placement=placement,
+            orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+            placer=name,
+            value=timeline.step_seconds,
+            peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        )
+        return _with_copies(plan, request, searched.kept)
+
+    def search(seconds: NDArray[np.float64]) -> list[tuple[str, Placement]]:
+        scaled = Costs(seconds, costs.source, costs.sent_bytes)
+        staged, _ = problem_of(request, machine, scaled, searched.groups, searched.kept)
+        whole = _budget_of(request)
+        budget = whole.slice(
+            seconds=whole.seconds / ROUNDS, evaluations=max(1.0, whole.evaluations // ROUNDS)
+        )
+        with keeping_interrupts(budget):
+            outcome = run_placer(
+                staged, request.placer, budget, _search_progress(progress), _method_of(request),
+                request.resolved_gain,
+            )  # fmt: skip
+        if budget.interrupted:
+            raise KeyboardInterrupt
+        return [(outcome.placer, outcome.placement), *_best_found(staged, budget)]
+
+    singles = [
+        ("single", normalise(np.full(len(graph), device, dtype=np.int32), graph, machine))
+        for device in np.flatnonzero(np.isfinite(costs.compute_seconds[running]).all(axis=0))
+    ]
+    placements = [(bare.placer, bare.placement), *singles, *_best_found(problem, searched.budget)]
+    joint = JointSearch(
+        request.planned_step, alone, costs.compute_seconds, placements, plan_of, search,
+        request.resolved_gain,
+    )  # fmt: skip
+    return with_stages(joint, progress)
+
+
+MOST_STAGED = 4
+"""Stages are chosen for so many of the best placements of a search."""
+
+
+def _best_found(problem: PlacementProblem, budget: Budget) -> list[tuple[str, Placement]]:
+    """(method, placement [ops]) of the best placements that the methods found and that fit."""
+    fitting = [(pair, name) for name, pair in budget.found.items() if not pair[0].lacking_bytes]
+    fitting.sort(key=lambda entry: entry[0][0])
+    return [
+        (name, normalise(problem.spread(placement), problem.graph, problem.machine))
+        for (_, placement), name in fitting[:MOST_STAGED]
+    ]
 
 
 def _add_baselines(
