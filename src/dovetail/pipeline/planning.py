@@ -467,9 +467,10 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
     """A plan on here/n after it was compared with `here`, all cores as one device.
 
     `here` becomes one of the baselines, with None as its value if it has no plan. If the placer
-    is `auto` and `here` is faster, the plan for `here` is returned. `chosen` itself is returned if
-    there is nothing to compare: it is not on a text here/n, it has one device, pins or caps name
-    its devices, or the search was interrupted.
+    is `auto` and `here` is faster, the plan for `here` is returned. With stages both are measured,
+    because the seconds of stages are predicted less well than those of ops. `chosen` itself is
+    returned if there is nothing to compare: it is not on a text here/n, it has one device, pins or
+    caps name its devices, or the search was interrupted.
     """
     named = request.pins or request.caps or chosen.interrupted
     is_here = isinstance(request.machine, str) and names_here(request.machine)
@@ -487,6 +488,7 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
                 seed=chosen.seed,
                 whole=request.whole,
                 format=chosen.made_for,
+                stages=request.stages,
                 model=chosen.source.model,
             ),
             progress,
@@ -498,6 +500,8 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
         baselines={**chosen.baselines, HERE: all_cores.value},
         interrupted=all_cores.interrupted,
     )
+    if request.stages and request.placer == "auto":
+        return _measured_against(compared, all_cores, request, progress)
     # A plan on several devices must win by the least gain that the user asks of such a plan.
     several = sum(map(bool, chosen.orders or ())) > 1
     worth = all_cores.value * (1 - chosen.min_gain) if several else all_cores.value
@@ -513,6 +517,25 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
         planning_seconds=chosen.planning_seconds,
         lower_bound=weaker.lower_bound,
         bound_proof=weaker.bound_proof,
+    )
+
+
+def _measured_against(
+    compared: Plan, all_cores: Plan, request: PlanRequest, progress: TellProgress
+) -> Plan:
+    """`compared`, a plan on several devices, if it is measured to be faster than `all_cores` on all
+    cores as one device; else the latter, with the former's table of methods."""
+    from dovetail.pipeline.staging import quicker
+
+    assert isinstance(request.planned_step, Captured), "the request has checked that"
+    winner, told = quicker(all_cores, [compared], request.planned_step, progress)
+    told = f"{HERE} against {compared.machine.name}: {told}"
+    if winner is compared:
+        return replace(compared, notes=(*compared.notes, told))
+    return replace(
+        all_cores,
+        baselines={**all_cores.baselines, **compared.baselines},
+        notes=(*all_cores.notes, told),
     )
 
 

@@ -1,6 +1,6 @@
 """Decides placement and stages together: which device an op is on, and what runs beside it there.
 
-    placements ──► stages on each device ──► simulate both ──► the best ──► measure it, if it is here
+    placements ──► stages on each device ──► simulate both ──► the best ──► measure, if it is here
         ▲                    │
         └── search again ◄───┘   with the costs that ops have in their stages
 
@@ -161,7 +161,7 @@ Chosen = tuple[tuple[int, Stage], ...]
 
 @dataclass(frozen=True, eq=False)
 class _Context:
-    """What plans with the same copies have in common: their graph, and what chooses stages in it."""
+    """What plans with the same copies share: their graph, and what chooses stages in it."""
 
     graph: Graph
     simulator: Simulator
@@ -187,14 +187,14 @@ class _Stager:
             self._contexts[plan.copies] = _Context(step.graph, simulator, stages)
         return self._contexts[plan.copies]
 
-    def staged(self, plan: Plan) -> Plan:
+    def staged(self, plan: Plan, *, thorough: bool = False) -> Plan:
         """The plan with the best stages that were found for its placement, under a name that says
-        so; the plan itself if none make it faster."""
+        so; the plan itself if none make it faster. `thorough` as in `PlacedStages.choose`."""
         context = self.context(plan)
         price = partial(_price, plan, context, _starts(plan, self._step.graph), _turns(plan))
         best_value, best = plan.value, None
         for scheduler in SCHEDULERS:
-            stages = tuple(context.stages.choose(plan.placement, scheduler))
+            stages = tuple(context.stages.choose(plan.placement, scheduler, thorough=thorough))
             if stages:
                 value, schedules = _without_useless(stages, price)
                 if value < best_value:
@@ -338,9 +338,11 @@ class JointSearch:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A placement without copies, and its plan with the best stages that were found."""
+    """A placement without copies, its plan without stages, and that with the best that were found.
+    The latter is the former if there are none."""
 
     placement: Placement
+    plain: Plan
     plan: Plan
 
 
@@ -350,7 +352,7 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
     alone, notes = joint.alone, Notes()
     stager = _Stager(joint.step, progress, notes)
     first = joint.placements[0][1]
-    candidates = [_Candidate(first, alone), _Candidate(first, stager.staged(alone))]
+    candidates = [_Candidate(first, alone, stager.staged(alone))]
     seen = {first.tobytes()}
 
     def consider(placements: Sequence[tuple[str, Placement]]) -> None:
@@ -361,7 +363,7 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
             seen.add(placement.tobytes())
             plan = joint.plan_of(name, placement)
             if plan is not None:
-                candidates.append(_Candidate(placement, stager.staged(plan)))
+                candidates.append(_Candidate(placement, plan, stager.staged(plan)))
 
     consider(joint.placements)
     bare = replace(alone, copies=(), compute_seconds=joint.seconds)
@@ -370,39 +372,50 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
     for number in range(ROUNDS):
         progress("planning with the costs of stages", number / ROUNDS, None)
         consider(joint.search(joint.seconds * factors))
-        best = min(candidates, key=lambda candidate: candidate.plan.value)
+        best = min(candidates, key=_value)
         factors = factors_under(stages, best.placement, factors)
-    plans = [candidate.plan for candidate in candidates]
-    on_one = min(
-        (plan for plan in plans if devices_of(plan) == 1), key=lambda p: p.value, default=None
-    )
-    chosen = _best_of(plans, alone if on_one is None else min(alone, on_one, key=_value), joint)
+    # Larger parts are searched for the plan of placement alone, the best one, and the best on one
+    # device.
+    finalists = [candidates[0], min(candidates, key=_value)]
+    finalists += sorted(filter(_is_single, candidates), key=_value)[:1]
+    progress("choosing stages", 0.0, None)
+    for number, finalist in enumerate({id(finalist): finalist for finalist in finalists}.values()):
+        better = stager.staged(finalist.plain, thorough=True)
+        candidates.append(replace(finalist, plan=better))
+        progress("choosing stages", (number + 1) / len(finalists), None)
+    on_one = min(filter(_is_single, candidates), key=_value, default=candidates[0]).plan
+    plans = [alone, *(candidate.plan for candidate in candidates)]
+    chosen = _best_of(plans, min(alone.value, on_one.value), joint.min_gain)
     told = f"{_text(chosen)} as predicted, {_text(alone)} without"
     if alone.machine.local:
-        rivals = [chosen, *([on_one] if on_one else []), *sorted(plans, key=_value)]
+        rivals = [chosen, on_one, *sorted(plans, key=lambda plan: plan.value)]
         chosen, told = quicker(alone, rivals, joint.step, progress)
-    baselines = {**alone.baselines, WITHOUT: alone.value}
-    if on_one is not None:
+    baselines = {**alone.baselines, WITHOUT: alone.value, chosen.placer: chosen.value}
+    if devices_of(on_one) == 1:
         baselines[ONE_DEVICE] = on_one.value
-    baselines[chosen.placer] = chosen.value
     counts = ", ".join(f"{n} on {name}" for name, n in stages_together(chosen).items() if n)
     notes.say(f"stages of several ops: {counts or 'none that make it faster'}; {told}")
     return replace(chosen, baselines=baselines, notes=alone.notes + notes.texts)
 
 
-def _best_of(plans: Sequence[Plan], reference: Plan, joint: JointSearch) -> Plan:
-    """A plan that is no worse than the reference. Of these it is the one on the fewest devices that
-    no plan on more devices beats by the smallest gain."""
-    good = [plan for plan in plans if plan.value <= reference.value]
-    taken: Plan | None = None
-    for plan in sorted(good, key=lambda plan: (devices_of(plan), plan.value)):
-        if taken is None or plan.value < taken.value * (1 - joint.min_gain):
+def _value(candidate: _Candidate) -> float:
+    return candidate.plan.value
+
+
+def _is_single(candidate: _Candidate) -> bool:
+    return devices_of(candidate.plan) == 1
+
+
+def _best_of(plans: Sequence[Plan], limit: float, min_gain: float) -> Plan:
+    """A plan whose value is at most `limit`, which is that of one of the plans. Of these it is the
+    one on the fewest devices that no plan on more devices beats by the smallest gain."""
+    good = [plan for plan in plans if plan.value <= limit]
+    good.sort(key=lambda plan: (devices_of(plan), plan.value))
+    taken = good[0]
+    for plan in good[1:]:
+        if plan.value < taken.value * (1 - min_gain):
             taken = plan
-    return taken or reference
-
-
-def _value(plan: Plan) -> float:
-    return plan.value
+    return taken
 
 
 def _text(plan: Plan) -> str:

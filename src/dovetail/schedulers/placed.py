@@ -43,9 +43,11 @@ from dovetail.schedulers.records import (
 )
 from dovetail.schedulers.scheduling import StageProblem, by_parts
 
-MOST_STATES = {"dos": 5_000, "ios": 500}
-"""Each scheduler searches parts of at most this many states: a tenth of what it gets when it
-schedules one device alone, because here it runs for many placements."""
+MOST_STATES = {"dos": 2_000, "ios": 500}
+"""Each scheduler searches parts of at most this many states where many placements are compared."""
+THOROUGH_STATES = {"dos": 10_000, "ios": 1_000}
+"""The same for the few placements that are left. `dovetail schedule` searches five times as many on
+its one device, which takes up to a minute."""
 _NO_TIE = 1 + 1e-6
 """A stage that gains nothing costs this times its ops one by one, so that it never ties with
 them."""
@@ -106,22 +108,28 @@ class PlacedStages:
         self._sizes = np.bincount(of_op[of_op != FOLDED], minlength=kernels.count)
         self._known: dict[Hashable, BlockSchedule] = {}
 
-    def choose(self, placement: NDArray[np.int32], scheduler: str) -> list[tuple[int, Stage]]:
+    def choose(
+        self, placement: NDArray[np.int32], scheduler: str, *, thorough: bool = False
+    ) -> list[tuple[int, Stage]]:
         """(device, stage) of each stage that runs several groups at the same time and is faster
         than its ops one by one, in no order.
 
-        scheduler   "dos" or "ios"
+        scheduler   "dos" or "ios". Where a part is so wide that its states keep within a window,
+                    "ios" is "dos", because it would discard most of what it compares
+        thorough    search larger parts: `THOROUGH_STATES` in place of `MOST_STATES`
 
         A stage's seconds are those of its ops one by one, by `seconds`, times the share that the
         device's own costs give. So they compare with ops that share no stage.
         """
+        most = (THOROUGH_STATES if thorough else MOST_STATES)[scheduler]
         stages: list[tuple[int, Stage]] = []
         for device, ops in segments_of(self.graph, placement):
             if self.devices[device] is None or len(ops) < 2:
                 continue
             nodes = self._nodes(ops)
             if len(nodes) > 1:
-                stages += [(device, stage) for stage in self._search(device, nodes, scheduler)]
+                found = self._search(device, nodes, scheduler, most)
+                stages += [(device, stage) for stage in found]
         return stages
 
     def _nodes(self, ops: Sequence[int]) -> Nodes:
@@ -138,7 +146,8 @@ class PlacedStages:
                 nodes += [((op,), FOLDED) for op in inside]
         return nodes
 
-    def _search(self, device: int, nodes: Nodes, scheduler: str) -> list[Stage]:
+    def _search(self, device: int, nodes: Nodes, scheduler: str, most: int) -> list[Stage]:
+        """The stages of several groups that the scheduler finds in a segment and that gain."""
         costs = self.devices[device]
         assert costs is not None, "only devices with stages are searched"
         edges = needs_between(self.graph, [ops for ops, _ in nodes])
@@ -164,13 +173,13 @@ class PlacedStages:
             names = tuple(signatures[op] for op in part.ops)
             key: Hashable = (device, scheduler, window, part.block, names)
             if key not in known:
-                if scheduler == "ios":
+                if scheduler == "ios" and not window:
                     known[key] = ios(part.block, timer, groups=costs.groups, window=window)
                 else:
                     known[key] = dos(part.block, timer, window=window)
             return known[key]
 
-        result = by_parts(problem, narrowed(block, MOST_STATES[scheduler]), search)
+        result = by_parts(problem, narrowed(block, most), search)
         stages = []
         for stage in result.stages:
             one_by_one = sum(alone[node] for node in stage.kernels)
@@ -280,9 +289,7 @@ def needs_between(graph: Graph, units: Sequence[tuple[int, ...]]) -> list[tuple[
     return [(first, then) for first, then in np.unique(pairs, axis=0).tolist()]
 
 
-def in_order(
-    count: int, needs: Sequence[tuple[int, int]], turns: Sequence[float]
-) -> list[int]:
+def in_order(count: int, needs: Sequence[tuple[int, int]], turns: Sequence[float]) -> list[int]:
     """The units 0 to `count` so that each follows those that it needs. Of units that are ready the
     one with the least turn comes first, then the one of lowest number."""
     after: list[list[int]] = [[] for _ in range(count)]
