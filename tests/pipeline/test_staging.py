@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,18 +12,28 @@ from torch import nn
 
 import dovetail as dt
 from dovetail import machine
-from dovetail.costs import analytic_costs
+from dovetail.costs import CostCache, analytic_costs
 from dovetail.errors import PromiseError, UsageError
 from dovetail.executors import run
+from dovetail.executors.stages import measuring
+from dovetail.executors.stages.measuring import CpuStages
 from dovetail.frontends.optimizers import parse_optimizer
-from dovetail.machine import Device, Link, Machine
-from dovetail.pipeline import PlanRequest, open_plan, planning, staging, timeline_of, verify
+from dovetail.machine import Device, Link, Machine, parse_machine
+from dovetail.pipeline import (
+    Notes,
+    PlanRequest,
+    open_plan,
+    planning,
+    silent,
+    staging,
+    timeline_of,
+    verify,
+)
 from dovetail.pipeline.opening import with_schedules
-from dovetail.pipeline.staging import ONE_DEVICE, WITHOUT, stages_together
+from dovetail.pipeline.staging import ONE_DEVICE, WITHOUT, device_stages, stages_together
 from dovetail.plans import Schedule, load_plan
 from dovetail.schedulers.placed import DeviceStages
 from dovetail.schedulers.records import StageTiming, groups_of, members
-from dovetail.schedulers.results import SEQUENTIAL
 from dovetail.schedulers.timing import block_of, signatures_of
 
 TINY = "zoo:squeezenet_1_1?size=32&batch=1"
@@ -121,28 +132,24 @@ def test_pins_hold_and_the_memory_of_stages_is_counted(joint):
 # --- On this machine ---
 
 
-@pytest.fixture
-def two_cores_each(monkeypatch):
-    """A machine of two devices that have one core of this machine twice, so that they run stages in
-    threads wherever the tests run."""
-    monkeypatch.setattr(machine, "check_local", lambda _machine: None)
-    core = min(os.sched_getaffinity(0))
+def two_devices(cores):
+    """Two devices that both have these cores of this machine."""
+    rates = {"float32": 1e10}
     devices = tuple(
-        Device(
-            f"cpu{i}",
-            "cpu",
-            "test",
-            1 << 33,
-            {"float32": 1e10},
-            1e10,
-            1e-6,
-            (core, core),
-            threads=1,
-        )
+        Device(f"cpu{i}", "cpu", "test", 1 << 33, rates, 1e10, 1e-6, cores, threads=1)
         for i in range(2)
     )
     links = tuple(Link(f"cpu{i}", f"cpu{1 - i}", 1e10, 1e-6, f"cpu{i}") for i in range(2))
     return Machine("two", devices, "cpu0", links)
+
+
+@pytest.fixture
+def two_cores_each(monkeypatch):
+    """Two devices that have one core of this machine twice, so that they run stages in threads
+    wherever the tests run."""
+    monkeypatch.setattr(machine, "check_local", lambda _machine: None)
+    core = min(os.sched_getaffinity(0))
+    return two_devices((core, core))
 
 
 def free_stages(step, kernels, _device, _cache, _progress):
@@ -156,31 +163,37 @@ def free_stages(step, kernels, _device, _cache, _progress):
     return DeviceStages(block, signatures_of(step.graph, kernels), time, [1.0] * kernels.count)
 
 
+def by_data_sheet(step, machine, *_):
+    return analytic_costs(step.graph, machine)
+
+
 @pytest.fixture
 def measured(monkeypatch):
-    """Ops cost what the data sheet says and stages what `free_stages` says. Plans run for real, but
-    once: `measured.prefer` says which of them is the fastest."""
-
-    class Measured:
-        prefer = "0"
-
-    def fastest(timers, _rounds, _progress):
-        return Measured.prefer, {name: (timer(),) for name, timer in timers.items()}
-
-    def by_data_sheet(step, machine, *_):
-        return analytic_costs(step.graph, machine)
-
+    """Ops cost what the data sheet says and stages what `free_stages` says."""
     monkeypatch.setattr(planning, "costs_of", by_data_sheet)
     monkeypatch.setattr(staging, "_measured_stages", free_stages)
-    monkeypatch.setattr(staging, "fastest", fastest)
-    return Measured
+
+
+class FakePlaced(nullcontext):
+    """A placed network whose steps take as long as the test says."""
+
+    def __init__(self, seconds):
+        super().__init__(self)
+        self.seconds = seconds
+
+    def feed(self):
+        pass
+
+    def step_seconds(self, steps):
+        return [self.seconds] * (steps - 1)
 
 
 def test_a_plan_with_stages_on_devices_of_this_machine_computes_what_torch_computes(
-    measured, two_cores_each, tmp_path
+    measured, two_cores_each, monkeypatch, tmp_path
 ):
     step = towers()
     # Two devices in any case: each has a tower, and the stages of its own.
+    monkeypatch.setattr(staging, "quicker", lambda _alone, rivals, *_: (rivals[0], "not measured"))
     pins = (("towers.0.*", "cpu0"), ("towers.1.*", "cpu1"))
     plan = dt.plan(step, two_cores_each, budget="20e", stages=True, pins=pins)
     assert all(stages_together(plan).values())
@@ -197,30 +210,81 @@ def test_a_plan_with_stages_on_devices_of_this_machine_computes_what_torch_compu
     assert len(set(timeline.op_starts[at])) == 1
 
 
-def test_stages_that_are_not_measured_to_be_faster_are_left_out(measured, two_cores_each):
-    measured.prefer = SEQUENTIAL
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_stages_stay_only_if_they_are_measured_to_be_faster(
+    measured, two_cores_each, monkeypatch, factor
+):
+    def fake_run(plan, _step, **_):
+        return FakePlaced(1e-3 * (factor if plan.schedules else 1.0))
+
+    monkeypatch.setattr(staging, "run", fake_run)
     plan = dt.plan(towers(), two_cores_each, budget="20e", stages=True)
-    assert plan.schedules is None
-    assert plan.value == plan.baselines[WITHOUT]
-    assert plan.lower_bound > 0
-    assert any("measured without" in note for note in plan.notes)
+    if factor < 1:
+        assert plan.schedules
+        assert plan.value < plan.baselines[WITHOUT]
+        assert any("500 us with the fastest" in note for note in plan.notes)
+    else:
+        assert plan.schedules is None
+        assert plan.value == plan.baselines[WITHOUT]
+        assert plan.lower_bound > 0
+    assert any("1 ms measured without" in note for note in plan.notes)
 
 
-def test_stage_costs_are_measured_on_this_machines_cores(monkeypatch, two_cores_each, tmp_path):
-    """Nothing is faked but how long is measured: the costs are those of `dovetail schedule`."""
-    from dovetail.executors.stages import choosing, measuring
+@pytest.mark.parametrize("several_faster", [True, False])
+def test_all_cores_as_one_device_are_measured_against_several_devices(
+    measured, monkeypatch, several_faster
+):
+    """The text here/2 has a plan on two devices and one on `here`, each with its stages."""
+    core = min(os.sched_getaffinity(0))
+    two = two_devices((core, core))
+    four = Machine("here", (replace(two.devices[0], cores=(core,) * 4),), "cpu0", ())
 
-    monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
+    def parse(text):
+        return four if text == "here" else two
+
+    monkeypatch.setattr(machine, "parse_machine", parse)
+    monkeypatch.setattr(machine, "check_local", lambda _machine: None)
+    monkeypatch.setattr(planning, "machine_of", lambda _step, text, *_: parse(text))
+
+    def fake_run(plan, _step, **_):
+        several = len(plan.machine.devices) == 2
+        seconds = 1e-3 if several == several_faster else 3e-3
+        return FakePlaced(seconds * (0.5 if plan.schedules else 1.0))
+
+    monkeypatch.setattr(staging, "run", fake_run)
+    plan = dt.plan(towers(), "here/2", budget="20e", min_gain=0, stages=True)
+    assert len(plan.machine.devices) == 1 + several_faster
+    assert plan.schedules
+    assert plan.baselines["here"] is not None
+
+
+def test_stage_costs_are_measured_on_this_machines_cores_and_kept(
+    monkeypatch, two_cores_each, tmp_path
+):
     monkeypatch.setattr(measuring, "_SECONDS", 0.05)
     monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 1e-5)
     monkeypatch.setattr(measuring, "_VISITS", 1)
-    monkeypatch.setattr(choosing, "_ROUND_SECONDS", 1e-5)
     step = towers()
-    plan = dt.plan(step, two_cores_each, budget="20e", stages=True)
-    verify(plan, step.graph)
-    with run(plan, step) as placed, torch.no_grad():
-        x = torch.randn(2, 8)
-        torch.testing.assert_close(placed.step(x), step.module(x))
+    found = []
+    for _ in range(2):
+        cache = CostCache(tmp_path / "costs.db")
+        kernels, (costs, other) = device_stages(step, two_cores_each, cache, silent, Notes())
+        assert costs is other, "devices that are alike are measured once"
+        both = [k for k in range(kernels.count) if not costs.block.predecessors[k]][:2]
+        stage = sum(1 << kernel for kernel in both)
+        (share,) = costs.shares([stage])
+        assert 0 < share < np.inf
+        found.append((share, *costs.alone))
+        # What would measure now fails: the second time everything comes from the cache.
+        monkeypatch.setattr(CpuStages, "measure_stages", None)
+    assert found[0] == found[1]
+
+
+def test_a_data_sheet_that_lacks_what_stages_need_is_noted():
+    notes = Notes()
+    _, costs = device_stages(towers(), parse_machine("v100 + haswell"), None, silent, notes)
+    assert [cost is None for cost in costs] == [False, True]
+    assert "haswell" in notes.texts[0]
 
 
 # --- What is refused, and the command ---
@@ -249,7 +313,7 @@ def test_requests_that_can_have_no_stages_are_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
-def test_a_step_that_draws_is_refused_where_stages_are_measured(two_cores_each):
+def test_a_step_that_draws_is_refused_where_stages_are_measured(measured, two_cores_each):
     step = dt.capture(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train(), torch.randn(2, 4))
     with pytest.raises(UsageError, match="draws random numbers"):
         dt.plan(step, two_cores_each, budget="5e", stages=True)

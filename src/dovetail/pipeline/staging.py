@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dovetail.costs import CostCache
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
 from dovetail.errors import MachineError
-from dovetail.executors import PlacedNetwork, run
+from dovetail.executors import PlacedNetwork, Workers, run
 from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.measuring import CpuStages
@@ -458,8 +458,14 @@ def quicker(
     named |= {str(number): plan for number, plan in enumerate(distinct[:MEASURED_PLANS])}
     with ExitStack() as stack:
         timers = {}
+        shared: list[Workers] = []
         for name, plan in named.items():
-            placed = stack.enter_context(run(plan, planned(plan, step)))
+            # Processes take seconds to start, so plans for the same devices share them.
+            serving = [workers for workers in shared if workers.serves(plan.machine)]
+            if not serving:
+                serving = [stack.enter_context(Workers(plan.machine))]
+                shared += serving
+            placed = stack.enter_context(run(plan, planned(plan, step), workers=serving[0]))
             placed.feed()
             timers[name] = partial(_step_seconds, placed)
         winner, seconds = fastest(
