@@ -1,4 +1,4 @@
-"""Stages of placed graphs: segments, what a stage may hold, and that all devices complete."""
+"""Stages of placed graphs: waves, what a stage may hold, and that all devices complete."""
 
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ from dovetail.schedulers.placed import (
     PlacedStages,
     in_order,
     schedules_of,
-    segments_of,
+    waves_of,
 )
 from dovetail.schedulers.records import StageTiming, groups_of, members
 from dovetail.schedulers.timing import block_of, signatures_of
@@ -35,7 +35,7 @@ def test_a_segment_has_the_ops_of_one_device_behind_equally_many_changes_of_devi
         Op("f", ("d",)),
     )
     placement = np.array([0, 0, 0, 1, 0, 0], np.int32)
-    assert segments_of(graph, placement) == [(0, [1, 2, 4]), (0, [5]), (1, [3])]
+    assert waves_of(graph, placement) == [(0, [1, 2, 4]), (0, [5]), (1, [3])]
 
 
 def test_units_come_in_order_of_their_turns_but_behind_what_they_need():

@@ -528,8 +528,8 @@ def _measured_against(
     from dovetail.pipeline.staging import quicker
 
     assert isinstance(request.planned_step, Captured), "the request has checked that"
-    winner, told = quicker(all_cores, [compared], request.planned_step, progress)
-    told = f"{HERE} against {compared.machine.name}: {told}"
+    what = f"on {HERE}, all cores as one device"
+    winner, told = quicker(all_cores, what, [compared], request.planned_step, progress)
     if winner is compared:
         return replace(compared, notes=(*compared.notes, told))
     return replace(

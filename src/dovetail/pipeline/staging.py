@@ -369,7 +369,8 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
     bare = replace(alone, copies=(), compute_seconds=joint.seconds)
     stages = stager.context(bare).stages
     factors = factors_alone(stages)
-    for number in range(ROUNDS):
+    # Where no stage gains, these searches would repeat the first one.
+    for number in range(ROUNDS if (factors < 1).any() else 0):
         progress("planning with the costs of stages", number / ROUNDS, None)
         consider(joint.search(joint.seconds * factors))
         best = min(candidates, key=_value)
@@ -389,7 +390,7 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
     told = f"{_text(chosen)} as predicted, {_text(alone)} without"
     if alone.machine.local:
         rivals = [chosen, on_one, *sorted(plans, key=lambda plan: plan.value)]
-        chosen, told = quicker(alone, rivals, joint.step, progress)
+        chosen, told = quicker(alone, WITHOUT, rivals, joint.step, progress)
     baselines = {**alone.baselines, WITHOUT: alone.value, chosen.placer: chosen.value}
     if devices_of(on_one) == 1:
         baselines[ONE_DEVICE] = on_one.value
@@ -444,12 +445,14 @@ def stages_together(plan: Plan) -> dict[str, int]:
 
 
 def quicker(
-    baseline: Plan, rivals: Sequence[Plan], step: Captured, progress: TellProgress
+    baseline: Plan, what: str, rivals: Sequence[Plan], step: Captured, progress: TellProgress
 ) -> tuple[Plan, str]:
     """(plan, text): the fastest of these plans as measured side by side on this machine.
 
     It is `baseline` unless a rival is beyond doubt faster. At most `MEASURED_PLANS` rivals are
     measured, the first ones. The text says what was measured.
+
+    what   what the baseline is, as the text names it
     """
     distinct = list({id(plan): plan for plan in rivals if plan is not baseline}.values())
     if not distinct:
@@ -472,10 +475,12 @@ def quicker(
             timers, ScheduleRequest.rounds, lambda done: progress("measuring plans", done, None)
         )
     medians = {name: median(of_name) for name, of_name in seconds.items()}
-    least = min((name for name in named if name != SEQUENTIAL), key=lambda name: medians[name])
+    others = (name for name in named if name != SEQUENTIAL)
+    best = winner if winner != SEQUENTIAL else min(others, key=lambda name: medians[name])
+    doubt = "" if winner != SEQUENTIAL else ", which is not faster beyond doubt"
     told = (
-        f"{format_seconds(medians[SEQUENTIAL])} measured without, and "
-        f"{format_seconds(medians[winner if winner != SEQUENTIAL else least])} with the fastest"
+        f"measured {format_seconds(medians[SEQUENTIAL])} {what}, and "
+        f"{format_seconds(medians[best])} for the fastest other plan{doubt}"
     )
     return named[winner], told
 

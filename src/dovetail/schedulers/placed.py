@@ -8,12 +8,12 @@ A and C below may not share a stage, and no pair of stages may wait for each oth
     d1
 
 The *crossings* of an op are the most changes of device on a path that ends at it. Stages hold ops
-of one device with equal crossings (a *segment*). Between two such ops no path leaves the device,
-and a stage waits only for segments with fewer crossings or for earlier stages of its own segment.
-So any stages of the segments complete together, on all devices. What this rules out: an op never
+of one device with equal crossings (a *wave*). Between two such ops no path leaves the device,
+and a stage waits only for waves with fewer crossings or for earlier stages of its own wave.
+So any stages of the waves complete together, on all devices. What this rules out: an op never
 shares a stage with one that it could run beside but that is behind more changes of device.
 
-Within a segment `dos` or `ios` choose the stages. Ops that share no stage keep the order in which
+Within a wave `dos` or `ios` choose the stages. Ops that share no stage keep the order in which
 the plan without stages starts them.
 """
 
@@ -55,7 +55,7 @@ _LEAST_GAIN = 1e-4
 """A stage is kept if it saves more than this share of its ops' seconds one by one."""
 
 Nodes = list[tuple[tuple[int, ...], int]]
-"""(ops, kernel) of what a segment runs: a whole kernel, or one op with kernel `FOLDED`."""
+"""(ops, kernel) of what a wave runs: a whole kernel, or one op with kernel `FOLDED`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class DeviceStages:
 
 
 class PlacedStages:
-    """Chooses stages for placements of one graph. Equal parts of segments are searched once."""
+    """Chooses stages for placements of one graph. Equal parts of waves are searched once."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PlacedStages:
         """
         most = (THOROUGH_STATES if thorough else MOST_STATES)[scheduler]
         stages: list[tuple[int, Stage]] = []
-        for device, ops in segments_of(self.graph, placement):
+        for device, ops in waves_of(self.graph, placement):
             if self.devices[device] is None or len(ops) < 2:
                 continue
             nodes = self._nodes(ops)
@@ -133,7 +133,7 @@ class PlacedStages:
         return stages
 
     def _nodes(self, ops: Sequence[int]) -> Nodes:
-        """The kernels that the segment has whole, and every other op by itself."""
+        """The kernels that the wave has whole, and every other op by itself."""
         of_op = self.kernels.of_op
         by_kernel: dict[int, list[int]] = defaultdict(list)
         for op in ops:
@@ -147,7 +147,7 @@ class PlacedStages:
         return nodes
 
     def _search(self, device: int, nodes: Nodes, scheduler: str, most: int) -> list[Stage]:
-        """The stages of several groups that the scheduler finds in a segment and that gain."""
+        """The stages of several groups that the scheduler finds in a wave and that gain."""
         costs = self.devices[device]
         assert costs is not None, "only devices with stages are searched"
         edges = needs_between(self.graph, [ops for ops, _ in nodes])
@@ -196,7 +196,7 @@ def _time(
     alone: Sequence[float],
     stages: Sequence[OpSet],
 ) -> list[StageTiming]:
-    """Seconds of stages of a segment, in the plan's own costs.
+    """Seconds of stages of a wave, in the plan's own costs.
 
     A stage of one group, one that surely gains nothing, and one that holds an op outside of whole
     kernels costs what its ops take one by one.
@@ -221,8 +221,8 @@ def _time(
     return timings
 
 
-def segments_of(graph: Graph, placement: NDArray[np.int32]) -> list[tuple[int, list[int]]]:
-    """(device, ops) of each segment; ops ascend. O(ops + reads)."""
+def waves_of(graph: Graph, placement: NDArray[np.int32]) -> list[tuple[int, list[int]]]:
+    """(device, ops) of each wave; ops ascend. O(ops + reads)."""
     crossings = [0] * len(graph)
     before = _needs_of_ops(graph)
     devices, is_source = placement.tolist(), graph.is_source.tolist()
