@@ -73,6 +73,7 @@ def plan(  # noqa: PLR0913  one argument an option
     min_gain: Annotated[
         str, option(PlanRequest, "min_gain", show_default="2%; 0 for an instance")
     ] = "",
+    stages: Annotated[bool, option(PlanRequest, "stages", "--stages")] = PlanRequest.stages,
     phases: Annotated[
         str,
         typer.Option(
@@ -96,6 +97,7 @@ def plan(  # noqa: PLR0913  one argument an option
         "budget": budget, "gap": gap, "seed": seed, "pins": _pins(pin), "caps": _caps(cap),
         "policy": policy, "finetune": finetune, "per_op": per_op, "whole": tuple(whole or ()),
         "format": made_for, "min_gain": arguments.share_of("--min-gain", min_gain), "place": place,
+        "stages": stages,
     }  # fmt: skip
     if phases:
         of_step = {
@@ -200,6 +202,7 @@ def _write(
 def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str, Any]:
     """The object that `plan --json` prints. Its keys are stable. `_infeasible` has them as well."""
     from dovetail.pipeline import graph_of
+    from dovetail.pipeline.staging import stages_together
 
     names = plan.machine.device_names
     unit, scale = _unit(step)
@@ -229,6 +232,7 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
             name: None if value is None else value * scale for name, value in plan.baselines.items()
         },
         "found_seconds": plan.found_seconds,
+        "stages": stages_together(plan) if plan.schedules else None,
         "plan": None if out is None else str(out),
     }
 
@@ -241,6 +245,7 @@ def _infeasible(model: str, request: PlanRequest, error: InfeasibleError) -> dic
     unknown = (
         "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
         "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan", "min_gain",
+        "stages",
     )  # fmt: skip
     step = request.planned_step
     return {

@@ -125,7 +125,11 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
             )
             chosen = to_plan(problem, outcome, simulator, _stronger_bound(bound, outcome, step))
             chosen = _fill_in_request(chosen, request, kept, notes, outcome, began)
-        chosen = _with_copies(chosen, request, kept)
+        bare, chosen = chosen, _with_copies(chosen, request, kept)
+        if request.stages and not budget.interrupted:
+            searched = _Searched(request, kept, groups, problem, simulator, budget)
+            chosen = _with_stages(bare, chosen, searched, progress)
+            chosen = replace(chosen, planning_seconds=time.perf_counter() - began)
         chosen = _add_baselines(chosen, request, given_places, costs)
         chosen = replace(chosen, interrupted=budget.interrupted)
         chosen = _compare_with_all_cores(chosen, request, progress)
@@ -358,6 +362,93 @@ def fixed_ops(
     return np.asarray(held if units is None else held | (units.of_op >= 0))
 
 
+@dataclass(frozen=True, eq=False)
+class _Searched:
+    """What the search for a placement was given, and its budget, which knows what it found."""
+
+    request: PlanRequest
+    kept: "_Kept"
+    groups: GroupLevels
+    problem: PlacementProblem
+    simulator: Simulator
+    budget: Budget
+
+
+def _with_stages(bare: Plan, alone: Plan, searched: _Searched, progress: TellProgress) -> Plan:
+    """The best plan of placement and stages.
+
+    bare    the plan of the search, without copies and stages
+    alone   the same with copies
+
+    The searches with the costs of stages have the request's budget together, as the first search
+    had.
+    """
+    from dovetail.pipeline.staging import ROUNDS, JointSearch, with_stages
+
+    request, problem = searched.request, searched.problem
+    graph, machine, costs = problem.graph, problem.machine, problem.costs
+    assert isinstance(request.planned_step, Captured), "the request has checked that"
+    allowed = permitted(graph, machine, request.pins)
+    running = ~graph.is_source
+
+    def plan_of(name: str, placement: Placement) -> Plan | None:
+        if not allowed[running, placement[running]].all():
+            return None
+        timeline = searched.simulator.timeline(placement)
+        if (timeline.peak_memory_bytes > problem.capacities).any():
+            return None
+        plan = replace(
+            bare,
+            placement=placement,
+            orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+            placer=name,
+            value=timeline.step_seconds,
+            peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        )
+        return _with_copies(plan, request, searched.kept)
+
+    def search(seconds: NDArray[np.float64]) -> list[tuple[str, Placement]]:
+        scaled = Costs(seconds, costs.source, costs.sent_bytes)
+        staged, _ = problem_of(request, machine, scaled, searched.groups, searched.kept)
+        whole = _budget_of(request)
+        budget = whole.slice(
+            seconds=whole.seconds / ROUNDS, evaluations=max(1.0, whole.evaluations // ROUNDS)
+        )
+        with keeping_interrupts(budget):
+            outcome = run_placer(
+                staged, request.placer, budget, _search_progress(progress), _method_of(request),
+                request.resolved_gain,
+            )  # fmt: skip
+        if budget.interrupted:
+            raise KeyboardInterrupt
+        return [(outcome.placer, outcome.placement), *_best_found(staged, budget)]
+
+    singles = [
+        ("single", normalise(np.full(len(graph), device, dtype=np.int32), graph, machine))
+        for device in np.flatnonzero(np.isfinite(costs.compute_seconds[running]).all(axis=0))
+    ]
+    placements = [(bare.placer, bare.placement), *singles, *_best_found(problem, searched.budget)]
+    joint = JointSearch(
+        request.planned_step, alone, costs.compute_seconds, placements, plan_of, search,
+        request.resolved_gain,
+    )  # fmt: skip
+    return with_stages(joint, progress)
+
+
+MOST_STAGED = 4
+"""Stages are chosen for so many of the best placements of a search."""
+
+
+def _best_found(problem: PlacementProblem, budget: Budget) -> list[tuple[str, Placement]]:
+    """(method, placement [ops]) of the best placements that the methods found and that fit."""
+    fitting = [(pair, name) for name, pair in budget.found.items() if not pair[0].lacking_bytes]
+    fitting.sort(key=lambda entry: entry[0][0])
+    return [
+        (name, normalise(problem.spread(placement), problem.graph, problem.machine))
+        for (_, placement), name in fitting[:MOST_STAGED]
+    ]
+
+
 def _add_baselines(
     chosen: Plan, request: PlanRequest, given_places: Mapping[str, Plan | GivenMap], costs: Costs
 ) -> Plan:
@@ -376,9 +467,10 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
     """A plan on here/n after it was compared with `here`, all cores as one device.
 
     `here` becomes one of the baselines, with None as its value if it has no plan. If the placer
-    is `auto` and `here` is faster, the plan for `here` is returned. `chosen` itself is returned if
-    there is nothing to compare: it is not on a text here/n, it has one device, pins or caps name
-    its devices, or the search was interrupted.
+    is `auto` and `here` is faster, the plan for `here` is returned. With stages both are measured,
+    because the seconds of stages are predicted less well than those of ops. `chosen` itself is
+    returned if there is nothing to compare: it is not on a text here/n, it has one device, pins or
+    caps name its devices, or the search was interrupted.
     """
     named = request.pins or request.caps or chosen.interrupted
     is_here = isinstance(request.machine, str) and names_here(request.machine)
@@ -396,6 +488,7 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
                 seed=chosen.seed,
                 whole=request.whole,
                 format=chosen.made_for,
+                stages=request.stages,
                 model=chosen.source.model,
             ),
             progress,
@@ -407,6 +500,8 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
         baselines={**chosen.baselines, HERE: all_cores.value},
         interrupted=all_cores.interrupted,
     )
+    if request.stages and request.placer == "auto":
+        return _measured_against(compared, all_cores, request, progress)
     # A plan on several devices must win by the least gain that the user asks of such a plan.
     several = sum(map(bool, chosen.orders or ())) > 1
     worth = all_cores.value * (1 - chosen.min_gain) if several else all_cores.value
@@ -422,6 +517,25 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
         planning_seconds=chosen.planning_seconds,
         lower_bound=weaker.lower_bound,
         bound_proof=weaker.bound_proof,
+    )
+
+
+def _measured_against(
+    compared: Plan, all_cores: Plan, request: PlanRequest, progress: TellProgress
+) -> Plan:
+    """`compared`, a plan on several devices, if it is measured to be faster than `all_cores` on all
+    cores as one device; else the latter, with the former's table of methods."""
+    from dovetail.pipeline.staging import quicker
+
+    assert isinstance(request.planned_step, Captured), "the request has checked that"
+    what = f"on {HERE}, all cores as one device"
+    winner, told = quicker(all_cores, what, [compared], request.planned_step, progress)
+    if winner is compared:
+        return replace(compared, notes=(*compared.notes, told))
+    return replace(
+        all_cores,
+        baselines={**all_cores.baselines, **compared.baselines},
+        notes=(*all_cores.notes, told),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dovetail.errors import UsageError
+from dovetail.errors import MachineError, UsageError
 from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS, Grouping
 from dovetail.training.backends import BACKENDS
 from dovetail.units import HERE
@@ -72,6 +72,8 @@ class PlanRequest:
     place       Price this placement beside the plan: a device map, or a JSON file that holds a map
                 or a plan. The map that accelerate makes is priced as well, if accelerate is
                 installed
+    stages      Choose stages together with the placement: ops that a device runs at the same time.
+                The search takes up to twice the budget. For inference, objective step
     method      a placer that runs in place of our own, under the name `placer`
     model       the name of the file that held the step, which the plan keeps
 
@@ -95,6 +97,7 @@ class PlanRequest:
     format: str = ""
     min_gain: float | None = None
     place: Mapping[str, int | str] | str | Path | None = None
+    stages: bool = False
     method: "Placer | None" = None
     model: str = ""
 
@@ -108,6 +111,8 @@ class PlanRequest:
         self._check_objective()
         self._check_format()
         self._check_machine()
+        if self.stages:
+            self._check_stages()
         if self.method is None:
             self._check_policy()
 
@@ -190,6 +195,47 @@ class PlanRequest:
             check_local(machine)
         for name in [device for _, device in self.pins] + [device for device, _ in self.caps]:
             machine.device_index(name)
+
+    def _check_stages(self) -> None:
+        """Raise `UsageError` for a request with stages that cannot have any."""
+        from dovetail.costs import stage_rates
+        from dovetail.frontends import Captured
+        from dovetail.machine import parse_machine
+
+        if self.resolved_objective != "step":
+            raise UsageError(
+                "stages",
+                f"shorten one step, which objective {self.resolved_objective} does not count; use "
+                "--objective step, or leave --stages out",
+            )
+        if self.format:
+            raise UsageError("stages", f"a {self.format} cannot say them; leave one of the two out")
+        if self.step is not None and not isinstance(self.step, Captured):
+            raise UsageError(
+                "stages",
+                "are of a network that is captured: zoo:NAME or package.module:function; leave "
+                "--stages out for a file",
+            )
+        if self.step is not None and self.step.graph.training:
+            raise UsageError("stages", "are of inference steps; leave --stages or --train out")
+        machine = self.machine
+        if isinstance(machine, str):
+            machine = parse_machine(machine or HERE)
+        if machine.local:
+            # `here/n` is compared with all cores as one device, so its cores count together.
+            cores = sum(len(device.cores) for device in machine.devices)
+            if cores < 2:
+                raise UsageError("stages", f"{machine.name} has one core; use a machine of several")
+            return
+        problems = []
+        for device in machine.devices:
+            try:
+                if device.kind != "host":
+                    stage_rates(device)
+                    return
+            except MachineError as error:
+                problems.append(str(error))
+        raise UsageError("stages", f"no device can be predicted: {problems[0]}")
 
     def _check_policy(self) -> None:
         takers = [name for name, method in PLACERS.items() if method.with_policy]

@@ -37,6 +37,14 @@ def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> l
 
     Raises `TooManyStatesError` as soon as there are more than `most`. O(states x ready ops).
     """
+    states = states_within(block, window, most)
+    if states is None:
+        raise TooManyStatesError(len(block), max(estimate(block, window), most), most)
+    return states
+
+
+def states_within(block: KernelBlock, window: int, most: int) -> list[BlockState] | None:
+    """Return what `states_of` returns; None as soon as there are more than `most` states."""
     states_found: list[BlockState] = []
     first_ready = sum(1 << op for op, before in enumerate(block.predecessors) if not before)
     level: list[_Grown] = [(0, 0, first_ready)]
@@ -45,8 +53,7 @@ def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> l
         for state in level:
             grown.extend(_grow(block, state, window))
             if len(states_found) + len(grown) > most:
-                states = max(estimate(block, window), most)
-                raise TooManyStatesError(len(block), states, most)
+                return None
         states_found.extend(BlockState(ops, sinks) for ops, sinks, _ in grown)
         level = grown
     return states_found

@@ -1,0 +1,490 @@
+"""Decides placement and stages together: which device an op is on, and what runs beside it there.
+
+    placements ──► stages on each device ──► simulate both ──► the best ──► measure, if it is here
+        ▲                    │
+        └── search again ◄───┘   with the costs that ops have in their stages
+
+A placement that is best for one op after another may be worse than one that keeps branches on one
+device, which runs them at the same time. So the search is repeated with costs that are less by what
+stages gain: first by what each device gains if it runs everything, then by what the best plan so
+far gains. Stages are chosen for the best placements of every search and for each device alone, and
+all are simulated. The plan without stages and each device alone are among them, so the result is
+never worse than placement alone, or than stages on one device alone. On devices of this machine the
+best plans then run side by side with the plan without stages, which stays unless another one is
+measured to be faster.
+
+This is not exact: few placements get stages, and stages are chosen for the sum of their seconds,
+without what they wait for. Then stages are dropped as long as the simulated plan gets faster.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.costs import CostCache
+from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
+from dovetail.errors import MachineError
+from dovetail.executors import PlacedNetwork, Workers, run
+from dovetail.executors.stages.choosing import fastest
+from dovetail.executors.stages.functions import Functions
+from dovetail.executors.stages.measuring import CpuStages
+from dovetail.executors.stages.preparing import prepare
+from dovetail.executors.stages.targets import example_of
+from dovetail.frontends import Captured
+from dovetail.frontends.interpret import example_values
+from dovetail.graph import Graph
+from dovetail.graph.duplicates import Copies
+from dovetail.graph.kernels import CONVOLUTION, Kernels, fuse
+from dovetail.machine import Device, Machine
+from dovetail.pipeline.opening import costs_in, planned, timeline_of, with_schedules
+from dovetail.pipeline.requests import ScheduleRequest
+from dovetail.pipeline.scheduling import check_repeats
+from dovetail.pipeline.sources import Notes, TellProgress
+from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of
+from dovetail.schedulers.ios import GROUPS
+from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
+from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
+from dovetail.schedulers.results import SEQUENTIAL
+from dovetail.schedulers.timing import block_of, signatures_of
+from dovetail.simulator import Simulator
+from dovetail.units import format_seconds
+
+SCHEDULERS = ("dos", "ios")
+"""The schedulers that choose stages for a placement. The better result counts."""
+WITH_STAGES = "+stages"
+"""A method's name with this behind it stands for its placement with stages."""
+ONE_DEVICE = f"one device{WITH_STAGES}"
+"""The name of the baseline that runs everything on the best single device, with stages."""
+WITHOUT = "without stages"
+"""The name of the baseline that is the plan without stages."""
+ROUNDS = 2
+"""How often the search is repeated with the costs that ops have in stages."""
+MOST_DROPPED = 32
+"""Of each plan at most this many stages are dropped on trial."""
+MEASURED_PLANS = 3
+"""At most this many plans are measured, beside the plan without stages."""
+HAND_OVER_SECONDS = 1e-4
+"""Seconds in which a CPU device's process starts the threads of a stage and waits for them. They
+pass Python's lock to and fro, at 96 us a round trip (`docs/design.md`, section 6)."""
+
+
+# --- What stages cost on each device ---
+
+
+def device_stages(
+    step: Captured, machine: Machine, cache: CostCache, progress: TellProgress, notes: Notes
+) -> tuple[Kernels, list[DeviceStages | None]]:
+    """(kernels of the step, [devices] what their stages cost there).
+
+    On devices of this machine stages are measured, on others predicted by their data sheets. None
+    stands for a device that runs one op after another: a device of one core, or one whose lanes are
+    not known. `notes` is told of the latter. Raises `UsageError` for a step that cannot be
+    measured, because it draws random numbers or writes over its buffers.
+    """
+    kernels = fuse(step.graph)
+    if machine.local and any(len(device.cores) > 1 for device in machine.devices):
+        check_repeats(step)
+    found: list[DeviceStages | None] = []
+    alike: dict[tuple[str, int, int], DeviceStages] = {}
+    for device in machine.devices:
+        key = (device.model, len(device.cores), device.op_threads)
+        if machine.local and len(device.cores) > 1:
+            if key not in alike:
+                alike[key] = _measured_stages(step, kernels, device, cache, progress)
+            found.append(alike[key])
+        elif machine.local or device.kind == "host":
+            found.append(None)
+        else:
+            try:
+                found.append(_analytic_stages(step.graph, kernels, device))
+            except MachineError as error:
+                notes.say(f"no stages: {error}")
+                found.append(None)
+    return kernels, found
+
+
+def _analytic_stages(graph: Graph, kernels: Kernels, device: Device) -> DeviceStages:
+    """Stage costs by data sheet, as `dovetail schedule --device v100` predicts them; kernels are
+    not merged. Raises `MachineError` for a device whose rates or lanes are not known."""
+    model = AnalyticStages(kernel_works(graph, kernels), stage_rates(device))
+    block = block_of(graph, kernels)
+
+    def time(stages: Sequence[OpSet]) -> list[StageTiming]:
+        return [StageTiming(model.seconds(_kernels_of(block, stage))) for stage in stages]
+
+    alone = [model.seconds([[kernel]]) for kernel in range(kernels.count)]
+    return DeviceStages(block, signatures_of(graph, kernels), time, alone)
+
+
+def _measured_stages(
+    step: Captured, kernels: Kernels, device: Device, cache: CostCache, progress: TellProgress
+) -> DeviceStages:
+    """Stage costs measured on cores of this process, as `dovetail schedule` measures them, and kept
+    in the same cache. Kernels are not merged, because the plan's ops run as they were captured."""
+    # As `scheduling.target_of`: a network with convolutions is measured channels last.
+    images = any(kind == CONVOLUTION for kind in step.graph.kinds)
+    prepared = prepare(step, kernels, channels_last=images)
+    inputs, _ = example_values(step, 0)
+    block, signatures = block_of(step.graph, kernels), signatures_of(step.graph, kernels)
+    threads = len(device.cores)
+    stages = CpuStages(
+        Functions(prepared, example_of(prepared, inputs)),
+        block,
+        signatures,
+        [None] * kernels.count,
+        cache,
+        device=device.model,
+        threads=threads,
+        progress=lambda doing, fraction: progress(doing, fraction, None),
+    )
+    alone = stages.alone.one_thread if device.op_threads == 1 else stages.alone.all_threads
+    groups = max(2, min(GROUPS, threads))
+    return DeviceStages(
+        block, signatures, stages.timer, alone, stages.cannot_win, HAND_OVER_SECONDS, groups
+    )
+
+
+def _kernels_of(block: KernelBlock, stage: OpSet) -> list[list[int]]:
+    return [list(members(group)) for group in groups_of(block, stage)]
+
+
+# --- Stages of one placement ---
+
+Chosen = tuple[tuple[int, Stage], ...]
+"""(device, stage) of every stage that runs several groups at the same time."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    """What plans with the same copies share: their graph, and what chooses stages in it."""
+
+    graph: Graph
+    simulator: Simulator
+    stages: PlacedStages
+
+
+class _Stager:
+    """Chooses stages for plans of one step on one machine, whose costs and caps they share."""
+
+    def __init__(self, step: Captured, progress: TellProgress, notes: Notes) -> None:
+        self._step, self._progress, self._notes = step, progress, notes
+        self._cache = CostCache()
+        self._contexts: dict[tuple[Copies, ...], _Context] = {}
+
+    def context(self, plan: Plan) -> _Context:
+        """The context of plans with this plan's copies; stages are measured when it is made."""
+        if plan.copies not in self._contexts:
+            step, machine = planned(plan, self._step), plan.machine
+            kernels, costs = device_stages(step, machine, self._cache, self._progress, self._notes)
+            capacities = capacities_of(machine, dict(plan.caps))
+            simulator = Simulator(step.graph, machine, costs_in(plan), capacities=capacities)
+            stages = PlacedStages(step.graph, kernels, plan.compute_seconds, costs)
+            self._contexts[plan.copies] = _Context(step.graph, simulator, stages)
+        return self._contexts[plan.copies]
+
+    def staged(self, plan: Plan, *, thorough: bool = False) -> Plan:
+        """The plan with the best stages that were found for its placement, under a name that says
+        so; the plan itself if none make it faster. `thorough` as in `PlacedStages.choose`."""
+        context = self.context(plan)
+        price = partial(_price, plan, context, _starts(plan, self._step.graph), _turns(plan))
+        best_value, best = plan.value, None
+        for scheduler in SCHEDULERS:
+            stages = tuple(context.stages.choose(plan.placement, scheduler, thorough=thorough))
+            if stages:
+                value, schedules = _without_useless(stages, price)
+                if value < best_value:
+                    best_value, best = value, schedules
+        if best is None:
+            return plan
+        found = with_schedules(plan, self._step.graph, best)
+        return replace(found, placer=f"{plan.placer}{WITH_STAGES}")
+
+
+def _starts(plan: Plan, graph: Graph) -> NDArray[np.float64]:
+    """[ops] when each op starts in the plan; 0 for sources."""
+    timeline = timeline_of(plan, graph)
+    starts = np.zeros(len(plan.placement))
+    starts[timeline.ops] = timeline.op_starts
+    return starts
+
+
+def _turns(plan: Plan) -> NDArray[np.float64]:
+    """[ops] the place of each op in its device's order; 0 for sources."""
+    turns = np.zeros(len(plan.placement))
+    for order in plan.orders or ():
+        turns[list(order)] = np.arange(len(order))
+    return turns
+
+
+Priced = tuple[float, tuple[Schedule | None, ...]]
+"""(simulated seconds, inf if it lacks memory; the schedules of all devices)."""
+
+
+def _price(
+    plan: Plan,
+    context: _Context,
+    starts: NDArray[np.float64],
+    turns: NDArray[np.float64],
+    stages: Chosen,
+) -> Priced:
+    """The better of two orders of these stages in the plan: a stage comes where its first op was,
+    or where its last op was."""
+    priced = []
+    for late in (False, True):
+        schedules = schedules_of(
+            context.graph, plan.placement, plan.compute_seconds, stages, starts, late=late
+        )
+        timeline = context.simulator.timeline(
+            plan.placement, priorities=-turns, schedules=schedules
+        )
+        fits = (timeline.peak_memory_bytes <= context.simulator.capacities).all()
+        priced.append((timeline.step_seconds if fits else np.inf, schedules))
+    return min(priced, key=lambda pair: pair[0])
+
+
+def _without_useless(stages: Chosen, price: Callable[[Chosen], Priced]) -> Priced:
+    """The price of these stages after each was dropped with which the plan is no faster: a stage
+    may wait for its inputs longer than it gains. Later stages are tried first."""
+    best = price(stages)
+    for stage in stages[::-1][:MOST_DROPPED]:
+        fewer = tuple(other for other in stages if other is not stage)
+        if fewer:
+            tried = price(fewer)
+            if tried[0] <= best[0]:
+                stages, best = fewer, tried
+    return best
+
+
+# --- What stages gain, as costs of ops ---
+
+
+def factors_alone(stages: PlacedStages) -> NDArray[np.float64]:
+    """[ops, devices] what an op's seconds are multiplied by if its device runs every op that it can
+    run, in stages."""
+    factors = np.ones_like(stages.seconds)
+    for device in range(factors.shape[1]):
+        can = np.isfinite(stages.seconds[:, device])
+        elsewhere = stages.seconds.argmin(axis=1)
+        placement = np.where(can, device, elsewhere).astype(np.int32)
+        _enter_factors(factors, stages, placement, device)
+    return factors
+
+
+def factors_under(
+    stages: PlacedStages, placement: Placement, factors: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The factors [ops, devices], changed on the device of each op to those of its stages in this
+    placement."""
+    found = factors.copy()
+    ops = np.arange(len(placement))
+    found[ops, placement] = 1.0
+    for device in range(found.shape[1]):
+        _enter_factors(found, stages, placement, device)
+    return found
+
+
+def _enter_factors(
+    factors: NDArray[np.float64], stages: PlacedStages, placement: Placement, device: int
+) -> None:
+    """Enter the factors of the ops that share stages on a device, by the better scheduler."""
+    best: list[Stage] = []
+    most = 0.0
+    for scheduler in SCHEDULERS:
+        found = [stage for d, stage in stages.choose(placement, scheduler) if d == device]
+        saved = sum(_one_by_one(stages, stage, device) - stage.seconds for stage in found)
+        if saved > most:
+            best, most = found, saved
+    for stage in best:
+        share = stage.seconds / _one_by_one(stages, stage, device)
+        factors[list(stage.ops), device] = share
+
+
+def _one_by_one(stages: PlacedStages, stage: Stage, device: int) -> float:
+    """Seconds of a stage's ops one after another."""
+    return float(stages.seconds[list(stage.ops), device].sum())
+
+
+# --- The joint decision ---
+
+
+@dataclass(frozen=True, eq=False)
+class JointSearch:
+    """What the joint decision is given.
+
+    step        the captured step
+    alone       the plan without stages, as placement alone finds it
+    seconds     [ops, devices] of each op by itself, without the plan's copies
+    placements  (method, placement) of the best placements that its search found, and of each device
+                alone. The first is that of `alone`, without copies
+    plan_of     a function: method, placement -> the plan without stages; None if it does not fit
+    search      a function: [ops, devices] seconds -> placements, as above, that a search with these
+                costs finds
+    min_gain    share by which a plan on more devices must be better
+    """
+
+    step: Captured
+    alone: Plan
+    seconds: NDArray[np.float64]
+    placements: Sequence[tuple[str, Placement]]
+    plan_of: Callable[[str, Placement], Plan | None]
+    search: Callable[[NDArray[np.float64]], Sequence[tuple[str, Placement]]]
+    min_gain: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A placement without copies, its plan without stages, and that with the best that were found.
+    The latter is the former if there are none."""
+
+    placement: Placement
+    plain: Plan
+    plan: Plan
+
+
+def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
+    """The best plan of placement and stages. If none is better it is `joint.alone`, with a note
+    that says so."""
+    alone, notes = joint.alone, Notes()
+    stager = _Stager(joint.step, progress, notes)
+    first = joint.placements[0][1]
+    candidates = [_Candidate(first, alone, stager.staged(alone))]
+    seen = {first.tobytes()}
+
+    def consider(placements: Sequence[tuple[str, Placement]]) -> None:
+        """Enter the placements that are new and fit, each with its best stages."""
+        for name, placement in placements:
+            if placement.tobytes() in seen:
+                continue
+            seen.add(placement.tobytes())
+            plan = joint.plan_of(name, placement)
+            if plan is not None:
+                candidates.append(_Candidate(placement, plan, stager.staged(plan)))
+
+    consider(joint.placements)
+    bare = replace(alone, copies=(), compute_seconds=joint.seconds)
+    stages = stager.context(bare).stages
+    factors = factors_alone(stages)
+    # Where no stage gains, these searches would repeat the first one.
+    for number in range(ROUNDS if (factors < 1).any() else 0):
+        progress("planning with the costs of stages", number / ROUNDS, None)
+        consider(joint.search(joint.seconds * factors))
+        best = min(candidates, key=_value)
+        factors = factors_under(stages, best.placement, factors)
+    # Larger parts are searched for the plan of placement alone, the best one, and the best on one
+    # device.
+    finalists = [candidates[0], min(candidates, key=_value)]
+    finalists += sorted(filter(_is_single, candidates), key=_value)[:1]
+    progress("choosing stages", 0.0, None)
+    for number, finalist in enumerate({id(finalist): finalist for finalist in finalists}.values()):
+        better = stager.staged(finalist.plain, thorough=True)
+        candidates.append(replace(finalist, plan=better))
+        progress("choosing stages", (number + 1) / len(finalists), None)
+    on_one = min(filter(_is_single, candidates), key=_value, default=candidates[0]).plan
+    plans = [alone, *(candidate.plan for candidate in candidates)]
+    chosen = _best_of(plans, min(alone.value, on_one.value), joint.min_gain)
+    told = f"{_text(chosen)} as predicted, {_text(alone)} without"
+    if alone.machine.local:
+        rivals = [chosen, on_one, *sorted(plans, key=lambda plan: plan.value)]
+        chosen, told = quicker(alone, WITHOUT, rivals, joint.step, progress)
+    baselines = {**alone.baselines, WITHOUT: alone.value, chosen.placer: chosen.value}
+    if devices_of(on_one) == 1:
+        baselines[ONE_DEVICE] = on_one.value
+    counts = ", ".join(f"{n} on {name}" for name, n in stages_together(chosen).items() if n)
+    notes.say(f"stages of several ops: {counts or 'none that make it faster'}; {told}")
+    return replace(chosen, baselines=baselines, notes=alone.notes + notes.texts)
+
+
+def _value(candidate: _Candidate) -> float:
+    return candidate.plan.value
+
+
+def _is_single(candidate: _Candidate) -> bool:
+    return devices_of(candidate.plan) == 1
+
+
+def _best_of(plans: Sequence[Plan], limit: float, min_gain: float) -> Plan:
+    """A plan whose value is at most `limit`, which is that of one of the plans. Of these it is the
+    one on the fewest devices that no plan on more devices beats by the smallest gain."""
+    good = [plan for plan in plans if plan.value <= limit]
+    good.sort(key=lambda plan: (devices_of(plan), plan.value))
+    taken = good[0]
+    for plan in good[1:]:
+        if plan.value < taken.value * (1 - min_gain):
+            taken = plan
+    return taken
+
+
+def _text(plan: Plan) -> str:
+    return format_seconds(plan.value)
+
+
+def devices_of(plan: Plan) -> int:
+    """The number of devices that run something."""
+    orders, schedules = plan.orders or (), plan.schedules or (None,) * len(plan.machine.devices)
+    return sum(
+        bool(order) or schedule is not None
+        for order, schedule in zip(orders, schedules, strict=True)
+    )
+
+
+def stages_together(plan: Plan) -> dict[str, int]:
+    """Device -> how many stages of several ops it runs."""
+    schedules = plan.schedules or (None,) * len(plan.machine.devices)
+    return {
+        name: sum(len(stage.ops) > 1 for stage in schedule.stages) if schedule else 0
+        for name, schedule in zip(plan.machine.device_names, schedules, strict=True)
+    }
+
+
+# --- Measured side by side ---
+
+
+def quicker(
+    baseline: Plan, what: str, rivals: Sequence[Plan], step: Captured, progress: TellProgress
+) -> tuple[Plan, str]:
+    """(plan, text): the fastest of these plans as measured side by side on this machine.
+
+    It is `baseline` unless a rival is beyond doubt faster. At most `MEASURED_PLANS` rivals are
+    measured, the first ones. The text says what was measured.
+
+    what   what the baseline is, as the text names it
+    """
+    distinct = list({id(plan): plan for plan in rivals if plan is not baseline}.values())
+    if not distinct:
+        return baseline, f"{_text(baseline)} as predicted"
+    named = {SEQUENTIAL: baseline}
+    named |= {str(number): plan for number, plan in enumerate(distinct[:MEASURED_PLANS])}
+    with ExitStack() as stack:
+        timers = {}
+        shared: list[Workers] = []
+        for name, plan in named.items():
+            # Processes take seconds to start, so plans for the same devices share them.
+            serving = [workers for workers in shared if workers.serves(plan.machine)]
+            if not serving:
+                serving = [stack.enter_context(Workers(plan.machine))]
+                shared += serving
+            placed = stack.enter_context(run(plan, planned(plan, step), workers=serving[0]))
+            placed.feed()
+            timers[name] = partial(_step_seconds, placed)
+        winner, seconds = fastest(
+            timers, ScheduleRequest.rounds, lambda done: progress("measuring plans", done, None)
+        )
+    medians = {name: median(of_name) for name, of_name in seconds.items()}
+    others = (name for name in named if name != SEQUENTIAL)
+    best = winner if winner != SEQUENTIAL else min(others, key=lambda name: medians[name])
+    doubt = "" if winner != SEQUENTIAL else ", which is not faster beyond doubt"
+    told = (
+        f"measured {format_seconds(medians[SEQUENTIAL])} {what}, and "
+        f"{format_seconds(medians[best])} for the fastest other plan{doubt}"
+    )
+    return named[winner], told
+
+
+def _step_seconds(placed: PlacedNetwork) -> float:
+    """Seconds of one step."""
+    return float(placed.step_seconds(2)[0])
