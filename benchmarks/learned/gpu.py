@@ -22,7 +22,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
 import torch
 from markdown import fill, table
 from runs import CASES, say
@@ -60,15 +59,7 @@ def measure(
     draws = _rate(lambda: policy.draw(view, trials, generator), device, seconds / 4) * trials
     tally = Tally(problem, lambda _trials, _seconds: None)
     learner = PolicyLearner(policy, [TaskView(task.name, view)], [tally], settings)
-    theta = learner.theta
-
-    def update() -> None:
-        nonlocal theta
-        at = learner.updates * trials
-        found = learner.gradient(theta, np.arange(at, at + trials), 0)
-        theta = theta + learner.update(theta, found.vector, 0.0)
-
-    updates = _rate(update, device, seconds)
+    updates = _rate(learner.step, device, seconds)
     best = f"{tally.best_seconds:.3f} s after {tally.trials:,}"
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else 0.0
     return (

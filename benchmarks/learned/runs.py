@@ -39,7 +39,6 @@ from dovetail.bench.tables import cut
 from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.placers import BASELINES, Budget
-from dovetail.placers.learned import hdp
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, save_policy, shipped
 from dovetail.placers.learned.learner import TaskView
@@ -53,6 +52,16 @@ from dovetail.placers.learned.records import (
 )
 from dovetail.placers.problem import PlacementProblem
 
+REFERENCE_SETTINGS = LearningSettings(
+    "reinforce", trials=4, rate=0.1, decay=0.95, decay_from=400, decay_every=50, failing=10.0,
+    valid_only_from=1000,
+)  # fmt: skip
+REFERENCE: dict[str, Any] = {
+    "hidden": 512, "grouper_hidden": 64, "bound": 1.0, "temperature": 1.0, "noise": 0.5,
+    "noise_until": 750, "greedy_from": 500,
+}  # fmt: skip
+"""Settings and options of HDP's open version: TensorFlow's
+python/grappler/hierarchical_controller.py, hierarchical_controller_hparams."""
 GDP = {case.key: case for case in GDP_CASES}
 _RNNLM_4, _GNMT_8 = GDP["rnnlm-4-4gpu"], GDP["gnmt-8-8gpu"]
 _RNNLM_8 = replace(
@@ -341,7 +350,7 @@ def _fresh(
 ) -> tuple[Policy, LearningSettings]:
     """A policy and how it is trained; of HDP with the option `reference` that of its authors."""
     if options.get("reference"):
-        return make_policy(method, view, seed, **hdp.REFERENCE), hdp.REFERENCE_SETTINGS
+        return make_policy(method, view, seed, **REFERENCE), REFERENCE_SETTINGS
     options = {name: value for name, value in options.items() if name != "table"}
     return make_policy(method, view, seed, **options), settings_of(method)
 

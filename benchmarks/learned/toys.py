@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_graphs import FAMILIES, random_graph
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from markdown import fill, table
@@ -32,7 +33,6 @@ from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.placing import train
-from dovetail.placers.learned.random_graphs import FAMILIES, random_graph
 from dovetail.placers.learned.records import PlacementTask
 from dovetail.simulator import Simulator
 

@@ -11,8 +11,11 @@ from dovetail.bench.learned import Tally
 from dovetail.bench.records import BestSoFar, LearnedRun, MethodResult
 from dovetail.placers.learned import placing
 from dovetail.placers.learned.catalog import make_policy
+from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import load_policy
+from dovetail.placers.learned.losses import Baseline
 from tests.support.benchmark_scripts import benchmark_scripts
+from tests.support.learned_problems import random_task
 
 TINY = "zoo:rnnlm?layers=1&hidden=16&batch=3&vocabulary=50&steps={}"
 ROWS = ("tiny-a", "tiny-b")  # on 2 GPUs
@@ -52,6 +55,17 @@ def run_of(trials, *bests):
     found = MethodResult(bests[-1][1] if bests else None)
     curve = tuple(BestSoFar(trial, trial, seconds) for trial, seconds in bests)
     return LearnedRun("gdp", 0, found, 1, "", trials, trials, 1, 0.0, curve)
+
+
+def test_the_reference_of_hdp_is_its_open_version(scripts):
+    """tensorflow/python/grappler/hierarchical_controller.py, hierarchical_controller_hparams."""
+    view = look(random_task(1, groups=3).problem())
+    policy, settings = scripts.runs._fresh("hdp", view, 0, {"reference": True})
+    assert (policy.placer.decoder.hidden_size, policy.placer.encoder.hidden_size) == (512, 256)
+    assert policy.grouper[0].out_features == 64
+    assert (settings.rate, settings.decay, settings.decay_from) == (0.1, 0.95, 400)
+    assert (settings.gradient_norm, settings.valid_only_from) == (1.0, 1000)
+    assert Baseline.of(settings).value == pytest.approx(100**0.5)
 
 
 def test_fine_tuning_and_training_afresh_get_the_same_placements_with_proposals_counted(

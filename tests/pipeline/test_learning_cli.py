@@ -10,11 +10,9 @@ import threading
 import numpy as np
 import pytest
 
-from dovetail.cli import learning
 from dovetail.pipeline import LearnRequest, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
 from dovetail.placers.learned.catalog import settings_of
-from dovetail.placers.learned.pretraining import ExampleSpec, Recipe
 from dovetail.simulator import Simulator
 from tests.support import small_models
 
@@ -382,72 +380,13 @@ def test_policies_are_for_gdp_alone(dovetail, no_capture, arguments, complaint):
     assert out == ""
 
 
-def test_without_a_shipped_policy_the_error_says_how_to_make_one(dovetail, monkeypatch, tmp_path):
+def test_without_a_shipped_policy_the_error_says_what_to_do(dovetail, monkeypatch, tmp_path):
     monkeypatch.setattr(files, "SHIPPED", tmp_path / "gdp.safetensors")
     status, _, err = dovetail(
         "plan", "tests.support.small_models:trained", *TWO_GPUS, "--placer", "gdp"
     )
     assert status == 2
-    assert "dovetail learn pretrain --out" in err
-
-
-@pytest.fixture
-def small_recipe(monkeypatch):
-    """The recipe, but for its sizes."""
-    small = Recipe(
-        wanted=ExampleSpec(random=1, networks=()), evaluations=30, passes=1, validation=1
-    )
-    monkeypatch.setattr(learning, "_recipe", lambda *_: small)
-
-
-def test_pretraining_writes_a_policy_that_plans_and_is_resumed(dovetail, small_recipe, tmp_path):
-    path, folder = tmp_path / "p.safetensors", tmp_path / "run"
-    pretrain = ("learn", "pretrain", "--out", path, "--folder", folder, "--trials", 16)
-    status, out, err = dovetail(*pretrain, "--json", "--curves", tmp_path / "c.csv")
-    assert status == 0, err
-    printed = json.loads(out)
-    assert printed["held_out"] == ["gnmt", "amoebanet", "llama"]
-    assert printed["trials"] == 16
-    assert set(printed["validation"]) == {"imitation", "ppo"}
-    assert len((tmp_path / "c.csv").read_text().splitlines()) == 2
-    status, _, err = dovetail(
-        "plan", "tests.support.small_models:branches", *TWO_GPUS, "--placer", "gdp",
-        "--policy", path, "--budget", "40e",
-    )  # fmt: skip
-    assert status == 0, err
-    status, _, err = dovetail(*pretrain)
-    assert status == 2
-    assert "is not empty" in err
-    before = path.read_bytes()
-    status, out, err = dovetail(*pretrain, "--resume")
-    assert status == 0, err
-    assert "Zero-shot" in out
-    assert files.load_policy(path)[1]["trials"] == 16
-    assert len(path.read_bytes()) == len(before)
-    status, _, err = dovetail(*pretrain, "--resume", "--seed", 1)
-    assert status == 2
-    assert "seed" in err
-    assert len(path.read_bytes()) == len(before)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((), "--out"),
-        (("--out", "/nowhere/p"), "/nowhere/p"),
-        (("--out", "p", "--resume"), "needs the folder"),
-        (("--out", "p", "--folder", "none", "--resume"), "holds no run"),
-        (("--out", "p", "--folder", "/proc/run"), "/proc/run"),
-        (("--out", "p", "--graphs", 0, "--no-networks"), "nothing to learn from"),
-        (("--out", "p", "--budget", "soon"), "soon"),
-    ],
-)
-def test_wrong_pretraining_exits_with_2(dovetail, monkeypatch, tmp_path, arguments, complaint):
-    monkeypatch.chdir(tmp_path)
-    status, out, err = dovetail("learn", "pretrain", *arguments)
-    assert status == 2
-    assert complaint in err
-    assert out == ""
+    assert "install the package again, or name a policy file of yours, --policy FILE" in err
 
 
 def test_learning_in_python_gives_a_plan_a_policy_and_its_curves():

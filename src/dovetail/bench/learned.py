@@ -323,13 +323,11 @@ def drive(
     for view, tally in zip(views, tallies, strict=True):
         if tally.placement is not None:
             learner.best[view.name] = BestPlacement(tally.placement, tally.best_seconds, 0)
-    theta, idle = learner.theta, 0
+    idle = 0
     try:
         for first in range(0, trials, settings.trials):
-            samples = np.arange(first, min(first + settings.trials, trials))
             distinct = sum(tally.distinct for tally in tallies)
-            gradient = learner.gradient(theta, samples, 0)
-            theta += learner.update(theta, gradient.vector, 0.0)
+            learner.step(min(settings.trials, trials - first))
             idle = 0 if sum(tally.distinct for tally in tallies) > distinct else idle + 1
             if idle == IDLE_UPDATES:
                 break

@@ -1,9 +1,7 @@
 """`dovetail learn`: trains policies that place networks, by the methods of RL17, HDP or GDP."""
 
 import json
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli import arguments
-from dovetail.cli.arguments import (
-    MACHINE_HELP,
-    MODEL_HELP,
-    Json,
-    Model,
-    Shape,
-    check_outputs,
-    option,
-)
-from dovetail.cli.output import progress_bar, say, show, show_json
+from dovetail.cli.arguments import MACHINE_HELP, MODEL_HELP, Json, Model, Shape, option
 from dovetail.errors import UsageError
 from dovetail.pipeline.requests import LEARNERS, TRIALS, LearnRequest, TaskRequest
 from dovetail.units import HERE
@@ -28,150 +17,6 @@ from dovetail.units import HERE
 if TYPE_CHECKING:
     from dovetail.cli.learning_run import LearningOutputs
     from dovetail.pipeline.sources import Step
-    from dovetail.placers.learned.pretraining import PretrainingProgress, Recipe
-    from dovetail.placers.learned.records import Point
-
-# --- `dovetail learn pretrain` ---
-
-KEYS = ("trained_on", "held_out", "seed", "updates", "trials", "seconds", "versions")
-"""`pretrain --json` prints these entries of the policy's card."""
-
-
-def pretrain(  # noqa: PLR0913  one argument an option
-    out: Annotated[Path, typer.Option(help="Write the policy (.safetensors)")],
-    trials: Annotated[
-        int | None,
-        typer.Option(min=0, help="Placements that PPO tries", show_default="the recipe's"),
-    ] = None,
-    budget: Annotated[
-        str, typer.Option(help="60s, 5m. Limit of the imitation, and again of PPO")
-    ] = "",
-    graphs: Annotated[
-        int | None,
-        typer.Option(min=0, help="Random graphs to train on", show_default="the recipe's"),
-    ] = None,
-    networks: Annotated[
-        bool,
-        typer.Option("--networks/--no-networks", help="Train on networks of the zoo as well"),
-    ] = True,
-    passes: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Passes of imitation over the training set", show_default="the recipe's"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the graphs and the training")] = 0,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep graphs, targets and the run's state in this folder, to resume the run"
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --folder")] = False,
-    curves: Annotated[Path | None, typer.Option(help="Write the curves of PPO (CSV)")] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(help="Write event files for TensorBoard into this folder")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train a gdp policy on random graphs and networks of the zoo, as the shipped one was trained.
-
-    The policy first imitates what a search finds, then learns by PPO. Families that are held out
-    for the comparison are not trained on. Ctrl-C during PPO keeps the policy.
-    """
-    from dovetail.cli.learning_run import TensorBoardPoints
-    from dovetail.cli.training import check_folder, parse_seconds
-    from dovetail.placers.learned.pretraining import pretrain as follow
-
-    check_outputs(out, curves)
-    seconds = parse_seconds("--budget", budget) if budget else None
-    _check_folder(folder, resume)
-    check_folder(tensorboard)
-    recipe = _recipe(graphs, networks, passes)
-    points: list[Point] = []
-    with ExitStack() as stack:
-        tensorboard_points = None
-        if tensorboard is not None:
-            tensorboard_points = stack.enter_context(TensorBoardPoints(tensorboard))
-        where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bar = stack.enter_context(progress_bar())
-
-        def heard(news: "PretrainingProgress") -> None:
-            share = news.done / news.of if news.of else 0.0
-            point = news.point
-            bar(f"{news.stage} {news.text}", share, None if point is None else point.best)
-            if point is not None:
-                points.append(point)
-                if tensorboard_points is not None:
-                    tensorboard_points.add(point)
-            elif news.done == news.of:
-                say(f"{news.stage}: {news.done} {news.text}")
-
-        card = follow(
-            out, folder=where, seconds=seconds, trials=trials, seed=seed, recipe=recipe,
-            progress=heard,
-        )  # fmt: skip
-    say(f"wrote {out}")
-    if curves is not None:
-        from dovetail.placers.learned.curves import save_points
-
-        save_points(points, curves)
-        say(f"wrote {curves}")
-    _tell(card, out, as_json)
-
-
-def _recipe(graphs: int | None, networks: bool, passes: int | None) -> "Recipe":
-    """The recipe of the shipped policy, with what the options change."""
-    from dataclasses import replace
-
-    from dovetail.placers.learned.pretraining import Recipe
-
-    recipe = Recipe()
-    wanted = recipe.wanted
-    if graphs is not None:
-        wanted = replace(wanted, random=graphs)
-    if not networks:
-        wanted = replace(wanted, networks=())
-    if not (wanted.random or wanted.networks):
-        raise UsageError("graphs", "there is nothing to learn from; use 1 or more, or --networks")
-    return replace(recipe, wanted=wanted, passes=recipe.passes if passes is None else passes)
-
-
-def _check_folder(folder: Path | None, resume: bool) -> None:
-    """Raise `UsageError` unless the folder is empty, or holds a run that is to be resumed."""
-    from dovetail.cli.training import check_folder
-
-    check_folder(folder)
-    if folder is None:
-        if resume:
-            raise UsageError("resume", "needs the folder of the run")
-        return
-    held = folder.is_dir() and any(folder.iterdir())
-    if held and not resume:
-        raise UsageError("folder", f"{folder} is not empty; resume it, or give another folder")
-    if resume and not held:
-        raise UsageError("resume", f"{folder} holds no run")
-
-
-def _tell(card: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Print how good the policy is on unseen graphs, or one JSON object."""
-    found: dict[str, Any] = {key: card.get(key) for key in KEYS}
-    found["validation"] = json.loads(card["validation"])
-    found["policy"] = str(out)
-    if as_json:
-        show_json(found)
-        return
-    from rich.table import Table
-
-    head = ("after", "likeliest", "best proposed")
-    table = Table(*head, title="Zero-shot against the search, unseen")
-    for stage, means in found["validation"].items():
-        table.add_row(stage, f"{means['likeliest']:.3f} x", f"{means['best']:.3f} x")
-    show(table)
-    say(f"{len(card['trained_on'])} tasks, {card['trials']:,} trials of PPO")
-
-
-# --- `dovetail learn one`, `batch` and `finetune` ---
 
 learn = typer.Typer(
     help="Train a policy that places networks: seq2seq (RL17), hdp or gdp; each also as "
@@ -347,9 +192,6 @@ def finetune(  # noqa: PLR0913  one argument an option
     request = replace(request, trials=updates * request.learning_settings.trials)
     given = [_Given(model, machine, train, shape, (), (), per_op)]
     _learn(given, request, outputs, as_json=as_json)
-
-
-learn.command("pretrain")(pretrain)
 
 
 @learn.command("show")

@@ -42,6 +42,7 @@ from dovetail.pipeline.sources import (
     silent,
 )
 from dovetail.placers import GroupPlacement, PlacementProblem, permitted
+from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
 from dovetail.plans import Plan, Source, normalise
 
@@ -261,7 +262,8 @@ def _learn_measured(
                 measured=False,
                 simulated_first=0,
             )
-            learned = _train_here(simulated_request, policy, task, trials.simulate, progress)
+            simulated = SimulatedJudge(trials.problem)
+            learned = _train_here(simulated_request, policy, task, simulated, progress)
             best_simulated = list(learned.placements.values())
             # Ctrl-C during the simulated trials ends learning there: nothing is measured.
             if learned.interrupted:
@@ -299,23 +301,23 @@ def _train_here(
     It ends when all trials are judged or the seconds are over, whichever comes first. Ctrl-C ends
     it as well; the trials of the unfinished update are then not among the points.
     """
-    from dovetail.placers.learned.learner import PolicyLearner
+    from dovetail.placers.learned.features import look
+    from dovetail.placers.learned.learner import PolicyLearner, TaskView
 
     settings = request.learning_settings
-    learner = PolicyLearner(policy, [task], [judge], settings, seed=request.seed, listen=progress)
+    seen = TaskView(task.name, look(task.problem()))
+    learner = PolicyLearner(policy, [seen], [judge], settings, seed=request.seed, listen=progress)
     began = time.monotonic()
     limit_seconds = float("inf") if request.seconds is None else request.seconds
     most_updates = request.most_trials // settings.trials
-    theta, updates, interrupted = learner.theta, 0, False
+    theta, interrupted = learner.theta, False
     try:
-        while updates < most_updates and time.monotonic() - began < limit_seconds:
-            indices = np.arange(updates * settings.trials, (updates + 1) * settings.trials)
-            # Trials are a stream without epochs, so the epoch is always 0.
-            gradient = learner.gradient(theta, indices, 0)
-            theta += learner.update(theta, gradient.vector, 0.0)
-            updates += 1
+        while learner.updates < most_updates and time.monotonic() - began < limit_seconds:
+            learner.step()
+            theta = learner.theta
     except KeyboardInterrupt:
         interrupted = True
+    # Within an update PPO moves the policy: Ctrl-C there leaves what the update before has left.
     learner.flat.write(theta)
     return Learned(
         theta=theta,
@@ -473,16 +475,6 @@ class MeasuredTrials:
         tallies = [self._try(row, bool(ok)) for row, ok in zip(placements, fits, strict=True)]
         seconds = np.array([tally.seconds for tally in tallies])
         return Trials(seconds, valid=np.isfinite(seconds), judged=np.ones(len(seconds), dtype=bool))
-
-    def simulate(self, placements: NDArray[np.int32]) -> Trials:
-        """The simulated trials of placements [batch, groups]. A `Judge` that takes about a
-        millisecond for each."""
-        evaluation = self.problem.evaluate(self.problem.spread(placements))
-        return Trials(
-            evaluation.values,
-            valid=evaluation.feasible,
-            judged=np.ones(len(placements), dtype=bool),
-        )
 
     @property
     def runs(self) -> int:

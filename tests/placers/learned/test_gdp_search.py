@@ -1,12 +1,9 @@
 """`gdp+search`: the policy's proposals are in the ledger, and the search never ends above them."""
 
-import importlib
-
 import numpy as np
 import pytest
 
 from dovetail.placers import PLACERS, Budget, place
-from dovetail.placers.auto import auto
 from dovetail.placers.learned import files, placing
 from dovetail.placers.learned.catalog import make_policy
 from dovetail.placers.learned.features import look
@@ -51,15 +48,3 @@ def test_by_name_it_uses_the_shipped_policy(policy, monkeypatch):
     assert outcome.value <= outcome.baselines["gdp"]
     assert outcome.value <= min(v for v in outcome.baselines.values() if v is not None)
     assert "gdp+search" in PLACERS
-
-
-def test_auto_asks_the_policy_where_that_is_switched_on(policy, monkeypatch):
-    monkeypatch.setattr(files, "SHIPPED", policy)
-    problem = random_problem(8, groups=20, devices=3)
-    asked = {}
-    for learned in (False, True):
-        monkeypatch.setattr(importlib.import_module("dovetail.placers.auto"), "LEARNED", learned)
-        budget = Budget(evaluations=400)
-        auto(problem, budget)
-        asked[learned] = "gdp" in budget.found
-    assert asked == {False: False, True: True}

@@ -8,8 +8,7 @@ import torch
 
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import look
-from dovetail.placers.learned.hdp import REFERENCE, REFERENCE_SETTINGS, Hdp, HdpPlacer, _attend
-from dovetail.placers.learned.losses import Baseline
+from dovetail.placers.learned.hdp import Hdp, HdpPlacer, _attend
 from tests.support.learned_problems import random_problem, random_task
 
 SMALL = {"hidden": 8, "grouper_hidden": 6}
@@ -212,17 +211,6 @@ def test_a_policy_for_other_devices_is_refused():
     policy = Hdp.for_view(view_of(devices=2), **SMALL)
     with pytest.raises(PolicyMismatchError, match="2 devices, not 3"):
         policy.draw(view_of(devices=3), 1, generator())
-
-
-def test_the_references_settings_are_those_of_its_open_version():
-    """tensorflow/python/grappler/hierarchical_controller.py, hierarchical_controller_hparams."""
-    policy = Hdp.for_view(view_of(groups=3, devices=2), **REFERENCE)
-    assert (policy.placer.decoder.hidden_size, policy.placer.encoder.hidden_size) == (512, 256)
-    assert policy.grouper[0].out_features == 64
-    settings = REFERENCE_SETTINGS
-    assert (settings.rate, settings.decay, settings.decay_from) == (0.1, 0.95, 400)
-    assert (settings.gradient_norm, settings.valid_only_from) == (1.0, 1000)
-    assert Baseline.of(settings).value == pytest.approx(100**0.5)
 
 
 def test_kinds_that_a_policy_does_not_know_have_no_vector():

@@ -16,7 +16,7 @@ from dovetail.placers.learned.records import PlacementTask
 from dovetail.placers.list_scheduling import limits_of, tasks_of
 from tests.support.learned_problems import random_graph, random_problem, random_task
 
-FIELDS = ("kind_shares", "shapes", "numbers", "edge_bytes", "seconds", "devices", "links")
+FIELDS = ("kind_shares", "shapes", "numbers", "seconds", "devices", "links")
 
 
 def device_column(view, name):

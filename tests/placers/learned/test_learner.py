@@ -79,7 +79,6 @@ def test_the_mean_baseline_is_the_mean_of_all_earlier_trials_failures_included()
     second = baseline.advantages(trials(1, None, 9), MEAN, 1)
     assert second.tolist() == [2.0, -7.0, 0.0]
     assert baseline.value == pytest.approx((2 + 4 + 1 + 10 + 3) / 5)
-    assert Baseline.restore(baseline.state()) == baseline
 
 
 def test_failures_teach_until_the_update_from_which_only_what_ran_does():
@@ -186,6 +185,17 @@ def test_the_best_placement_is_kept_with_the_number_of_trials_up_to_it():
     assert 100.0 - 10 * best.placement.sum() == best.seconds
     assert learner.points[-1].trials == len(seen) == 10 * K
     assert [p.best for p in learner.points] == sorted(p.best for p in learner.points)[::-1]
+
+
+def test_a_step_is_an_update_by_the_learner_alone_without_a_server():
+    by_hand, alone = learner_of(), learner_of()
+    theta = go_on(by_hand, by_hand.theta, range(0, 3 * K, K))
+    for _ in range(3):
+        alone.step()
+    assert np.array_equal(alone.theta, theta)
+    assert (alone.updates, alone.trials) == (3, 3 * K)
+    alone.step(2)
+    assert alone.trials == 3 * K + 2
 
 
 def test_tasks_take_turns_and_each_has_its_baseline_and_its_best():

@@ -102,7 +102,6 @@ def test_costs_positions_and_devices_change_nothing_but_types_shapes_and_edges_d
     blind = replace(
         view,
         numbers=view.numbers[::-1] + 1,
-        edge_bytes=view.edge_bytes + 1,
         devices=view.devices[::-1] - 1,
         links=view.links * 2,
     )

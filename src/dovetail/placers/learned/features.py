@@ -294,18 +294,6 @@ class ProblemFigures:
         return np.where(total > 0, means, 0.5)
 
     @cached_property
-    def listed(self) -> NDArray[np.int32]:
-        """[groups] the device that a list schedule over the fastest devices gives each; -1: none.
-        See `etf`."""
-        limits = limits_of(self.problem, len(self.problem.device_sets) - 1)
-        return etf_schedule(tasks_of(self.problem), limits).placed
-
-    @cached_property
-    def expected(self) -> NDArray[np.int32]:
-        """[groups] the device that an expert would choose. See `expert`."""
-        return expert(self.problem, Budget())
-
-    @cached_property
     def fast(self) -> NDArray[np.bool_]:
         """[devices] at least a quarter of the best speed."""
         return np.asarray(self.speeds >= 0.25 * self.speeds.max())
@@ -527,7 +515,7 @@ def look(problem: PlacementProblem) -> ProblemView:
     """The problem as policies see it. O(ops + reads + groups x devices)."""
     view = ProblemFigures(problem)
     offsets, buckets, shares = _kinds(problem)
-    sources, destinations, edge_bytes = view.edges
+    sources, destinations, _ = view.edges
     free = np.zeros(problem.groups.count, dtype=bool)
     free[problem.free] = True
     devices, links = look_at_devices(view)
@@ -539,7 +527,6 @@ def look(problem: PlacementProblem) -> ProblemView:
         numbers=_numbers(view),
         sources=sources,
         destinations=destinations,
-        edge_bytes=relative(edge_bytes, view.edge_mean),
         seconds=relative(view.seconds, view.work.mean()),
         allowed=problem.allowed,
         free=free,
@@ -615,10 +602,13 @@ def _numbers(view: ProblemFigures) -> Float32:
 
 
 def _advised(view: ProblemFigures) -> list[Float64]:
-    """[groups] the middle of the interval of the device that each method chose; -1: of none."""
-    scale = scale_of(view)
+    """[groups] the middle of the interval of the device that each method chose; -1: of none. The
+    methods are `etf` over the fastest devices, and `expert`."""
+    scale, problem = scale_of(view), view.problem
     middles = np.append(np.where(scale.width > 0, scale.centre, -1.0), -1.0)
-    return [middles[view.listed], middles[view.expected]]
+    limits = limits_of(problem, len(problem.device_sets) - 1)
+    listed = etf_schedule(tasks_of(problem), limits).placed
+    return [middles[listed], middles[expert(problem, Budget())]]
 
 
 def _whole(view: ProblemFigures, rate: float) -> tuple[float, ...]:
@@ -690,10 +680,3 @@ def _shapes(problem: PlacementProblem) -> Float32:
         if rows:
             found[owners[at], output] = rows
     return found.reshape(problem.groups.count, SHAPES)
-
-
-__all__ = [
-    "ADVICE", "ADVICE_CUTS", "ADVICE_NUMBERS", "BUCKETS", "CUTS", "DEVICE_NAMES",
-    "DEVICE_NUMBERS", "LINK_NAMES", "LINK_NUMBERS", "NUMBERS", "NUMBER_NAMES", "POSITIONS",
-    "SHAPES", "VERSION", "column", "cut_placements", "cuts", "look", "waves",
-]  # fmt: skip

@@ -62,8 +62,8 @@ def shipped() -> Path:
     if not SHIPPED.is_file():
         raise PolicyFileError(
             str(SHIPPED),
-            "the pretrained policy is not in this installation; make one by `dovetail learn "
-            "pretrain --out FILE` and name it, --policy FILE",
+            "the pretrained policy is not in this installation; install the package again, or name "
+            "a policy file of yours, --policy FILE",
         )
     return SHIPPED
 

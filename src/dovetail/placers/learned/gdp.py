@@ -406,32 +406,20 @@ class Gdp(Policy):
             raise ValueError(f"share {share}, floor {floor} or gain {gain} cannot be")
         self.share, self.floor, self.gain, self.advice = share, floor, gain, advice
         self.config: dict[str, Any] = {
-            "hidden": hidden,
-            "sage_layers": sage_layers,
-            "layers": layers,
-            "heads": heads,
-            "segment": segment,
-            "attention": attention,
-            "superposition": superposition,
-            "advice": advice,
-            "share": share,
-            "floor": floor,
-            "individual": None if individual is None else list(individual),
-            "gain": gain,
-        }
+            "hidden": hidden, "sage_layers": sage_layers, "layers": layers, "heads": heads,
+            "segment": segment, "attention": attention, "superposition": superposition,
+            "advice": advice, "share": share, "floor": floor,
+            "individual": None if individual is None else list(individual), "gain": gain,
+        }  # fmt: skip
         self.own = None if individual is None else nn.Parameter(torch.zeros(*individual))
         self.kinds = nn.EmbeddingBag(BUCKETS, hidden, mode="sum")
         self.numbers = nn.Linear(NUMBERS + SHAPES, hidden)
         self.norm = nn.LayerNorm(hidden)
         self.sage = nn.ModuleList(SageLayer(hidden) for _ in range(sage_layers))
         self.placer = GdpTransformerXL(
-            hidden,
-            layers=layers,
-            heads=heads,
-            segment=segment,
-            attention=attention,
+            hidden, layers=layers, heads=heads, segment=segment, attention=attention,
             superposition=superposition,
-        )
+        )  # fmt: skip
         self.devices = Devices(hidden)
         self.head = Head(hidden)
         self.modes = nn.Linear(hidden, MODES)

@@ -103,13 +103,9 @@ class GdpPaper(Policy):
         self.shapes = nn.Linear(SHAPES, hidden)
         self.sage = nn.ModuleList(SagePaperLayer(hidden) for _ in range(sage_layers))
         self.placer = GdpTransformerXL(
-            hidden,
-            layers=layers,
-            heads=heads,
-            segment=segment,
-            attention=attention,
+            hidden, layers=layers, heads=heads, segment=segment, attention=attention,
             superposition=superposition,
-        )
+        )  # fmt: skip
         self.out = nn.Linear(hidden, devices)
 
     @classmethod

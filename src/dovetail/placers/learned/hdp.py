@@ -26,14 +26,13 @@ Differences: the "ops" are the problem's groups, what must stay together for `hd
 learned group is one of them or many. The open version's training step draws a second grouping and
 placement, of an empty input, and teaches those by the first ones' reward; we teach what was tried.
 Its grouper multiplies raw sizes and indices by two matrices in a row, which decides most ops before
-any training: here features are of one size, a hidden layer has a ReLU, and `sharpness` says how
-decided grouping begins. Costs and places of ops are features of `hdp` beside type, sizes and
-neighbours; kinds have vectors of their own, as in the paper. There are no more learned groups than
-ops. Ops without a choice join no group; groups see their devices as neighbours. A group may go
-wherever one of its ops may, and an op that may not goes to its fastest device; a group without ops
-decides nothing. Of `hdp` each trial has a grouping of its own. The open version draws no new
-placements after 500 updates, but keeps the last one; `greedy_from` does that by taking the
-likeliest.
+any training: here features are of one size, and a hidden layer has a ReLU. Costs and places of ops
+are features of `hdp` beside type, sizes and neighbours; kinds have vectors of their own, as in the
+paper. There are no more learned groups than ops. Ops without a choice join no group; groups see
+their devices as neighbours. A group may go wherever one of its ops may, and an op that may not goes
+to its fastest device; a group without ops decides nothing. Of `hdp` each trial has a grouping of
+its own. The open version draws no new placements after 500 updates, but keeps the last one;
+`greedy_from` does that by taking the likeliest.
 """
 
 from dataclasses import dataclass
@@ -169,12 +168,9 @@ class HdpPlacer(nn.Module):
         logits: Tensor = self.out(states) / self.temperature
         if self.bound > 0:
             logits = self.bound * logits.tanh()
-        return logits if noise is None else noisy(logits, noise)
-
-
-def noisy(logits: Tensor, noise: Tensor) -> Tensor:
-    """Logits [..., choices] plus noise times the root mean square of each row."""
-    return logits + noise * logits.square().mean(dim=-1, keepdim=True).sqrt()
+        if noise is None:
+            return logits
+        return logits + noise * logits.square().mean(dim=-1, keepdim=True).sqrt()
 
 
 def _attend(queries: Tensor, memory: Tensor, score: Tensor) -> Tensor:
@@ -226,26 +222,6 @@ def _tanh(queries: Tensor, memory: Tensor) -> Tensor:
 
 
 MOST_GROUPS, GROUPS_PER_DEVICE = 256, 20
-REFERENCE_SETTINGS = LearningSettings(
-    "reinforce",
-    trials=4,
-    rate=0.1,
-    decay=0.95,
-    decay_from=400,
-    decay_every=50,
-    failing=10.0,
-    valid_only_from=1000,
-)
-REFERENCE: dict[str, Any] = {
-    "hidden": 512,
-    "grouper_hidden": 64,
-    "bound": 1.0,
-    "temperature": 1.0,
-    "noise": 0.5,
-    "noise_until": 750,
-    "greedy_from": 500,
-}
-"""Settings and options of the open version."""
 PAPER_SETTINGS = LearningSettings(
     "reinforce", trials=4, rate=0.1, failing=10.0, valid_only_from=1000
 )
@@ -313,7 +289,6 @@ class Hdp(Policy):
     noise          share of the logits' size that is added to both networks' logits, until
                    update `noise_until`
     greedy_from    update from which on the placer takes the likeliest device; None: never
-    sharpness      factor of the grouper's logits before training
     samples        trials in a row that share one grouping: the paper's k placements of each
     costs          False: types, shapes and neighbours alone, as in the paper; the policy is then
                    named hdp-paper
@@ -334,7 +309,6 @@ class Hdp(Policy):
         noise: float = 0.0,
         noise_until: int = 750,
         greedy_from: int | None = None,
-        sharpness: float = 1.0,
         samples: int = 1,
         costs: bool = True,
         seed: int = 0,
@@ -345,7 +319,7 @@ class Hdp(Policy):
             "kinds": list(kinds), "devices": devices, "groups": groups, "hidden": hidden,
             "grouper_hidden": grouper_hidden, "bound": bound, "temperature": temperature,
             "noise": noise, "noise_until": noise_until, "greedy_from": greedy_from,
-            "sharpness": sharpness, "samples": samples, "costs": costs, "seed": seed,
+            "samples": samples, "costs": costs, "seed": seed,
         }  # fmt: skip
         self.samples, self.costs = samples, costs
         numbers = SHAPES + NUMBERS if costs else SHAPES
@@ -358,7 +332,7 @@ class Hdp(Policy):
             first = nn.Linear(KIND_SIZE + numbers + 2 * NEIGHBOURS, grouper_hidden)
             last = nn.Linear(grouper_hidden, groups, bias=False)
             nn.init.xavier_uniform_(first.weight)
-            nn.init.xavier_uniform_(last.weight, gain=sharpness)
+            nn.init.xavier_uniform_(last.weight)
             self.grouper = nn.Sequential(first, nn.ReLU(), last)
             size = 2 * (groups + devices) + costs + len(kinds) + numbers
             self.placer = HdpPlacer(

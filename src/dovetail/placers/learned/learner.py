@@ -21,24 +21,23 @@ its own. A gradient that is not finite, and a batch that teaches nothing, change
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dovetail.placers.learned.adam import VectorAdam
 from dovetail.placers.learned.diary import Diary, DiaryEntry, LearnerState
-from dovetail.placers.learned.features import look
 from dovetail.placers.learned.losses import Baseline, ppo, reinforce, teaching, with_elite
 from dovetail.placers.learned.policy import Draw, Policy
 from dovetail.placers.learned.records import (
     Float32,
     Judge,
     LearningSettings,
-    PlacementTask,
     Point,
     ProblemView,
     Trials,
@@ -69,30 +68,24 @@ class BestPlacement:
 
 def parameters_of(policy: Policy) -> Float32:
     """A copy of a policy's parameters [size], as learners flatten them."""
-    found = [p.detach().reshape(-1).cpu() for p in policy.parameters() if p.requires_grad]
-    return np.array(torch.cat(found).numpy())
+    return np.array(parameters_to_vector(policy.parameters()).detach().cpu().numpy())
 
 
 def write_parameters(policy: Policy, theta: Vector) -> None:
     """Write `theta` [size] over a policy's parameters."""
-    flat, start = torch.from_numpy(np.array(theta)), 0
-    for parameter in (p for p in policy.parameters() if p.requires_grad):
-        stop = start + parameter.numel()
-        parameter.data.copy_(flat[start:stop].view(parameter.shape))
-        start = stop
-    assert start == len(theta)
+    first = next(policy.parameters())
+    vector_to_parameters(torch.from_numpy(np.array(theta)).to(first), policy.parameters())
 
 
 class FlatParameters:
     """A policy whose parameters, and their gradients, are views of one vector each [size]."""
 
     def __init__(self, policy: Policy) -> None:
-        self._parameters = [p for p in policy.parameters() if p.requires_grad]
-        assert all(p.dtype == torch.float32 for p in self._parameters), "policies are float32"
-        self.theta = torch.cat([p.detach().reshape(-1) for p in self._parameters])
+        assert all(p.dtype == torch.float32 for p in policy.parameters()), "policies are float32"
+        self.theta = parameters_to_vector(policy.parameters()).detach()
         self.gradient = torch.zeros_like(self.theta)
         start = 0
-        for parameter in self._parameters:
+        for parameter in policy.parameters():
             stop = start + parameter.numel()
             parameter.data = self.theta[start:stop].view(parameter.shape)
             parameter.grad = self.gradient[start:stop].view(parameter.shape)
@@ -132,7 +125,7 @@ class PolicyLearner:
     def __init__(  # noqa: PLR0913  keyword-only
         self,
         policy: Policy,
-        tasks: Sequence[PlacementTask | TaskView],
+        tasks: Sequence[TaskView],
         judges: Sequence[Judge],
         settings: LearningSettings,
         *,
@@ -144,8 +137,7 @@ class PolicyLearner:
     ) -> None:
         assert len(tasks) == len(judges) > 0
         self.policy, self.settings = policy, settings
-        self.seen = [see(task) if isinstance(task, PlacementTask) else task for task in tasks]
-        self.judges, self.controller = list(judges), controller
+        self.seen, self.judges, self.controller = list(tasks), list(judges), controller
         self.flat = FlatParameters(policy)
         self.updates = self.trials = 0
         self.points: list[Point] = []
@@ -164,11 +156,6 @@ class PolicyLearner:
     def theta(self) -> Float32:
         """A copy of the parameters [size] that the learner has come to by itself."""
         return self.flat.read()
-
-    @property
-    def latest_seconds(self) -> float:
-        """Of the run, at its latest update; 0: none yet."""
-        return self.points[-1].seconds if self.points else 0.0
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
         """One update at `theta`: of as many trials as there are indices."""
@@ -217,6 +204,14 @@ class PolicyLearner:
         self.flat.write(theta + change)
         self._end_update()
         return change
+
+    def step(self, count: int | None = None) -> None:
+        """One update of so many trials by this learner alone, without a server: theta += U(g).
+        `count` None: as many as the settings say."""
+        first = self.updates * self.settings.trials
+        indices = np.arange(first, first + (count or self.settings.trials))
+        theta = self.theta
+        self.update(theta, self.gradient(theta, indices, 0).vector, 0.0)
 
     def rate(self, epoch: float) -> float:
         """Adam's learning rate at this controller's present update, whatever the epoch."""
@@ -312,7 +307,7 @@ class PolicyLearner:
             "trials": self.trials,
             "counts": self._counts,
             "steps": self._adam.steps,
-            "baselines": [baseline.state() for baseline in self._baselines],
+            "baselines": [asdict(baseline) for baseline in self._baselines],
             "best": {name: [best.seconds, best.found] for name, best in self.best.items()},
         }
         arrays = {"mean": self._adam.mean.cpu().numpy(), "square": self._adam.square.cpu().numpy()}
@@ -328,7 +323,7 @@ class PolicyLearner:
         fields, arrays = state.fields, state.arrays
         self.updates, self.trials = state.updates, fields["trials"]
         self._counts = list(fields["counts"])
-        self._baselines = [Baseline.restore(entry) for entry in fields["baselines"]]
+        self._baselines = [Baseline(**entry) for entry in fields["baselines"]]
         self._adam.steps = fields["steps"]
         self._adam.mean.copy_(torch.from_numpy(arrays["mean"]))
         self._adam.square.copy_(torch.from_numpy(arrays["square"]))
@@ -336,11 +331,6 @@ class PolicyLearner:
             name: BestPlacement(arrays[f"best {name}"], seconds, found)
             for name, (seconds, found) in fields["best"].items()
         }
-
-
-def see(task: PlacementTask) -> TaskView:
-    """A task as a policy sees it, from its own problem."""
-    return TaskView(task.name, look(task.problem()))
 
 
 def _entropy(draw: Draw) -> float:

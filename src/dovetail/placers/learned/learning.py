@@ -303,7 +303,12 @@ class _LearningRun:
             for name, (_, _, entry) in bests.items()
             if entry.placement is not None
         }
-        last = max(self.learners, key=lambda learner: learner.latest_seconds, default=None)
+        # Of a learner that came back and has made no update since, the run before counts as 0.
+        last = max(
+            self.learners,
+            key=lambda learner: learner.points[-1].seconds if learner.points else 0.0,
+            default=None,
+        )
         if outcome is None:
             assert last is not None, "an interrupt without an outcome is of a run in this process"
         return Learned(

@@ -15,11 +15,10 @@ Differences: a batch moves the moving average once, by its mean. The first batch
 trials, and its own mean stands for theirs. `normalised` (ours) divides a batch's advantages by
 their root mean square, but by no less than a thousandth of its mean cost: what a converged policy
 draws differs in nothing that matters. A trial whose evaluator was lost counts nowhere.
-Imports no torch.
 """
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -91,15 +90,6 @@ class Baseline:
         else:
             old = self.value if earlier else mean
             self.value = old + (mean - old) * len(costs) / self.count
-
-    def state(self) -> dict[str, Any]:
-        """All of it, as JSON knows it."""
-        return asdict(self)
-
-    @classmethod
-    def restore(cls, state: dict[str, Any]) -> Self:
-        """The baseline whose `state` that was."""
-        return cls(**state)
 
 
 # reinforce: the loss whose gradient is RL17's estimate of the policy's.

@@ -44,36 +44,6 @@ LARGE = 2048
 half the passes: what 50 updates take is a matter of a minute."""
 
 
-def seq2seq(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Train RL17's policy until the budget is spent; the best placement [groups] it drew."""
-    return _train_afresh("seq2seq", problem, budget)
-
-
-def hdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Train HDP's policy until the budget is spent; the best placement [groups] it drew."""
-    return _train_afresh("hdp", problem, budget)
-
-
-def seq2seq_paper(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Train RL17's policy as published until the budget is spent; the best placement [groups]."""
-    return _train_afresh("seq2seq-paper", problem, budget)
-
-
-def hdp_paper(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Train HDP's policy as published until the budget is spent; the best placement [groups]."""
-    return _train_afresh("hdp-paper", problem, budget)
-
-
-def gdp_paper(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Train GDP's policy as published until the budget is spent; the best placement [groups]."""
-    return _train_afresh("gdp-paper", problem, budget)
-
-
-def gdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The shipped policy's proposals, zero-shot; the best of them [groups]."""
-    return make_gdp(None, 0)(problem, budget)
-
-
 def make_gdp(policy: Path | None, finetune: int) -> Placer:
     """A placer by the policy in that file, by default the shipped one, after `finetune` updates.
 
@@ -140,29 +110,33 @@ def train(
     learner = PolicyLearner(policy, [TaskView("", view)], [judge], settings, seed=seed)
     if judge.best is not None and not judge.best[0].lacking_bytes:
         learner.best[""] = BestPlacement(judge.best[1], judge.best[0].value, 0)
-    theta, budget, idle = learner.theta, judge.budget, 0
+    budget, idle = judge.budget, 0
     while idle < IDLE_UPDATES and learner.updates != updates:
         if budget.exhausted or budget.distinct >= judge.problem.placements:
             break
-        start, spent = learner.updates * settings.trials, budget.spent
-        indices = np.arange(start, start + settings.trials)
-        gradient = learner.gradient(theta, indices, 0)
-        theta += learner.update(theta, gradient.vector, 0.0)
+        spent = budget.spent
+        learner.step()
         idle = 0 if budget.spent > spent else idle + 1
     return learner
 
 
-def _train_afresh(name: str, problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    view = look(problem)
-    if not view.free.any() or budget.exhausted:
-        return problem.fastest
-    judge = BudgetJudge(problem, budget)
-    try:
-        policy = make_policy(name, view, problem.seed)
-        train(policy, view, judge, settings_of(name), problem.seed)
-    except KeyboardInterrupt:
-        budget.interrupted = True
-    return _best(problem, judge)
+def train_afresh(name: str) -> Placer:
+    """The placer that trains a fresh policy of that method until the budget is spent, and returns
+    the best placement [groups] that it drew."""
+
+    def place(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+        view = look(problem)
+        if not view.free.any() or budget.exhausted:
+            return problem.fastest
+        judge = BudgetJudge(problem, budget)
+        try:
+            policy = make_policy(name, view, problem.seed)
+            train(policy, view, judge, settings_of(name), problem.seed)
+        except KeyboardInterrupt:
+            budget.interrupted = True
+        return _best(problem, judge)
+
+    return place
 
 
 def _best(problem: PlacementProblem, judge: BudgetJudge) -> GroupPlacement:
@@ -189,20 +163,24 @@ def make_gdp_search(policy: Path | None, finetune: int) -> Placer:
     """`make_gdp` with a search after it."""
     propose = make_gdp(policy, finetune)
 
-    def gdp_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    def place(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         """The best placement that the search finds from the policy's proposals. Raises
         `PolicyFileError` where no policy is shipped."""
         try_baselines(problem, budget)
-        attempt("gdp", propose, problem, _part(budget, PROPOSING_SHARE))
+        part = budget.slice(
+            seconds=PROPOSING_SHARE * budget.seconds,
+            evaluations=PROPOSING_SHARE * budget.evaluations,
+        )
+        attempt("gdp", propose, problem, part)
         return local_search(problem, budget)
 
-    return gdp_search
+    return place
 
 
-def gdp_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The shipped policy's proposals, improved by local search."""
-    return make_gdp_search(None, 0)(problem, budget)
+# What the table of placers names.
 
-
-def _part(budget: Budget, share: float) -> Budget:
-    return budget.slice(seconds=share * budget.seconds, evaluations=share * budget.evaluations)
+seq2seq, seq2seq_paper = train_afresh("seq2seq"), train_afresh("seq2seq-paper")
+hdp, hdp_paper = train_afresh("hdp"), train_afresh("hdp-paper")
+gdp_paper = train_afresh("gdp-paper")
+gdp, gdp_search = make_gdp(None, 0), make_gdp_search(None, 0)
+"""By the shipped policy, zero-shot."""

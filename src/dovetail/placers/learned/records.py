@@ -75,8 +75,8 @@ class ProblemView:
     kind_shares    [entries] of the group's ops; they sum to 1 in each group
     shapes         [groups, features.SHAPES] padded output shapes, in logarithms
     numbers        [groups, features.NUMBERS] costs, sizes, phase, depth: see `features`
-    sources, destinations, edge_bytes   [edges] what goes between groups: by destination, then
-                   source; each pair once, bytes in logarithms
+    sources, destinations   [edges] what goes between groups: by destination, then source; each
+                   pair once
     seconds        [groups, devices] work, in logarithms relative to the graph's; where a group may
                    not be, that of its slowest device
     allowed        [groups, devices] where a group may be
@@ -93,7 +93,6 @@ class ProblemView:
     numbers: Float32
     sources: Int64
     destinations: Int64
-    edge_bytes: Float32
     seconds: Float32
     allowed: Bool
     free: Bool

@@ -1,4 +1,8 @@
-"""The recipe of the shipped policy: one call, from random graphs to a policy file with its card.
+"""The recipe of the shipped policy: from random graphs to a policy file with its card.
+
+    python benchmarks/learned/pretrain.py --out policy.safetensors --folder run
+
+That takes hours; `--graphs 2 --networks 0 --passes 1 --trials 32` makes it a minute.
 
     training set ──► targets ──► imitation ──► PPO over all tasks in turn ──► policy file
     (`training_set`)  (`cloning`)  (a start)     (GDP-batch, `learning`)         with its card
@@ -11,12 +15,14 @@ mostly random graphs, and the policy first imitates what classical methods find 
 adds to that is measured on validation tasks and stands in the card.
 
 All of it is kept in the folder of the run, stage by stage: captured graphs, targets, the policy
-after each pass of imitation, and PPO's own run, which a resumed recipe goes on with.
+after each pass of imitation, and PPO's own run. The same command goes on where it was stopped.
 """
 
+import argparse
 import hashlib
 import io
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from random_graphs import FAMILIES, random_graph, random_machine
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -45,7 +52,6 @@ from dovetail.placers.learned.files import load_policy, save_policy
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.learning import learn
 from dovetail.placers.learned.placing import proposals
-from dovetail.placers.learned.random_graphs import FAMILIES, random_graph, random_machine
 from dovetail.placers.learned.records import (
     Int64,
     LearningSettings,
@@ -371,24 +377,20 @@ def pretrain(
     *,
     folder: Path,
     seconds: float | None = None,
-    trials: int | None = None,
     seed: int = 0,
     recipe: Recipe | None = None,
     progress: Callable[[PretrainingProgress], None] | None = None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Follow the recipe, write the policy to `out`, and return its card.
 
     folder    of the run: what is there already is not done again
     seconds   of PPO, and as many at most of imitation; None: as the recipe says
-    trials    of PPO instead of the recipe's
 
     The same seed, recipe, and number of trials give the same policy; with `seconds` the machine
     has a say. Ctrl-C within PPO ends it there. Raises what `learn` and captures raise, and
     `RunMismatchError` for the folder of another seed or recipe.
     """
     recipe = recipe or Recipe()
-    if trials is not None:
-        recipe = replace(recipe, trials=trials)
     run = _PretrainingRun(folder, recipe, seed, seconds, progress or _silent)
     tasks = training_set(folder, recipe.wanted, seed, lambda text: run.tell("capture", 0, 0, text))
     _check_held_out(tasks)
@@ -539,7 +541,7 @@ class _PretrainingRun:
         imitated: dict[str, float],
         finished: dict[str, float],
         learned: dict[str, float],
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         recipe = asdict(self.recipe)
         return {
             "trained_on": [task.name for task in tasks],
@@ -571,3 +573,42 @@ def _geometric(ratios: list[float]) -> float:
 
 def _silent(_progress: PretrainingProgress) -> None:
     pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    recipe = Recipe()
+    parser.add_argument("--out", type=Path, required=True, help="write the policy (.safetensors)")
+    parser.add_argument("--folder", type=Path, required=True, help="keep the run, to go on with it")
+    parser.add_argument("--seconds", type=float, help="limit of imitation, and again of PPO")
+    parser.add_argument("--trials", type=int, default=recipe.trials, help="of PPO")
+    parser.add_argument("--graphs", type=int, default=recipe.wanted.random, help="random graphs")
+    parser.add_argument("--networks", type=int, default=len(NETWORKS), help="of the zoo")
+    parser.add_argument("--passes", type=int, default=recipe.passes, help="of imitation")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    wanted = replace(
+        recipe.wanted, random=arguments.graphs, networks=NETWORKS[: arguments.networks]
+    )
+    if not (wanted.random or wanted.networks):
+        parser.error("there is nothing to learn from")
+    recipe = replace(recipe, wanted=wanted, passes=arguments.passes, trials=arguments.trials)
+
+    def show(news: PretrainingProgress) -> None:
+        print(f"{news.stage} {news.done} of {news.of} {news.text}", file=sys.stderr, flush=True)
+
+    card = pretrain(
+        arguments.out, folder=arguments.folder, seconds=arguments.seconds, seed=arguments.seed,
+        recipe=recipe, progress=show,
+    )  # fmt: skip
+    tasks, trials = len(card["trained_on"]), card["trials"]
+    print(f"wrote {arguments.out}: {tasks} tasks, {trials:,} trials of PPO")
+    for stage, means in json.loads(card["validation"]).items():
+        print(
+            f"after {stage}, on unseen graphs: the likeliest {means['likeliest']:.3f} x what the "
+            f"search finds, the best proposed {means['best']:.3f} x"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
-"""Imitation and the recipe of the shipped policy, in small."""
+"""benchmarks/learned/pretrain.py: imitation and the recipe of the shipped policy, in small."""
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,23 +12,16 @@ from dovetail.errors import RunMismatchError
 from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import load_policy, read_card, shipped
 from dovetail.placers.learned.gdp import Gdp
-from dovetail.placers.learned.pretraining import (
-    HELD_OUT,
-    NETWORKS,
-    Example,
-    ExampleSpec,
-    Recipe,
-    clone,
-    good_placement,
-    imitation_loss,
-    likeness_of,
-    pretrain,
-    training_set,
-)
+from tests.support.benchmark_scripts import benchmark_scripts
 from tests.support.learned_problems import random_problem, random_task
 
+with benchmark_scripts("learned", "pretrain") as scripts:
+    script = scripts.pretrain
+HELD_OUT, Example, ExampleSpec = script.HELD_OUT, script.Example, script.ExampleSpec
+clone, good_placement, likeness_of = script.clone, script.good_placement, script.likeness_of
+imitation_loss, pretrain = script.imitation_loss, script.pretrain
 SMALL = {"hidden": 16, "sage_layers": 1, "layers": 1, "heads": 2, "segment": 32}
-RECIPE = Recipe(
+RECIPE = script.Recipe(
     wanted=ExampleSpec(random=3, networks=(), size=0.2),
     options=SMALL,
     evaluations=60,
@@ -97,10 +91,29 @@ def test_the_recipe_repeats_itself_resumes_and_says_what_it_did(tmp_path):
     assert (raised.value.field, raised.value.expected, raised.value.found) == ("passes", 3, 2)
 
 
+def test_the_command_writes_the_policy_and_goes_on_in_its_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "Recipe", lambda: RECIPE)
+    out, folder = tmp_path / "p.safetensors", tmp_path / "run"
+    command = ["pretrain.py", "--out", str(out), "--folder", str(folder), "--networks", "0"]
+    monkeypatch.setattr(sys, "argv", [*command, "--graphs", "1", "--trials", "16"])
+    script.main()
+    first = capsys.readouterr().out
+    assert "1 tasks, 16 trials of PPO" in first and "after ppo, on unseen graphs" in first
+    before = load_policy(out, "gdp")[0].state_dict()
+    script.main()
+    assert capsys.readouterr().out == first
+    after = load_policy(out, "gdp")[0].state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    monkeypatch.setattr(sys, "argv", [*command, "--graphs", "0"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "nothing to learn from" in capsys.readouterr().err
+
+
 def test_nothing_of_the_held_out_families_is_in_the_training_set(tmp_path):
-    models = [model for model, _ in NETWORKS]
+    models = [model for model, _ in script.NETWORKS]
     assert models and not [m for m in models for family in HELD_OUT if family in m.lower()]
-    tasks = training_set(tmp_path, ExampleSpec(random=16, networks=()), 0, print)
+    tasks = script.training_set(tmp_path, ExampleSpec(random=16, networks=()), 0, print)
     names = [task.name for task in tasks]
     assert len(set(names)) == 16 and all(name.startswith("random ") for name in names)
     modules = {module for task in tasks for module in task.graph.modules}

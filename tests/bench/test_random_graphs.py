@@ -1,21 +1,17 @@
-"""Random networks and machines are ones that all of the package can work with."""
+"""The random networks and machines of benchmarks/learned are ones that all can work with."""
 
 import numpy as np
 import pytest
 
 from dovetail.costs import analytic_costs
 from dovetail.graph import Phase, group
-from dovetail.placers.learned.random_graphs import (
-    FAMILIES,
-    LEAST_DEVICES,
-    MOST_DEVICES,
-    STATES,
-    Tape,
-    random_graph,
-    random_machine,
-)
 from dovetail.placers.learned.records import PlacementTask
+from tests.support.benchmark_scripts import benchmark_scripts
 
+with benchmark_scripts("learned", "random_graphs") as scripts:
+    graphs = scripts.random_graphs
+FAMILIES, Tape = graphs.FAMILIES, graphs.Tape
+random_graph, random_machine = graphs.random_graph, graphs.random_machine
 SIZE = 0.3
 
 
@@ -30,7 +26,7 @@ def test_a_network_of_each_family_trains_all_its_parameters_and_repeats(family):
     assert graph.fingerprint != random_graph(6, family=family, size=SIZE).fingerprint
     parameters = graph.kinds.count("parameter")
     assert kinds_of(graph, Phase.UPDATE) == ["dovetail.adam"] * parameters
-    assert graph.kinds.count("state") == STATES["adam"] * parameters
+    assert graph.kinds.count("state") == graphs.STATES["adam"] * parameters
     updated = graph.residences[[kind == "parameter" for kind in graph.kinds]]
     assert (graph.phases[updated] == Phase.UPDATE).all() and len(set(updated)) == parameters
     flops = [graph.flops[graph.phases == phase].sum() for phase in (1, 2)]
@@ -58,7 +54,7 @@ def test_machines_differ_in_number_speed_memory_and_links():
     machines = [random_machine(seed, random_graph(0, size=SIZE)) for seed in range(40)]
     gpus = [[d for d in m.devices if d.kind == "gpu"] for m in machines]
     counts = {len(of_machine) for of_machine in gpus}
-    assert counts <= set(range(LEAST_DEVICES, MOST_DEVICES + 1)) and len(counts) > 4
+    assert counts <= set(range(graphs.LEAST_DEVICES, graphs.MOST_DEVICES + 1)) and len(counts) > 4
     assert {len({d.model for d in of_machine}) for of_machine in gpus} == {1, 2}
     assert len({of_machine[0].memory_bytes for of_machine in gpus}) > 10
     assert len({m.links[0].bandwidth_bytes_per_second for m in machines}) == 40
