@@ -307,7 +307,7 @@ def test_requests_that_can_have_no_stages_are_refused_in_one_line():
         ({"step": step.graph}, "zoo:NAME"),
         ({"step": trained}, "--train out"),
         ({"step": step, "machine": "here/1"}, "one core"),
-        ({"step": step, "machine": "haswell"}, "no device can be predicted"),
+        ({"step": step, "machine": "haswell"}, "GPU presets such as v100"),
     ):
         machine = options.pop("machine", "2 x v100")
         with pytest.raises(UsageError, match=says) as raised:

@@ -414,11 +414,15 @@ def _with_stages(bare: Plan, alone: Plan, searched: _Searched, progress: TellPro
         budget = whole.slice(
             seconds=whole.seconds / ROUNDS, evaluations=max(1.0, whole.evaluations // ROUNDS)
         )
-        with keeping_interrupts(budget):
-            outcome = run_placer(
-                staged, request.placer, budget, _search_progress(progress), _method_of(request),
-                request.resolved_gain,
-            )  # fmt: skip
+        try:
+            with keeping_interrupts(budget):
+                outcome = run_placer(
+                    staged, request.placer, budget, _search_progress(progress),
+                    _method_of(request), request.resolved_gain,
+                )  # fmt: skip
+        # With less budget than the first search had, a placer may find nothing that fits.
+        except InfeasibleError:
+            return []
         if budget.interrupted:
             raise KeyboardInterrupt
         return [(outcome.placer, outcome.placement), *_best_found(staged, budget)]

@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -227,15 +228,16 @@ class PlanRequest:
             if cores < 2:
                 raise UsageError("stages", f"{machine.name} has one core; use a machine of several")
             return
-        problems = []
         for device in machine.devices:
-            try:
+            with suppress(MachineError):
                 if device.kind != "host":
                     stage_rates(device)
                     return
-            except MachineError as error:
-                problems.append(str(error))
-        raise UsageError("stages", f"no device can be predicted: {problems[0]}")
+        raise UsageError(
+            "stages",
+            f"cannot be predicted for {machine.name}, as how much its devices run at once is not "
+            "known; use GPU presets such as v100, or here",
+        )
 
     def _check_policy(self) -> None:
         takers = [name for name, method in PLACERS.items() if method.with_policy]
