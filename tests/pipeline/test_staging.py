@@ -72,6 +72,18 @@ def joint():
     )
 
 
+def test_ctrl_c_while_stages_are_chosen_keeps_the_plan_without_them(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    step, options = towers(64, 4), {"placer": "auto", "budget": "20e", "seed": 1}
+    alone = dt.plan(step, "2 x v100", **options)
+    monkeypatch.setattr(staging, "with_stages", interrupted)
+    plan = dt.plan(step, "2 x v100", **options, stages=True)
+    assert plan.interrupted
+    assert (plan.value, plan.schedules) == (alone.value, alone.schedules)
+
+
 def test_the_plan_is_no_worse_than_placement_alone_and_than_stages_on_one_device(joint):
     step, alone, plan = joint
     on_one = dt.plan(step, "v100", budget="20e", stages=True)

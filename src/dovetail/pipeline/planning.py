@@ -128,7 +128,10 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
         bare, chosen = chosen, _with_copies(chosen, request, kept)
         if request.stages and not budget.interrupted:
             searched = _Searched(request, kept, groups, problem, simulator, budget)
-            chosen = _with_stages(bare, chosen, searched, progress)
+            try:
+                chosen = _with_stages(bare, chosen, searched, progress)
+            except KeyboardInterrupt:
+                budget.interrupted = True  # the plan without stages stays
             chosen = replace(chosen, planning_seconds=time.perf_counter() - began)
         chosen = _add_baselines(chosen, request, given_places, costs)
         chosen = replace(chosen, interrupted=budget.interrupted)
