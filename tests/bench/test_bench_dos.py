@@ -2,13 +2,11 @@
 
 import csv
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dovetail import cli
 from dovetail.bench import dos
 from dovetail.bench.dos import (
     NETWORKS,
@@ -284,21 +282,6 @@ def test_the_script_writes_every_table_of_the_readme(tmp_path):
     text = (tmp_path / "README.md").read_text()
     assert "Not computed." not in text
     assert "| v100 | predicted | 5.00 (+25.0 %) | 4.00 |" in text
-
-
-@pytest.fixture
-def bench(monkeypatch, capsys, tmp_path):
-    """bench(*arguments) -> (exit status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dovetail", "bench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
 
 
 SMALL = ("--device", "v100", "--batch", "1,2", "--rows", "*.squeezenet*", "--out", "tables")

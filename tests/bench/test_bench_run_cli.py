@@ -2,11 +2,9 @@
 
 import csv
 import json
-import sys
 
 import pytest
 
-from dovetail import cli
 from dovetail.bench import cases, table
 from dovetail.bench.methods import METHODS, PLAIN
 from tests.support.tiny_tables import CASES
@@ -15,19 +13,10 @@ GDP = ("gdp", "--out", "benchmarks/gdp")
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys, tmp_path):
-    """bench(*arguments) -> (exit status, standard output, standard error); GDP's rows are tiny."""
+def bench(bench, monkeypatch):
+    """The command, with tiny rows in GDP's table."""
     monkeypatch.setitem(cases.CASES, "gdp", CASES)
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dovetail", "bench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
+    return bench
 
 
 def test_bench_writes_page_and_csv_prints_one_object_and_continues_what_is_kept(bench, tmp_path):

@@ -3,14 +3,12 @@
 import csv
 import gzip
 import json
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from dovetail import cli
 from dovetail.bench import thesis
 from dovetail.bench.thesis import (
     MNIST,
@@ -206,21 +204,12 @@ def test_the_page_and_the_file_say_which_data_they_are_of(tmp_path):
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys, tmp_path):
-    """bench(*arguments) -> (exit status, standard output, standard error), with a tiny network."""
-    monkeypatch.chdir(tmp_path)
+def bench(bench, monkeypatch):
+    """The command, with a tiny network."""
     whole, work_off = thesis.perceptron, thesis.work_off
     monkeypatch.setattr(thesis, "perceptron", lambda _sizes, seed: whole(TINY, seed))
     monkeypatch.setattr(thesis, "work_off", lambda tasks, _, *more: work_off(tasks, 0, *more))
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dovetail", "bench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
+    return bench
 
 
 SMALL = ("--workers", "1,2", "--windows", "2", "--epochs", 1, "--samples", 256, "--seeds", 1)
