@@ -395,7 +395,8 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
     if devices_of(on_one) == 1:
         baselines[ONE_DEVICE] = on_one.value
     counts = ", ".join(f"{n} on {name}" for name, n in stages_together(chosen).items() if n)
-    notes.say(f"stages of several ops: {counts or 'none that make it faster'}; {told}")
+    none = "none that make it faster (the bound is of plans without stages)"
+    notes.say(f"stages of several ops: {counts or none}; {told}")
     return replace(chosen, baselines=baselines, notes=alone.notes + notes.texts)
 
 
