@@ -13,7 +13,6 @@ from dovetail.plans import check_completes
 from dovetail.schedulers.placed import (
     DeviceStages,
     PlacedStages,
-    in_order,
     schedules_of,
     waves_of,
 )
@@ -36,11 +35,6 @@ def test_a_segment_has_the_ops_of_one_device_behind_equally_many_changes_of_devi
     )
     placement = np.array([0, 0, 0, 1, 0, 0], np.int32)
     assert waves_of(graph, placement) == [(0, [1, 2, 4]), (0, [5]), (1, [3])]
-
-
-def test_units_come_in_order_of_their_turns_but_behind_what_they_need():
-    assert in_order(4, [(3, 0), (0, 1)], [0.0, 1.0, 2.0, 3.0]) == [2, 3, 0, 1]
-    assert in_order(3, [], [1.0, 1.0, 0.0]) == [2, 0, 1]
 
 
 def drawn_graph(rng, ops=24):

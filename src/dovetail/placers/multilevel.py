@@ -26,7 +26,6 @@ bytes on the true graph, the capacities for merged graphs shrink by the bytes by
 graph underestimated the peaks.
 """
 
-import heapq
 import re
 from dataclasses import dataclass, replace
 
@@ -38,6 +37,7 @@ from scipy.sparse.csgraph import connected_components
 from dovetail.costs import Costs
 from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.graph.records import csr_offsets
+from dovetail.graph.topological import topological_order
 from dovetail.placers.baselines import BASELINES, try_baselines
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.local_search import local_search
@@ -364,19 +364,9 @@ def _topological(graph: Graph, of_op: Int64, first: Int64) -> Int64:
     crosses = (befores >= 0) & (befores != afters)
     edges = np.unique(befores[crosses] * count + afters[crosses])
     befores, afters = edges // count, edges % count
-    offsets, targets = csr_offsets(befores, count).tolist(), afters.tolist()
-    waits = np.bincount(afters, minlength=count).tolist()
-    priority = first.tolist()
-    ready = [(priority[node], node) for node in range(count) if not waits[node]]
-    heapq.heapify(ready)
     rank = np.empty(count, np.int64)
-    for place in range(count):
-        _, node = heapq.heappop(ready)
-        rank[node] = place
-        for after in targets[offsets[node] : offsets[node + 1]]:
-            waits[after] -= 1
-            if not waits[after]:
-                heapq.heappush(ready, (priority[after], after))
+    order = topological_order(count, np.stack([befores, afters], axis=1), first.tolist())
+    rank[order] = np.arange(count)
     return rank
 
 

@@ -17,7 +17,6 @@ Within a wave `dos` or `ios` choose the stages. Ops that share no stage keep the
 the plan without stages starts them.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from dovetail.graph import Graph
 from dovetail.graph.kernels import FOLDED, Kernels
+from dovetail.graph.topological import topological_order
 from dovetail.plans import Schedule, Stage
 from dovetail.schedulers.blocks import Part, narrowed
 from dovetail.schedulers.dos import dos
@@ -151,11 +151,11 @@ class PlacedStages:
         costs = self.devices[device]
         assert costs is not None, "only devices with stages are searched"
         edges = needs_between(self.graph, [ops for ops, _ in nodes])
-        order = in_order(len(nodes), edges, [ops[0] for ops, _ in nodes])
+        order = topological_order(len(nodes), edges, [ops[0] for ops, _ in nodes])
         nodes = [nodes[i] for i in order]
         place = {node: i for i, node in enumerate(order)}
         before = [0] * len(nodes)
-        for first, then in edges:
+        for first, then in edges.tolist():
             before[place[then]] |= 1 << place[first]
         block = KernelBlock(tuple(before))
         alone = [float(self.seconds[list(ops), device].sum()) for ops, _ in nodes]
@@ -266,7 +266,7 @@ def schedules_of(
     turns = [float(turn_of(starts[list(ops)])) for ops in units]
     of_device: dict[int, list[Stage]] = {device: [] for device in scheduled}
     # One order for all devices, in which no unit comes before one that it needs: so all complete.
-    for unit in in_order(len(units), needs_between(graph, units), turns):
+    for unit in topological_order(len(units), needs_between(graph, units), turns):
         device, stage = by_unit[unit]
         if device in of_device:
             of_device[device].append(stage)
@@ -276,8 +276,8 @@ def schedules_of(
     )
 
 
-def needs_between(graph: Graph, units: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """Pairs (first, then) of distinct units, the second of which needs the first; ascending."""
+def needs_between(graph: Graph, units: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+    """[pairs, 2] (first, then) of distinct units, the second of which needs the first; sorted."""
     unit_of = np.full(len(graph), -1)
     for number, ops in enumerate(units):
         unit_of[list(ops)] = number
@@ -286,29 +286,7 @@ def needs_between(graph: Graph, units: Sequence[tuple[int, ...]]) -> list[tuple[
     )
     pairs = unit_of[ends]
     pairs = pairs[(pairs >= 0).all(axis=1) & (pairs[:, 0] != pairs[:, 1])]
-    return [(first, then) for first, then in np.unique(pairs, axis=0).tolist()]
-
-
-def in_order(count: int, needs: Sequence[tuple[int, int]], turns: Sequence[float]) -> list[int]:
-    """The units 0 to `count` so that each follows those that it needs. Of units that are ready the
-    one with the least turn comes first, then the one of lowest number."""
-    after: list[list[int]] = [[] for _ in range(count)]
-    missing = [0] * count
-    for first, then in needs:
-        after[first].append(then)
-        missing[then] += 1
-    ready = [(turns[unit], unit) for unit in range(count) if not missing[unit]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, unit = heapq.heappop(ready)
-        order.append(unit)
-        for then in after[unit]:
-            missing[then] -= 1
-            if not missing[then]:
-                heapq.heappush(ready, (turns[then], then))
-    assert len(order) == count, "units of a graph without circles do not wait for each other"
-    return order
+    return np.unique(pairs, axis=0)
 
 
 def _needs_of_ops(graph: Graph) -> list[list[int]]:
