@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from markdown import fill, table
 
+from dovetail.bench.dos import OTHER_SIZE
 from dovetail.bench.dos_page import tables_of
 
 HERE = Path(__file__).parent
@@ -19,7 +20,10 @@ NAMES = ("table 5", "work", "search", "table 1", "table 2", "figure 6", "figure 
 
 def main(folder: Path = HERE) -> None:
     with (folder / "rows.csv").open(newline="") as file:
-        shown = {found.name: found for found in tables_of(list(csv.DictReader(file)))}
+        lines = list(csv.DictReader(file))
+    if any(line["size"] for line in lines):
+        sys.exit(f"rows.csv is no result for the README. {OTHER_SIZE}")
+    shown = {found.name: found for found in tables_of(lines)}
     for name in NAMES:
         found = shown.get(name)
         text = "Not computed." if found is None else table(found.head, found.rows)

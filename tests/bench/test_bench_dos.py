@@ -305,8 +305,25 @@ def test_other_sizes_are_marked_and_a_row_that_fails_ends_with_status_1(bench, t
     status, _, err = bench("dos", *SMALL[:4], "--rows", "table1.inc*", "--out", "x", "--size", 8)
     assert status == 1
     assert "not of the networks' own size" in err
-    assert "table1.inception-v3 failed" in err
+    assert "table1.inception-v3 failed:" in err and "Calculated output size" in err
+    assert "Traceback" not in err
     assert "not of the networks&#39; own size" in (tmp_path / "x" / "index.html").read_text()
+
+
+def test_lines_say_of_which_size_their_images_were(tiny, tmp_path):
+    row = "table5.squeezenet.v100"
+    (of_another, *_) = run_rows(DosSettings(tmp_path / "a", **PRESETS, size=48), rows=row).lines
+    (of_its_own, *_) = run_rows(DosSettings(tmp_path / "b", **PRESETS), rows=row).lines
+    assert of_another["size"] == "48" and "size" not in of_its_own
+
+
+def test_the_readme_refuses_figures_of_other_sizes(tmp_path):
+    write_dos_csv([line | {"size": "8"} for line in made_up()], tmp_path / "rows.csv")
+    with (
+        benchmark_scripts("dos", "readme") as scripts,
+        pytest.raises(SystemExit, match="not of the networks' own size"),
+    ):
+        scripts.readme.main(tmp_path)
 
 
 @pytest.mark.parametrize(

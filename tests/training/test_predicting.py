@@ -229,9 +229,12 @@ class Returns(nn.Module):
         (network(), iter([1]), {}, UsageError, "only once"),
         (network(), table(8)[0], {"backend": "clouds"}, UsageError, "there is no 'clouds'"),
         (network(), table(8)[0], {"backend": print}, UsageError, "name a backend"),
-        (
-            network(), table(8)[0], {"backend": "processes", "backend_options": {"speed": 1}},
-            UsageError, "no such option",
+        *(
+            (
+                network(), table(8)[0], {"backend": backend, "backend_options": {"speed": 1}},
+                UsageError, f"speed: the {backend} backend has no such option",
+            )
+            for backend in ("simulated", "threads", "processes")
         ),
     ],
 )  # fmt: skip

@@ -216,7 +216,7 @@ class DosSettings:
 
 @dataclass(frozen=True)
 class DosTables:
-    """The lines of all rows that are done, and row -> traceback of those that failed.
+    """The lines of all rows that are done, and row -> error or traceback of those that failed.
 
     computed   number of rows that this call ran; 0: everything was kept from before
     missing    keys of the rows that are not done
@@ -280,7 +280,9 @@ def run_row(
     request = settings.request(row)
     found = find_schedules(request, progress=lambda doing, *_: tell(doing))
     store = Store(settings.out / "rows", complain)
-    store.put(row.key, _fingerprint(settings, row), list(_lines(row, request, found)))
+    size = {} if settings.size is None else {"size": str(settings.size)}
+    lines = [line | size for line in _lines(row, request, found)]
+    store.put(row.key, _fingerprint(settings, row), lines)
     return []
 
 
@@ -313,7 +315,7 @@ def _device_key(device: str) -> str:
 MEASURED, PREDICTED = "measured", "predicted"
 SCHEDULE, ELSEWHERE, SAMPLE, BLOCK = "schedule", "elsewhere", "sample", "block"
 FIELDS = (
-    "row", "kind", "network", "device", "name", "source", "batch", "scheduler", "chosen",
+    "row", "kind", "network", "size", "device", "name", "source", "batch", "scheduler", "chosen",
     "made_for", "block", "seconds", "predicted_seconds", "spread", "rounds", "kernels", "launches",
     "multiply_adds", "moved_bytes", "states", "timed", "search_seconds", "measuring_seconds",
 )  # fmt: skip
@@ -326,7 +328,8 @@ FIELDS = (
     sample      a random schedule; `spread` is the noise of the row's measurements
     block       predicted seconds of one part of the network, by one scheduler
 
-`device` is as it was asked for, and `name` the device's own."""
+`size` is the side of the images in pixels if they are not of the network's own size. `device` is as
+it was asked for, and `name` the device's own."""
 
 
 def _lines(

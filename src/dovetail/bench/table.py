@@ -23,7 +23,7 @@ from dovetail.bench.towers import (
     read_towers,
     untrained_whole,
 )
-from dovetail.errors import ProcessDiedError, ProcessError, UsageError
+from dovetail.errors import DovetailError, ProcessDiedError, ProcessError, UsageError
 from dovetail.graph.synthetic import layered
 from dovetail.machine import parse_machine
 from dovetail.machine.local import available_bytes
@@ -48,7 +48,7 @@ class BenchTask:
 
     name       a unique name
     function   "package.module:function"; it is called with `arguments`, tell(what is being done)
-               and complain(text), and returns the tracebacks of what failed within it
+               and complain(text), and returns what failed within it: errors and tracebacks
     after      names of the tasks that must be done before
     alone      True if it needs much memory: the worker ends after it, and on a machine with less
                than `ROOM_BYTES` for each worker two such tasks never run at once
@@ -126,7 +126,8 @@ def work_off(
     tell: Callable[[str, str], None],
     complain: Callable[[str], None],
 ) -> dict[str, str]:
-    """Run all tasks, and return task -> traceback of those that failed.
+    """Run all tasks, and return task -> what failed in it, for those that did: the error if it is
+    one of ours, else a traceback.
 
     jobs   number of worker processes; 0: the tasks run in this process
     tell   is called with (task, what is being done or "done")
@@ -176,6 +177,8 @@ def _call(
     module, name = function.split(":")
     try:
         failures: list[str] = getattr(import_module(module), name)(*arguments, tell, complain)
+    except DovetailError as error:
+        return [str(error)]
     except Exception:
         return [traceback.format_exc()]
     return failures
@@ -219,7 +222,7 @@ class BenchTable:
 
     rows       the rows that are done, in the order of `cases`
     computed   number of tasks that this call ran; 0: everything was kept from before
-    failures   task -> tracebacks of what failed in it
+    failures   task -> what failed in it: errors and tracebacks
     """
 
     cases: tuple[Case, ...]

@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from dovetail.errors import ModelError, NoWorkersError, ProcessDiedError, ProcessError, UsageError
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import FailurePolicy
+from dovetail.training.backends.contract import FailurePolicy, check_options
 from dovetail.training.backends.processes.memory import pack_parcel, unpack_parcel
 from dovetail.training.backends.processes.transport import ProcessesOptions
+from dovetail.training.backends.simulated import World
 from dovetail.training.datasets import Collate, open_dataset
 from dovetail.training.keras_models import check_keras, is_keras
 from dovetail.training.modules import outputs
@@ -248,6 +249,8 @@ def _pool(request: TrainRequest, applier: Applier) -> Iterator[Pool]:
     load_backend(request.backend)  # raises for a name that is not there
     if request.backend in ("simulated", "threads"):
         # Virtual time has no use here, where nothing depends on it.
+        known = World.__dataclass_fields__ if request.backend == "simulated" else ()
+        check_options(request.backend, options, known)
         with closing(_ThreadPool(applier, workers if request.backend == "threads" else 1)) as pool:
             yield pool
         return
@@ -470,8 +473,13 @@ class Actor:
         from dovetail.runtime.setup import set_up
 
         set_up(threads=1)
-        self._apply = applier.open()
+        self._applier = applier
+        self._apply: Callable[[Portion], Any] | None = None
 
     def apply(self, portion: Portion) -> Any:
         """The result of a portion."""
+        # Opened here, because Ray hands on the whole traceback of a call, and of a constructor
+        # only that the actor died.
+        if self._apply is None:
+            self._apply = self._applier.open()
         return self._apply(portion)

@@ -5,15 +5,23 @@
 A backend runs one assignment to its end and returns the outcome.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from dovetail.errors import UsageError
 from dovetail.training.learner import MakeLearner
 from dovetail.training.records import Event, Job, Outcome, Row, Vector
 from dovetail.training.rules import make_rule
 from dovetail.training.rules.contract import Rule
+
+
+def check_options(backend: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise `UsageError` for an option that the backend does not have."""
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise UsageError(unknown[0], f"the {backend} backend has no such option")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
-from dovetail.training.backends.contract import Assignment, Watcher
+from dovetail.training.backends.contract import Assignment, Watcher, check_options
 from dovetail.training.gate import TurnGate
 from dovetail.training.learner import Gradient, Learner
 from dovetail.training.records import Outcome, Turn, Vector
@@ -63,9 +63,7 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
     Raises `ProcessError` if a worker raises and the policy does not count that as a death,
     `NoWorkersError`, `DivergedError`.
     """
-    unknown = sorted(set(options) - set(World.__dataclass_fields__))
-    if unknown:
-        raise UsageError(unknown[0], "the simulated backend has no such option")
+    check_options("simulated", options, World.__dataclass_fields__)
     world = World(**options)
     with closing(SimulatedTransport(assignment, world)) as transport:
         return Supervisor(

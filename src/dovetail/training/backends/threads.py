@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
-from dovetail.training.backends.contract import Assignment, Watcher
+from dovetail.training.backends.contract import Assignment, Watcher, check_options
 from dovetail.training.liveness import LOOKS, LeaseClock, on_alive
 from dovetail.training.records import Outcome, Vector
 from dovetail.training.server import Delivery, Server
@@ -51,8 +51,7 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
     samples to the others, but its thread cannot be ended. Raises `ProcessError` with the first
     traceback, `NoWorkersError`, `DivergedError`. An exception of the watcher ends the run too.
     """
-    if options:
-        raise UsageError(min(options), "the threads backend has no such option")
+    check_options("threads", options, ())
     if assignment.wire != "none":
         raise UsageError("wire", "threads share their memory: there is nothing to encode")
     with closing(ThreadsTransport(assignment)) as transport:

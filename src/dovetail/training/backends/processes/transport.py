@@ -23,6 +23,7 @@ from dovetail.training.backends.contract import (
     Storage,
     Watcher,
     WorkerPlan,
+    check_options,
 )
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, pack_parcel
 from dovetail.training.backends.processes.messages import (
@@ -105,9 +106,7 @@ class ProcessesOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "ProcessesOptions":
         """Raises `UsageError` for one that is not there."""
-        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
-        if unknown:
-            raise UsageError(unknown[0], "the processes backend has no such option")
+        check_options("processes", options, cls.__dataclass_fields__)
         return cls(**options)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from dovetail.training.backends.contract import (
     Storage,
     Watcher,
     WorkerPlan,
+    check_options,
 )
 from dovetail.training.backends.ray.messages import ActorReport
 from dovetail.training.backends.ray.server import ParameterServer
@@ -127,9 +128,7 @@ class RayOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "RayOptions":
         """Raises `UsageError` for one that is not there."""
-        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
-        if unknown:
-            raise UsageError(unknown[0], "the ray backend has no such option")
+        check_options("ray", options, cls.__dataclass_fields__)
         return cls(**options)
 
 
