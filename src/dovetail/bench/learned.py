@@ -77,17 +77,20 @@ _FINEST_SHARE = 2.0**-12
 def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[PlacementTask, str]:
     """(task, text on how its groups came about): the task on which a method is trained. One of
     `AUTO_ON` has that of the method that it is compared with."""
-    method = AUTO_ON.get(method, method)
-    task = by_rule(name, graph, machine)
-    if method == "seq2seq":
+    task, grouping = by_rule(name, graph, machine), _grouping_of(method)
+    if AUTO_ON.get(method, method) == "seq2seq":
         return task, "RL17's rule"
-    grouping = "" if method in SHIPPED else PLACERS[method].grouping
     if grouping == "cells":
         return replace(task, groups=group_cells(graph)), "cells and branches"
     if grouping == "ops":
         return replace(task, groups=colocate(graph)), "all that colocation leaves"
     groups, text = _size_groups(task)
     return replace(task, groups=groups), text
+
+
+def _grouping_of(method: str) -> str:
+    """The kind of groups of a method, or of the one that it is compared with."""
+    return "" if method in SHIPPED else PLACERS[AUTO_ON.get(method, method)].grouping
 
 
 def by_rule(name: str, graph: Graph, machine: Machine) -> PlacementTask:
@@ -577,6 +580,7 @@ class _StoredTraining:
             "machine": machine_to_dict(machine_of(case)),
             "column": column,
             "method": method,
+            "grouping": _grouping_of(method),
             "trials": settings.trials_of(method),
             "seed": seed,
             "controllers": controllers,
