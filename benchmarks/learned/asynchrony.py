@@ -1,22 +1,23 @@
-"""Asynchronous controllers: throughput, quality, and what kills cost.
+"""Asynchronous controllers: throughput, quality, and what a killed controller costs.
 
 python benchmarks/learned/asynchrony.py [--backends processes ray] [--controllers 1 2 4]
                                         [--seeds 2] [--trials 960]
 
-Every evaluation sleeps .2 s, as a real run would take; its value is the simulator's. Controllers of
-4 evaluators each train one small seq2seq policy on one synthetic network. Rates are those of the
-time in which all controllers were at work: from the last one's second update to the first one's
-last. In the last run of each backend a controller and an evaluator of another are killed.
+Every evaluation sleeps .2 s, as a real run would take, four at once; its value is the simulator's.
+Controllers train one small seq2seq policy on one synthetic network. Rates are those of the time in
+which all controllers were at work: from the last one's second update to the first one's last. In
+the last run of each backend one of two controllers is killed.
 """
 
 import argparse
+import math
 import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
-import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,8 @@ from dovetail.costs import analytic_costs
 from dovetail.graph.grouping import group
 from dovetail.graph.synthetic import layered
 from dovetail.machine import parse_machine
-from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.features import look
+from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.learning import learn
 from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
@@ -48,8 +49,7 @@ OPTIONS = {
     "processes": {},
     "ray": {"worker_cores": 0.1, "server_cores": 0.1, "object_store_bytes": 80 << 20},
 }
-MARK = "DOVETAIL_BENCHMARK_RUN"
-HEAD = ("backend, controllers", "rate", "of linear", "best", "mean of the last", "lost", "seconds")
+HEAD = ("backend, controllers", "rate", "of linear", "best", "mean of the last", "seconds")
 
 
 def make_task() -> PlacementTask:
@@ -64,19 +64,27 @@ def make_policy(task: PlacementTask, seed: int) -> Seq2Seq:
     return Seq2Seq.for_view(look(task.problem()), seed=seed, hidden=16)
 
 
-def sleeping(task: PlacementTask) -> Judge:
-    """A judge that takes its time."""
-    judge = SimulatedJudge(task.problem(threads=1))
-    judge(np.zeros((1, task.groups.count), np.int32))  # compiled before anyone waits for it
+@dataclass(frozen=True)
+class Sleeping:
+    """Makes a judge that takes its time: `EVALUATORS` placements at once, each as long as a real
+    run. Leaves the number of the controller's process in the folder."""
 
-    def judge_slowly(placements: NDArray[np.int32]) -> Trials:
-        begin = time.perf_counter()
-        found = judge(placements)
-        left = EVALUATION_SECONDS * len(placements) - (time.perf_counter() - begin)
-        time.sleep(max(0.0, left))
-        return found
+    folder: Path
 
-    return judge_slowly
+    def __call__(self, task: PlacementTask) -> Judge:
+        judge = SimulatedJudge(task.problem(threads=1))
+        judge(np.zeros((1, task.groups.count), np.int32))  # compiled before anyone waits for it
+        (self.folder / str(os.getpid())).touch()
+
+        def judge_slowly(placements: NDArray[np.int32]) -> Trials:
+            begin = time.perf_counter()
+            found = judge(placements)
+            rounds = math.ceil(len(placements) / EVALUATORS)
+            left = EVALUATION_SECONDS * rounds - (time.perf_counter() - begin)
+            time.sleep(max(0.0, left))
+            return found
+
+        return judge_slowly
 
 
 def rate_of(points: tuple[Point, ...], controllers: int) -> float:
@@ -88,54 +96,37 @@ def rate_of(points: tuple[Point, ...], controllers: int) -> float:
 
 @dataclass
 class Killer:
-    """Kills an evaluator of one controller and then another controller, a third of the way in."""
+    """Kills a controller a third of the way in."""
 
+    folder: Path
     trials: int
     seen: int = 0
-    killed: list[str] = field(default_factory=list)
+    killed: str = ""
 
     def __call__(self, point: Point) -> None:
         self.seen += EVALUATORS
-        if self.killed or self.seen < self.trials // 3:
-            return
-        evaluators = [pid for pid in _marked() if b"learned.evaluators:serve" in _cmdline(pid)]
-        by_controller = {_parent(pid): pid for pid in evaluators}
-        (victim, evaluator), (controller, _) = sorted(by_controller.items())[:2]
-        os.kill(evaluator, signal.SIGKILL)
-        os.kill(controller, signal.SIGKILL)
-        self.killed = [f"evaluator {evaluator} of {victim}", f"controller {controller}"]
+        if not self.killed and self.seen >= self.trials // 3:
+            self.killed = min(path.name for path in self.folder.iterdir())
+            os.kill(int(self.killed), signal.SIGKILL)
 
 
-def _marked() -> list[int]:
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def _cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def run(backend: str, controllers: int, trials: int, seed: int, progress=None) -> Learned:
+def run(
+    folder: Path, backend: str, controllers: int, trials: int, seed: int, progress=None
+) -> Learned:
     task = make_task()
     return learn(
         [task], make_policy(task, seed), RULES, trials=trials, controllers=controllers,
-        evaluators=EVALUATORS, backend=backend, judge=sleeping, seed=seed, progress=progress,
+        backend=backend, judge=Sleeping(folder), seed=seed, progress=progress,
         options=OPTIONS[backend],
     )  # fmt: skip
+
+
+def run_and_kill(backend: str, trials: int) -> tuple[Learned, str]:
+    """A run of two controllers of which one is killed, and what to say of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        killer = Killer(Path(folder), trials)
+        learned = run(Path(folder), backend, 2, trials, 0, killer)
+    return learned, f"{backend}: a controller was killed; {learned.trials} trials were judged."
 
 
 def final_mean(learned: Learned) -> float:
@@ -150,7 +141,6 @@ def row(name: str, runs: list[Learned], rates: tuple[str, str]) -> list[str]:
         *rates,
         f"{statistics.fmean(next(iter(r.values.values())) for r in runs) * 1e3:.2f} ms",
         f"{statistics.fmean(map(final_mean, runs)) * 1e3:.2f} ms",
-        "+".join(str(r.meta["lost"]) for r in runs),
         f"{statistics.fmean(r.seconds for r in runs):.0f}",
     ]
 
@@ -179,7 +169,6 @@ def main() -> None:
     parser.add_argument("--controllers", nargs="*", type=int, default=list(CONTROLLERS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ[MARK] = uuid.uuid4().hex
     spent = policy_seconds()
     share = spent / EVALUATION_SECONDS
     said = [f"An update takes {spent * 1e3:.1f} ms of CPU, {share:.1%} of an evaluation."]
@@ -189,19 +178,18 @@ def main() -> None:
         linear = 0.0
         for controllers in arguments.controllers:
             seeds = range(arguments.seeds)
-            runs = [run(backend, controllers, arguments.trials, seed) for seed in seeds]
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                runs = [run(folder, backend, controllers, arguments.trials, s) for s in seeds]
             rate = statistics.fmean(rate_of(r.points, controllers) for r in runs)
             linear = linear or rate / controllers
             rates = f"{rate:.1f}/s", f"{rate / (controllers * linear):.3f}"
             rows.append(row(f"{backend}, {controllers}", runs, rates))
             print(rows[-1], flush=True)
-        killer = Killer(arguments.trials)
-        learned = run(backend, 2, arguments.trials, 0, killer)
-        counted = learned.trials + learned.meta["lost"]
-        kills = ", ".join(map(str, killer.killed))
-        said.append(f"{backend}: killed {kills}; {learned.trials} trials judged, {counted} in all.")
+        learned, text = run_and_kill(backend, arguments.trials)
+        said.append(text)
         print(said[-1], flush=True)
-        rows.append(row(f"{backend}, 2, two kills", [learned], ("", "")))
+        rows.append(row(f"{backend}, 2, one killed", [learned], ("", "")))
         print(rows[-1], flush=True)
     text = table(HEAD, rows) + "\n\n" + "\n".join(said)
     print(text)

@@ -30,8 +30,8 @@ from dovetail.graph import Graph, Groups, group
 from dovetail.machine import Device, Link, Machine
 from dovetail.placers import Budget, PlacementProblem
 from dovetail.placers.learned.catalog import make_policy, settings_of
-from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import look
+from dovetail.placers.learned.judges import BudgetJudge
 from dovetail.placers.learned.placing import train
 from dovetail.placers.learned.records import PlacementTask
 from dovetail.simulator import Simulator

@@ -54,7 +54,6 @@ DovetailError
     │   ├── DivergedError       .rule .detail .advice
     │   ├── ServerLostError     .restarts .status
     │   └── NoWorkersError      .lost .status
-    ├── EvaluatorsLostError   .lost .status
     ├── UnequalError          a schedule whose outputs are others   .scheduler .error
     ├── ProcessError          .process .traceback
     ├── ProcessDiedError      .process .status
@@ -454,15 +453,6 @@ class PolicyMismatchError(InvalidError):
         super().__init__(f"policy {policy} cannot be used here: {reason}")
         self.policy = policy
         self.reason = reason
-
-
-class EvaluatorsLostError(RunError):
-    """Evaluators of a controller died more often than is allowed."""
-
-    def __init__(self, lost: int, status: str) -> None:
-        super().__init__(f"{lost} evaluators were lost, the last one {status}")
-        self.lost = lost
-        self.status = status
 
 
 # Stage schedules.

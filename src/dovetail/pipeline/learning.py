@@ -42,7 +42,7 @@ from dovetail.pipeline.sources import (
     silent,
 )
 from dovetail.placers import GroupPlacement, PlacementProblem, permitted
-from dovetail.placers.learned.evaluators import SimulatedJudge
+from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
 from dovetail.plans import Plan, Source, normalise
 

@@ -12,9 +12,9 @@ from dovetail.errors import OutOfMemoryError, PolicyMismatchError, UsageError
 from dovetail.placers import PLACERS, Budget, place
 from dovetail.placers.learned import placing
 from dovetail.placers.learned.catalog import LEARNED, make_policy, settings_of
-from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import save_policy
+from dovetail.placers.learned.judges import BudgetJudge
 from dovetail.placers.learned.policy import Draw
 from tests.support.learned_problems import random_problem, random_task
 from tests.support.tiny_policies import Table

@@ -8,8 +8,8 @@ import torch
 
 from dovetail.placers.learned.adam import VectorAdam
 from dovetail.placers.learned.diary import Diary, DiaryEntry, Readers
-from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.features import look
+from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.learner import (
     PolicyLearner,
     TaskView,
@@ -264,7 +264,7 @@ def test_a_first_update_that_was_not_committed_is_done_again_from_the_beginning(
 
 def test_updates_are_read_back_as_they_were_written_and_half_a_line_is_none(tmp_path):
     point = Point(0, 3, "net", 32, 1.5, 0.25, float("nan"), 0.5, 0.1, -0.2)
-    whole = DiaryEntry(point, 17, 8, 1, 2, np.array([0, 3, 1], np.int32))
+    whole = DiaryEntry(point, 17, 8, 2, np.array([0, 3, 1], np.int32))
     diary = Diary(tmp_path, 0)
     diary.add(whole)
     diary.close()

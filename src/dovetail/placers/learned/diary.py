@@ -1,6 +1,6 @@
 """What a controller writes down, so that nothing is lost with its process.
 
-    FOLDER/controllers/0/updates.jsonl     a line an update: the point, what was judged and lost,
+    FOLDER/controllers/0/updates.jsonl     a line an update: the point, what was judged,
                                            and the placement where it was the best so far
                          even.safetensors  the learner's state after the last update of even number,
                          odd.safetensors   and after the last of odd number
@@ -38,7 +38,7 @@ class DiaryEntry:
     """One update, as its line says it.
 
     first       the first of its sample indices: its name in the run
-    judged, lost   its trials that were judged, and whose evaluator was lost
+    judged      its trials that were judged
     at          which of the judged ones was the best so far of the controller's task, from 0; -1:
                 none
     placement   [groups] that one
@@ -47,14 +47,13 @@ class DiaryEntry:
     point: Point
     first: int
     judged: int
-    lost: int
     at: int = -1
     placement: NDArray[np.int32] | None = None
 
     def line(self) -> str:
         """The entry as JSON."""
         fields = {**asdict(self.point), "first": self.first, "judged": self.judged}
-        fields |= {"lost": self.lost, "at": self.at}
+        fields["at"] = self.at
         if self.placement is not None:
             packed = zlib.compress(np.ascontiguousarray(self.placement, "<i4").tobytes())
             fields["placement"] = base64.b64encode(packed).decode()
@@ -65,7 +64,7 @@ class DiaryEntry:
         """The entry; None for half a line, which a killed controller leaves."""
         try:
             fields = json.loads(line)
-            own = {name: fields.pop(name) for name in ("first", "judged", "lost", "at")}
+            own = {name: fields.pop(name) for name in ("first", "judged", "at")}
             packed, placement = fields.pop("placement", None), None
             if packed is not None:
                 octets = zlib.decompress(base64.b64decode(packed))

@@ -220,11 +220,7 @@ class PolicyLearner:
         return settings.rate * settings.decay**decays
 
     def close(self) -> None:
-        """End the judges that have something to end, and the diary."""
-        for judge in self.judges:
-            end = getattr(judge, "close", None)
-            if end is not None:
-                end()
+        """End the diary."""
         if self._diary is not None:
             self._diary.close()
 
@@ -288,7 +284,7 @@ class PolicyLearner:
             loss=loss,
         )
         placement = self.best[name].placement if at >= 0 else None
-        return DiaryEntry(point, first, count, len(judged) - count, at, placement)
+        return DiaryEntry(point, first, count, at, placement)
 
     def _end_update(self) -> None:
         """Write down what the update has found, and where it leaves this learner."""

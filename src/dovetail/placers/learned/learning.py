@@ -3,17 +3,16 @@
 A. Mirhoseini et al.: Device Placement Optimization with Reinforcement Learning, ICML 2017,
 https://arxiv.org/abs/1706.04972, section 3.4.
 
-    parameter server ──┬── controller 0 ──┬── evaluator      each controller waits for its own
-      theta += v       │                  └── evaluator      evaluators, commits when it is done,
-                       └── controller 1 ──┬── evaluator      and keeps its own baselines
-                                          └── ...
+    parameter server ──┬── controller 0 ── K evaluators      each controller waits for its own
+      theta += v       └── controller 1 ── K evaluators      evaluators, commits when it is done,
+                                                             and keeps its own baselines
 
 The server, its backends and rules are those of `training/`: the samples of its job are the trials,
 a batch is one update. So a killed controller's trials are handed out again and their number stays
-exact, while a killed evaluator's trial is lost and counts as such. What controllers write down
-(`diary`) lies in the run's folder beside the server's state: both together resume the run.
-Differences: RL17 has up to 20 controllers with 4 or 8 evaluators on as many machines; here both
-numbers are free, and the rule may be any whose workers step.
+exact. What controllers write down (`diary`) lies in the run's folder beside the server's state:
+both together resume the run. Differences: RL17 has up to 20 controllers with 4 or 8 evaluators on
+as many machines. Here both numbers are free, evaluators are threads of the simulator, and the rule
+may be any whose workers step.
 """
 
 import copy
@@ -31,8 +30,8 @@ import numpy as np
 
 from dovetail.errors import TrainingError, UsageError
 from dovetail.placers.learned.diary import DiaryEntry, Readers
-from dovetail.placers.learned.evaluators import EvaluatorPool, JudgeFactory, SimulatedJudge
 from dovetail.placers.learned.features import look
+from dovetail.placers.learned.judges import JudgeFactory, SimulatedJudge
 from dovetail.placers.learned.learner import (
     PolicyLearner,
     TaskView,
@@ -86,9 +85,9 @@ def learn(  # noqa: PLR0913  keyword-only
 
     seconds       after which it ends with fewer trials; None: never
     controllers   that draw and learn, each on its own
-    evaluators    of each: processes where a `judge` is given, else threads of the simulator
+    evaluators    of each: threads of the simulator
     backend       simulated | threads | processes | ray; `options`: its own
-    judge         makes a task's judge in an evaluator's process; None: the simulator
+    judge         makes a task's judge in each controller's process; None: the simulator
     folder        where the run is kept, new or empty; on `ray`, one that all nodes see. None: a
                   temporary one
     resume        go on with the run in `folder`; with one controller, bit for bit
@@ -96,7 +95,7 @@ def learn(  # noqa: PLR0913  keyword-only
 
     Ctrl-C ends the run and keeps the best so far, `interrupted`; `KeyboardInterrupt` where there is
     none yet. Raises `UsageError`, `RunMismatchError` for another run's folder, and what the
-    backend raises; `EvaluatorsLostError` reaches the caller within a `ProcessError`.
+    backend raises.
     """
     _check(tasks, trials, controllers, evaluators, settings)
     bound = make_rule(rule) if isinstance(rule, str) else rule
@@ -196,12 +195,9 @@ class Controllers:
     ) -> PolicyLearner:
         """A learner with a policy of its own."""
         problems = [task.problem(threads=self.evaluators) for task in self.tasks]
-        judges: list[Judge]
-        if self.judge is None:
-            judges = [SimulatedJudge(problem) for problem in problems]
-        else:
-            name = f"evaluator of controller {controller},"
-            judges = EvaluatorPool(self.judge, self.tasks, self.evaluators, name=name).judges()
+        judges: list[Judge] = [SimulatedJudge(problem) for problem in problems]
+        if self.judge is not None:
+            judges = [self.judge(task) for task in self.tasks]
         seen = [TaskView(t.name, look(p)) for t, p in zip(self.tasks, problems, strict=True)]
         return PolicyLearner(
             copy.deepcopy(self.policy), seen, judges, self.settings, seed=self.seed,
@@ -321,10 +317,7 @@ class _LearningRun:
             seconds=time.time() - self.origin,
             points=tuple(entry.point for entry in counted),
             interrupted=outcome is None or (outcome.stopped and not self.is_over),
-            meta={
-                "lost": sum(entry.lost for entry in counted),
-                "events": () if outcome is None else outcome.events,
-            },
+            meta={"events": () if outcome is None else outcome.events},
         )
 
     def _theta(self, outcome: Outcome | None, last: PolicyLearner | None) -> Float32:

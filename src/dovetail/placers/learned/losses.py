@@ -14,7 +14,7 @@ RL17: only placements that ran teach from its 5,000th step on, and only they mov
 Differences: a batch moves the moving average once, by its mean. The first batch has no earlier
 trials, and its own mean stands for theirs. `normalised` (ours) divides a batch's advantages by
 their root mean square, but by no less than a thousandth of its mean cost: what a converged policy
-draws differs in nothing that matters. A trial whose evaluator was lost counts nowhere.
+draws differs in nothing that matters. A trial that was not judged counts nowhere.
 """
 
 from dataclasses import dataclass, replace

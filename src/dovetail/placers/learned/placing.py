@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from dovetail.placers.baselines import Placer, attempt, try_baselines
 from dovetail.placers.budget import Budget
 from dovetail.placers.learned.catalog import make_policy, settings_of
-from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import load_policy, shipped
+from dovetail.placers.learned.judges import BudgetJudge
 from dovetail.placers.learned.learner import BestPlacement, PolicyLearner, TaskView
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import LearningSettings, ProblemView

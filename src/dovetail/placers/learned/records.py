@@ -115,7 +115,7 @@ class Trials:
 
     seconds   [batch] of the objective; inf where it could not run
     valid     [batch] it ran, and fits
-    judged    [batch] False: its evaluator was lost, so it counts for nothing
+    judged    [batch] False: nobody could pay for it, so it counts for nothing
     """
 
     seconds: NDArray[np.float64]
