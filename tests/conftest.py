@@ -80,6 +80,16 @@ def _undisturbed():
     neighbours.BUSY_CORES = quiet
 
 
+@pytest.fixture(autouse=True)
+def _placed_only(request, monkeypatch):
+    """Plans are not compared with what runs without them, which takes seconds a plan. Tests marked
+    with `compares_ways` are about that."""
+    monkeypatch.setenv("DOVETAIL_COMPILE_BUDGET", "0s")
+    if request.node.get_closest_marker("compares_ways"):
+        return
+    monkeypatch.setattr("dovetail.pipeline.planning._with_fastest_way", lambda chosen, *_: chosen)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections():
     """Leaves what earlier modules have kept, such as captured graphs, out of garbage collections:

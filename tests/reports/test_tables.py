@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dovetail.graph.records import Phase
 from dovetail.machine import parse_machine
-from dovetail.plans import describe_gap
+from dovetail.plans import describe_gap, ratio_to
 from dovetail.reports import (
     PlanReport,
     chrome_trace,
@@ -192,7 +192,7 @@ def test_derived_figures_of_a_report(two_ops):
     plan = make_plan(graph, machine, [0, 1])
     report = PlanReport(plan, graph, timeline, measured_seconds=[4.0, 5.0, 9.0])
     assert report.model == "zoo:sample?layers=2"
-    assert report.speedup == pytest.approx(1.5)
+    assert report.speedup == (pytest.approx(1.5), "over the best single device")
     assert report.measured_step_seconds == 5.0
     assert report.error == pytest.approx(-0.2)
     assert utilisation(timeline).tolist() == [0.25, 0.5]
@@ -202,9 +202,22 @@ def test_derived_figures_of_a_report(two_ops):
     assert bare.speedup is None
     all_cores = {"single": 6e-3, "here": 5e-3}
     faster = PlanReport(make_plan(graph, machine, [0, 1], baselines=all_cores), graph, timeline)
-    assert faster.speedup == pytest.approx(1.25)
+    assert faster.speedup == (pytest.approx(1.25), "over the best single device")
     assert bare.error is None
     assert [name for name, _ in bare.timelines] == ["predicted"]
+    measured = {"placed": 4e-3, "eager": 8e-3, "torch.compile": 5e-3}
+    compared = make_plan(graph, machine, [0, 1], baselines=all_cores, measured=measured)
+    shown = PlanReport(compared, graph, timeline).speedup
+    assert shown == (pytest.approx(1.25), "over torch.compile, measured")
+
+
+def test_what_was_measured_is_compared_with_what_was_measured(two_ops):
+    machine, graph, _ = two_ops
+    measured = {"placed": 4e-3, "eager": 8e-3}
+    plan = make_plan(graph, machine, [0, 1], baselines={"eager": 8e-3}, measured=measured)
+    assert ratio_to(plan, "eager", 8e-3) == pytest.approx(2.0)
+    assert ratio_to(plan, "single", 2 * plan.value) == pytest.approx(2.0)
+    assert "2.000 x" in text_of(plan_table(plan, graph))
 
 
 def test_a_trace_has_every_span_and_transfer_in_microseconds(two_ops):

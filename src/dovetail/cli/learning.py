@@ -11,7 +11,13 @@ import typer
 from dovetail.cli import arguments
 from dovetail.cli.arguments import MACHINE_HELP, MODEL_HELP, Json, Model, Shape, option
 from dovetail.errors import UsageError
-from dovetail.pipeline.requests import LEARNERS, TRIALS, LearnRequest, TaskRequest
+from dovetail.pipeline.requests import (
+    LEARNERS,
+    TRIALS,
+    LearnRequest,
+    TaskRequest,
+    parse_seconds,
+)
 from dovetail.units import HERE
 
 if TYPE_CHECKING:
@@ -306,7 +312,7 @@ def _request(
     trials: int | None, budget: str, setting: Sequence[str] | None, **options: Any
 ) -> LearnRequest:
     """The request without its tasks. `options` are fields of `LearnRequest`."""
-    from dovetail.cli.training import parse_options, parse_seconds
+    from dovetail.cli.training import parse_options
 
     seconds = parse_seconds("--budget", budget) if budget else None
     settings = parse_options("--setting", setting or ())

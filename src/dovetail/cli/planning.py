@@ -74,6 +74,12 @@ def plan(  # noqa: PLR0913  one argument an option
         str, option(PlanRequest, "min_gain", show_default="2%; 0 for an instance")
     ] = "",
     stages: Annotated[bool, option(PlanRequest, "stages", "--stages")] = PlanRequest.stages,
+    compiles: Annotated[
+        bool, option(PlanRequest, "compile", "--compile/--no-compile")
+    ] = PlanRequest.compile,
+    compile_budget: Annotated[
+        str, option(PlanRequest, "compile_budget", envvar="DOVETAIL_COMPILE_BUDGET")
+    ] = str(PlanRequest.compile_budget),
     phases: Annotated[
         str,
         typer.Option(
@@ -97,7 +103,7 @@ def plan(  # noqa: PLR0913  one argument an option
         "budget": budget, "gap": gap, "seed": seed, "pins": _pins(pin), "caps": _caps(cap),
         "policy": policy, "finetune": finetune, "per_op": per_op, "whole": tuple(whole or ()),
         "format": made_for, "min_gain": arguments.share_of("--min-gain", min_gain), "place": place,
-        "stages": stages,
+        "stages": stages, "compile": compiles, "compile_budget": compile_budget,
     }  # fmt: skip
     if phases:
         of_step = {
@@ -233,6 +239,8 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
         },
         "found_seconds": plan.found_seconds,
         "stages": stages_together(plan) if plan.schedules else None,
+        "way": plan.way,
+        "measured": plan.measured,
         "plan": None if out is None else str(out),
     }
 
@@ -245,7 +253,7 @@ def _infeasible(model: str, request: PlanRequest, error: InfeasibleError) -> dic
     unknown = (
         "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
         "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan", "min_gain",
-        "stages",
+        "stages", "way", "measured",
     )  # fmt: skip
     step = request.planned_step
     return {

@@ -13,6 +13,7 @@ from rich.markup import escape
 from dovetail.cli.arguments import Json, check_outputs, split_pair
 from dovetail.cli.output import say, show, show_json
 from dovetail.errors import ModelError, UnwritableError, UsageError
+from dovetail.pipeline.requests import parse_seconds
 from dovetail.training.backends import BACKENDS
 from dovetail.training.request import PARTITIONS, TrainRequest
 
@@ -372,18 +373,6 @@ def parse_window(text: str) -> int | str | None:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError("--window", f"is a number of steps, auto or all, not {text!r}")
     return int(text)
-
-
-def parse_seconds(option: str, text: str) -> float:
-    """The seconds that "60", "60s" or "2m" names. Raises `UsageError`."""
-    scale = {"s": 1.0, "m": 60.0}.get(text[-1:])
-    try:
-        seconds = float(text[:-1]) * scale if scale else float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise UsageError(option, f"is a time such as 60s or 2m, not {text!r}")
-    return seconds
 
 
 def check_folder(folder: Path | None) -> None:

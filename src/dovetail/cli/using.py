@@ -45,8 +45,9 @@ def run(
         pipeline.write_trace(opened, step, trace, measurement=measurement)
         say(f"wrote {trace}")
     predicted = pipeline.timeline_of(opened, captured.graph)
+    is_placed = opened.way == "placed"
+    seconds = predicted.step_seconds if is_placed else opened.value
     if as_json:
-        seconds = predicted.step_seconds
         show_json(
             {
                 "predicted_seconds": seconds,
@@ -58,9 +59,12 @@ def run(
             }
         )
     else:
-        show(run_table(predicted, measurement.step_seconds, measurement.timeline))
-        show_limits(opened, captured.graph, measurement.timeline)
-    if disturbance := pipeline.disturbance_of(opened, predicted.step_seconds, measurement):
+        if is_placed:
+            show(run_table(predicted, measurement.step_seconds, measurement.timeline))
+            show_limits(opened, captured.graph, measurement.timeline)
+        else:
+            show(run_table(seconds, measurement.step_seconds))
+    if disturbance := pipeline.disturbance_of(opened, seconds, measurement):
         say(disturbance)
 
 

@@ -1,11 +1,13 @@
 """Executors run a checked plan for real. So far they run it on the CPU devices of one machine."""
 
 from dovetail.executors.placed import Measurement, PlacedNetwork, run
+from dovetail.executors.plain import PlainNetwork
 from dovetail.executors.workers import Workers
 
 __all__ = [
     "Measurement",
     "PlacedNetwork",
+    "PlainNetwork",
     "Workers",
     "run",
 ]

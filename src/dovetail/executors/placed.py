@@ -234,21 +234,7 @@ class PlacedNetwork:
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
-        captured = self.captured
-        if tensors is None:
-            inputs, targets = example_values(captured, self._seed)
-            tensors = (*inputs, *targets)
-        signature = captured.signature
-        names = {f"input.{i}": name for i, name in enumerate(signature.names)}
-        if captured.graph.training:
-            names |= {f"target.{i}": name for i, name in enumerate(signature.target_names)}
-        elif len(tensors) == len(names) + len(captured.targets):
-            # Inference has no use for targets.
-            tensors = tensors[: len(names)]
-        if len(tensors) != len(names):
-            needed = ", ".join(names.values())
-            raise UsageError("step", f"takes {needed}, but got {len(tensors)} tensors")
-        for (source, name), tensor in zip(names.items(), tensors, strict=True):
+        for source, name, tensor in labelled(self.captured, tensors, self._seed):
             if source in self._by_name:
                 _copy_into(self._sources[self._by_name[source]], tensor, name)
         self._fed = True
@@ -476,6 +462,30 @@ class PlacedNetwork:
         return self.captured.graph.names[op] if op >= 0 else ""
 
 
+def labelled(
+    captured: Captured, tensors: Sequence[Tensor] | None, seed: int
+) -> list[tuple[str, str, Tensor]]:
+    """(name of the source, name for the user, tensor) of each input of a step, and in training of
+    each target. Raises `UsageError` if there are too many or too few tensors.
+
+    tensors   None stands for the captured examples, drawn with `seed` if they are fake
+    """
+    if tensors is None:
+        inputs, targets = example_values(captured, seed)
+        tensors = (*inputs, *targets)
+    signature = captured.signature
+    names = {f"input.{i}": name for i, name in enumerate(signature.names)}
+    if captured.graph.training:
+        names |= {f"target.{i}": name for i, name in enumerate(signature.target_names)}
+    elif len(tensors) == len(names) + len(captured.targets):
+        # Inference has no use for targets.
+        tensors = tensors[: len(names)]
+    if len(tensors) != len(names):
+        needed = ", ".join(names.values())
+        raise UsageError("step", f"takes {needed}, but got {len(tensors)} tensors")
+    return [(*pair, tensor) for pair, tensor in zip(names.items(), tensors, strict=True)]
+
+
 def run(
     plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None
 ) -> PlacedNetwork:
@@ -539,23 +549,28 @@ def _check_memory(machine: str, needed_bytes: int) -> None:
 
 def _load_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Copy each tensor of `given` into the value of the same name, or raise `UsageError`."""
-    missing, unknown = set(values) - set(given), set(given) - set(values)
-    if missing or unknown:
-        raise UsageError(what, f"lacks {sorted(missing)}, has unknown {sorted(unknown)}")
     # All are checked before the first is copied, so that an error leaves everything as it was.
-    for name, value in values.items():
-        _check_fits(value, given[name], name)
+    check_values(what, values, given)
     for name, value in values.items():
         value.copy_(given[name])
 
 
+def check_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+    """Raise `UsageError` unless `given` has a tensor that fits for each value, and no other."""
+    missing, unknown = set(values) - set(given), set(given) - set(values)
+    if missing or unknown:
+        raise UsageError(what, f"lacks {sorted(missing)}, has unknown {sorted(unknown)}")
+    for name, value in values.items():
+        check_fits(value, given[name], name)
+
+
 def _copy_into(slot: Tensor, tensor: Tensor, name: str) -> None:
-    _check_fits(slot, tensor, name)
+    check_fits(slot, tensor, name)
     strides = slot.stride()
     distinct(slot, strides).copy_(distinct(tensor.detach(), strides))
 
 
-def _check_fits(slot: Tensor, tensor: Tensor, name: str) -> None:
+def check_fits(slot: Tensor, tensor: Tensor, name: str) -> None:
     """Raise `UsageError` unless the tensor is dense, real, and of the slot's shape and dtype."""
     if tensor.layout != torch.strided or is_fake(tensor):
         kind = "sparse" if tensor.layout != torch.strided else "without numbers (meta or fake)"

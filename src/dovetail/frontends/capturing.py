@@ -24,7 +24,7 @@ from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
 from dovetail.frontends.keras_models import KerasModule, keras_loss, keras_module
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
-from dovetail.frontends.program import Captured, Signature
+from dovetail.frontends.program import Captured, PlainStep, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.plans import Source
@@ -162,6 +162,12 @@ def capture_call(
         "that it is given as it is"
         for index in traced.written_inputs
     )
+    # A plain step would write over its inputs where the model does, and torch's scaler keeps its
+    # state elsewhere.
+    plain: PlainStep | None = None
+    if scaler is None and not traced.written_inputs:
+        casts = torch.is_autocast_enabled("cpu")
+        plain = PlainStep(loss, train, torch.get_autocast_dtype("cpu") if casts else None)
     # A function of the model may have cached a value that follows from constants, and such a value
     # is fake. Once this capture's own references are gone, whatever is alive is in such a cache.
     maybe_cached = [weakref.ref(value) for value in traced.follow_from_constants]
@@ -176,7 +182,7 @@ def capture_call(
         torch_version=torch.__version__,
         constants=signature.constants,
     )
-    return Captured(graph, program, source, model, signature, notes=notes)
+    return Captured(graph, program, source, model, signature, notes=notes, plain=plain)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

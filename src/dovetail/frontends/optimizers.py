@@ -6,7 +6,7 @@ steps of a deep convolutional net in float32.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -165,6 +165,19 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": AdamW(),
 }
 """Name in `--train` -> the optimizer with its default settings."""
+
+
+def torch_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Return torch's own optimizer with these settings. How it updates (one parameter after
+    another, `foreach`, fused) is left to torch."""
+    options = asdict(optimizer)
+    if isinstance(optimizer, SGD):
+        return torch.optim.SGD(parameters, **options)
+    if isinstance(optimizer, RMSProp):
+        return torch.optim.RMSprop(parameters, **options)
+    betas = options.pop("beta1"), options.pop("beta2")
+    kind = torch.optim.AdamW if isinstance(optimizer, AdamW) else torch.optim.Adam
+    return kind(parameters, betas=betas, **options)
 
 
 def parse_optimizer(text: str) -> Optimizer:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from dovetail.errors import UsageError
+from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched, substitute
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate
@@ -211,6 +212,20 @@ def _labels(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
+class PlainStep:
+    """What a step was captured from, beside the module and its arguments.
+
+    loss        loss(output, *targets); None: the output, or the loss that the model itself returns
+    optimizer   None: inference
+    autocast    the dtype of `torch.autocast` around the capture; None: it was off
+    """
+
+    loss: Callable[..., Any] | None = None
+    optimizer: Optimizer | None = None
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Captured:
     """A captured step: graph, program and source, and the module they were captured from.
 
@@ -219,6 +234,7 @@ class Captured:
     make       builds the module with real weights, if the module's are fake; or None
     examples   draws real (inputs, targets), if the example tensors are fake; or None
     notes      sentences for the user about how the module was captured
+    plain      how the step runs without a plan; None: it cannot, as the step of several towers
     """
 
     graph: Graph
@@ -229,6 +245,7 @@ class Captured:
     make: Callable[[], torch.nn.Module] | None = None
     examples: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None = None
     notes: tuple[str, ...] = ()
+    plain: PlainStep | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

@@ -47,6 +47,7 @@ def towers(captured: Captured, replicas: int, *, synchronous: bool = True) -> Ca
         graph=replicated.graph,
         program=_program(captured, replicated),
         source=replace(captured.source, replicas=replicas, asynchronous=not synchronous),
+        plain=None,
         signature=_signature(captured.signature, replicas),
         examples=_draw_for_towers(captured.examples, replicas),
     )

@@ -32,6 +32,7 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends.optimizers import SCALE
+from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
 from dovetail.frontends.recording import (
     Outside,
@@ -771,12 +772,10 @@ def _input(value: Tensor, like: Tensor) -> Tensor:
 def _loss(request: Request, output: Any, targets: list[Tensor]) -> Any:
     """Return the loss function's result. Without a loss function return the output if it is a
     tensor, else its entry or attribute `loss`. Raises `TracingError` if it has none."""
-    if request.loss is not None:
-        return request.loss(output, *request.signature.loss_arguments(targets))
-    if isinstance(output, Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None:
+    # Without a loss function the targets have no arguments to fill.
+    arguments = request.signature.loss_arguments(targets) if request.loss is not None else ()
+    loss = loss_of(request.loss, output, arguments)
+    if loss is None and request.loss is None:
         raise TracingError(
             f"the model returns {type(output).__name__}, which has no loss; give `loss=`, a "
             "function loss(output, *targets) that returns a scalar, or what the model needs to "

@@ -28,7 +28,7 @@ from dovetail.frontends import Captured
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
-from dovetail.machine import Machine, names_here
+from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import PLACERS, imported
 from dovetail.pipeline.opening import bound_of, with_copies
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
@@ -101,6 +101,11 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
+    return _with_fastest_way(_search_plan(request, progress), request, progress)
+
+
+def _search_plan(request: PlanRequest, progress: TellProgress) -> Plan:
+    """The plan of a request, not yet compared with what runs without one."""
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
     for note in step.notes if isinstance(step, Captured) else ():
         notes.say(note)
@@ -483,23 +488,8 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
     is_here = isinstance(request.machine, str) and names_here(request.machine)
     if named or not is_here or len(chosen.machine.devices) == 1:
         return chosen
-    step = request.planned_step
     try:
-        all_cores = find_plan(
-            PlanRequest(
-                step,
-                HERE,
-                placer="single",
-                objective=chosen.objective,
-                contiguous=chosen.contiguous,
-                seed=chosen.seed,
-                whole=request.whole,
-                format=chosen.made_for,
-                stages=request.stages,
-                model=chosen.source.model,
-            ),
-            progress,
-        )
+        all_cores = _plan_of_all_cores(chosen, request, progress)
     except (InfeasibleError, CostError):  # it does not fit, or a saved graph was never measured so
         return replace(chosen, baselines={**chosen.baselines, HERE: None})
     compared = replace(
@@ -524,6 +514,58 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
         planning_seconds=chosen.planning_seconds,
         lower_bound=weaker.lower_bound,
         bound_proof=weaker.bound_proof,
+    )
+
+
+def _plan_of_all_cores(chosen: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
+    """The plan of the same step on `here`, all cores as one device."""
+    return _search_plan(
+        PlanRequest(
+            request.planned_step,
+            HERE,
+            placer="single",
+            objective=chosen.objective,
+            contiguous=chosen.contiguous,
+            seed=chosen.seed,
+            whole=request.whole,
+            format=chosen.made_for,
+            stages=request.stages,
+            model=chosen.source.model,
+        ),
+        progress,
+    )
+
+
+def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
+    """A plan on a text here or here/n, compared with the step as it runs without a plan.
+
+    `chosen` itself is returned for other machines and objectives, for what does not run, and after
+    a Ctrl-C. Only what `auto` finds without pins and caps gives way to the user's own.
+    """
+    step = request.planned_step
+    is_here = isinstance(request.machine, str) and names_here(request.machine or HERE)
+    if not is_here or chosen.objective != "step" or chosen.interrupted:
+        return chosen
+    if not isinstance(step, Captured) or request.format:
+        return chosen
+    from dovetail.pipeline.ways import fastest_way
+
+    on_one = len(chosen.machine.devices) == 1
+    machine = chosen.machine if on_one else parse_machine(HERE)
+
+    def base() -> Plan:
+        if on_one:
+            return chosen
+        return _plan_of_all_cores(chosen, replace(request, stages=False), progress)
+
+    return fastest_way(
+        chosen,
+        base,
+        step,
+        machine,
+        replaces=request.placer == "auto" and not (request.pins or request.caps),
+        compile_seconds=request.compile_seconds,
+        progress=progress,
     )
 
 

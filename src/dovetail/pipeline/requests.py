@@ -73,6 +73,8 @@ class PlanRequest:
     place       Price this placement beside the plan: a device map, or a JSON file that holds a map
                 or a plan. The map that accelerate makes is priced as well, if accelerate is
                 installed
+    compile     Measure torch.compile, too, where the plan is compared with what runs without it
+    compile_budget   Limit of compiling: 60s, 2m. 0s: nothing is compiled
     stages      Choose stages together with the placement: ops that a device runs at the same time.
                 The search takes up to twice the budget. For inference, objective step
     method      a placer that runs in place of our own, under the name `placer`
@@ -99,6 +101,8 @@ class PlanRequest:
     min_gain: float | None = None
     place: Mapping[str, int | str] | str | Path | None = None
     stages: bool = False
+    compile: bool = True
+    compile_budget: str | float = "60s"
     method: "Placer | None" = None
     model: str = ""
 
@@ -141,6 +145,13 @@ class PlanRequest:
         return self.min_gain
 
     @property
+    def compile_seconds(self) -> float:
+        """The limit of compiling in seconds; 0: nothing is compiled."""
+        if not self.compile:
+            return 0.0
+        return parse_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
+
+    @property
     def _is_instance(self) -> bool:
         return is_instance(self.step)
 
@@ -148,6 +159,7 @@ class PlanRequest:
         from dovetail.placers import parse_budget
 
         parse_budget(str(self.budget))
+        parse_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
         check_seed(self.seed)
         if not 0 <= self.gap < math.inf:
             raise UsageError("gap", f"is {self.gap}; use a share from 0 on: .02 is 2 %")
@@ -596,6 +608,18 @@ def is_instance(step: "Step | None") -> bool:
     from dovetail.instances import Instance
 
     return isinstance(step, Instance)
+
+
+def parse_seconds(option: str, text: str, *, may_be_none: bool = False) -> float:
+    """The seconds that "60", "60s" or "2m" names, above 0, or 0 as well. Raises `UsageError`."""
+    scale = {"s": 1.0, "m": 60.0}.get(text[-1:])
+    try:
+        seconds = float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not (0 < seconds < 1e9 or (may_be_none and seconds == 0)):
+        raise UsageError(option, f"is a time such as 60s or 2m, not {text!r}")
+    return seconds
 
 
 def check_seed(seed: int) -> None:

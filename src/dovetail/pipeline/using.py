@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import UnwritableError, UsageError
-from dovetail.executors import Measurement, PlacedNetwork
+from dovetail.executors import Measurement, PlacedNetwork, PlainNetwork
 from dovetail.executors import run as execute
 from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.frontends import Captured
@@ -15,18 +15,22 @@ from dovetail.instances import instance_to_dict
 from dovetail.pipeline.opening import check_machine, costs_in, planned, timeline_of
 from dovetail.pipeline.requests import check_seed
 from dovetail.pipeline.sources import Step, graph_of
-from dovetail.plans import Plan, check
+from dovetail.plans import COMPILED, PLACED, Plan, check
 from dovetail.reports import PlanReport, chrome_trace, device_colours, write_html
 from dovetail.runtime.files import write_atomically
 from dovetail.runtime.neighbours import disturbs
+from dovetail.timeline import Timeline
 
 
-def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork:
-    """The network placed by the plan: a context manager with `step`, `measure`, `state_dict`."""
+def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork | PlainNetwork:
+    """The network placed by the plan: a context manager with `step`, `measure`, `state_dict`. A
+    plan to run the step as it is, eager or compiled, has the same methods."""
     check_seed(seed)
     step = planned(plan, step)
     check(plan, step.graph)
     check_machine(plan.machine)
+    if plan.way != PLACED:
+        return PlainNetwork(step, plan.machine, compiled=plan.way == COMPILED, seed=seed)
     return execute(plan, step, seed=seed)
 
 
@@ -71,7 +75,7 @@ def report(
             plan,
             graph,
             predicted=timeline_of(plan, graph),
-            measured=None if measurement is None else measurement.timeline,
+            measured=_timeline_of(plan, measurement),
             measured_seconds=None if measurement is None else measurement.step_seconds,
         ),
         path,
@@ -84,9 +88,14 @@ def write_trace(
     """Write the predicted step as a Chrome trace, for Perfetto, and the measured step below it if a
     measurement is given. Raises `UnwritableError`."""
     graph = graph_of(planned(plan, step))
-    measured = None if measurement is None else measurement.timeline
+    measured = _timeline_of(plan, measurement)
     trace = chrome_trace(timeline_of(plan, graph), graph, measured)
     write_atomically(path, json.dumps(trace, allow_nan=False))
+
+
+def _timeline_of(plan: Plan, measurement: Measurement | None) -> Timeline | None:
+    """The measured timeline. A step that runs as it is says nothing of its ops."""
+    return None if measurement is None or plan.way != PLACED else measurement.timeline
 
 
 EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any]]] = {

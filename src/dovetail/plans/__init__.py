@@ -1,8 +1,11 @@
 """Plans: their records and files, the rules that `check` applies, and placements of towers."""
 
 from dovetail.plans.records import (
+    COMPILED,
+    EAGER,
     OBJECTIVES,
     OPTIMAL_GAP,
+    PLACED,
     SEARCH_PROOFS,
     Placement,
     Plan,
@@ -13,6 +16,7 @@ from dovetail.plans.records import (
     format_value,
     load_plan,
     planned_graph,
+    ratio_to,
     save_plan,
 )
 from dovetail.plans.rules import (
@@ -28,8 +32,11 @@ from dovetail.plans.rules import (
 from dovetail.plans.towers import tower_placement, tower_seconds
 
 __all__ = [
+    "COMPILED",
+    "EAGER",
     "OBJECTIVES",
     "OPTIMAL_GAP",
+    "PLACED",
     "SEARCH_PROOFS",
     "Placement",
     "Plan",
@@ -47,6 +54,7 @@ __all__ = [
     "needs_of",
     "normalise",
     "planned_graph",
+    "ratio_to",
     "save_plan",
     "stages_of",
     "tower_placement",

@@ -42,6 +42,8 @@ from dovetail.units import (
 
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load", "latency")
+PLACED, EAGER, COMPILED = "placed", "eager", "torch.compile"
+"""How a plan runs: its ops on their devices, or the module as it is, plain or compiled."""
 _PACKED: dict[str, Any] = {FILE_NAME: None}
 """The metadata of a field that files hold in another form, or not at all."""
 _Seconds = Annotated[float, Field(ge=0)]
@@ -119,6 +121,9 @@ class Plan:
     min_gain           share by which more devices had to be better than fewer
     copies             copies of shared computations in the planned graph: `graph.duplicates`
     notes              sentences that tell the user why the plan is as it is
+    way                how it runs: `PLACED`; or `EAGER` or `COMPILED` on its one device, where
+                       `value` is what was measured, and costs and orders are of the ops one by one
+    measured           way -> seconds of a step, measured side by side; empty: nothing was measured
     graph              the plan's graph, if it was planned or opened in this process; not saved
     """
 
@@ -151,6 +156,8 @@ class Plan:
     min_gain: Annotated[float, Field(ge=0)] = 0.0
     copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
+    way: Annotated[str, Field(pattern=f"^({PLACED}|{EAGER}|{COMPILED})$")] = PLACED
+    measured: dict[str, float] = field(default_factory=dict)
     graph: Graph | None = field(default=None, repr=False, metadata=_PACKED)
 
     @property
@@ -176,7 +183,7 @@ class Plan:
         feasible = [(v, name) for name, v in self.baselines.items() if v is not None]
         rows += [
             f"  {name:<14}{format_value(self, v):>10}"
-            + (f"{v / self.value:8.2f} x" if self.value > 0 else "")
+            + (f"{ratio_to(self, name, v):8.2f} x" if self.value > 0 else "")
             for v, name in sorted(feasible)
         ]
         rows += [f"  {name:<14}no feasible plan" for name, v in self.baselines.items() if v is None]
@@ -213,6 +220,12 @@ def format_value(plan: Plan, value: float) -> str:
     """Return a value of the plan's objective as text. With given costs it has six digits and is in
     milliseconds, as in the published instances."""
     return f"{value * 1e3:.6g} ms" if plan.costs_source == "given" else format_seconds(value)
+
+
+def ratio_to(plan: Plan, method: str, value: float) -> float:
+    """Return a method's value over the plan's; what was measured is compared with what was."""
+    own = plan.measured.get(plan.way, plan.value) if method in plan.measured else plan.value
+    return value / own
 
 
 def describe_gap(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dovetail.graph import Graph
 from dovetail.graph.records import Phase
-from dovetail.plans import Plan, capacities_of, describe_gap, format_value
+from dovetail.plans import PLACED, Plan, capacities_of, describe_gap, format_value, ratio_to
 from dovetail.reports import plots
 from dovetail.reports.colours import device_styles
 from dovetail.reports.folding import Folds, fold
@@ -457,7 +457,8 @@ def _cards(report: PlanReport) -> list[Card]:
         error = "" if report.error is None else f"predicted {100 * report.error:+.1f} %"
         cards.append(("measured step", format_seconds(measured), error))
     if report.speedup is not None:
-        cards.append(("speed-up", f"{report.speedup:.2f} x", "over the best single device"))
+        ratio, over = report.speedup
+        cards.append(("speed-up", f"{ratio:.2f} x", over))
     bound = f"bound {format_value(plan, plan.lower_bound)}" if plan.lower_bound > 0 else ""
     cards.append(("distance to the bound", describe_gap(plan), bound))
     busy = utilisation(report.predicted)[[device.kind != "host" for device in plan.machine.devices]]
@@ -494,7 +495,9 @@ def _run(report: PlanReport) -> PageTable | None:
         return None
     rows = []
     for label, predicted, measured in run_rows(
-        report.predicted, np.zeros(0) if seconds is None else seconds, report.measured
+        report.predicted if report.plan.way == PLACED else report.plan.value,
+        np.zeros(0) if seconds is None else seconds,
+        report.measured,
     ):
         error = ""
         if isinstance(measured, float) and measured and predicted is not None:
@@ -541,7 +544,7 @@ def _methods(plan: Plan) -> list[_MethodRow]:
             rows.append(_MethodRow("none", method, "infeasible"))
             continue
         style = "chosen" if method == plan.placer else ""
-        ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
+        ratio = f"{ratio_to(plan, method, value):.3f} x" if plan.value > 0 else ""
         rows.append(_MethodRow(style, method, format_value(plan, value), ratio,
                                found_after(plan, method), plots.bar(value / worst)))  # fmt: skip
     if plan.lower_bound > 0:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph
-from dovetail.plans import Plan
+from dovetail.plans import PLACED, Plan
 from dovetail.timeline import Timeline
 
 SINGLES = ("single", "here")
@@ -47,12 +47,20 @@ class PlanReport:
         return tuple((name, timeline) for name, timeline in both if timeline is not None)
 
     @property
-    def speedup(self) -> float | None:
-        """The predicted speed-up: the value of the best single device over the plan's value. None
-        if no single device fits."""
-        values = [self.plan.baselines.get(name) for name in SINGLES]
+    def speedup(self) -> tuple[float, str] | None:
+        """(speed-up, over what): what the fastest of the user's own ways takes over what the plan
+        does, both measured. Where nothing was measured it is predicted, over the best single
+        device, and None if no single device fits."""
+        plan = self.plan
+        own = [name for name in plan.measured if name != PLACED]
+        if own:
+            best = min(own, key=lambda name: plan.measured[name])
+            return plan.measured[best] / plan.measured[plan.way], f"over {best}, measured"
+        values = [plan.baselines.get(name) for name in SINGLES]
         singles = [value for value in values if value is not None]
-        return min(singles) / self.plan.value if singles and self.plan.value > 0 else None
+        if not singles or plan.value <= 0:
+            return None
+        return min(singles) / plan.value, "over the best single device"
 
     @property
     def measured_step_seconds(self) -> float | None:
@@ -67,7 +75,9 @@ class PlanReport:
         """(predicted - measured) / measured step seconds; None if nothing was measured. It is
         positive if the step ran faster than predicted."""
         measured = self.measured_step_seconds
-        return self.predicted.step_seconds / measured - 1 if measured else None
+        placed = self.plan.way == PLACED
+        predicted = self.predicted.step_seconds if placed else self.plan.value
+        return predicted / measured - 1 if measured else None
 
 
 def utilisation(timeline: Timeline) -> NDArray[np.float64]:

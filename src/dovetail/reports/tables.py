@@ -17,7 +17,7 @@ from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Device, Machine, emulated_dtypes
-from dovetail.plans import Plan, capacities_of, describe_gap, format_value
+from dovetail.plans import Plan, capacities_of, describe_gap, format_value, ratio_to
 from dovetail.reports.limits import StepLimits, explain, shares
 from dovetail.reports.stages_figures import overview_rows
 from dovetail.schedulers.results import Schedules
@@ -144,7 +144,7 @@ def methods_table(plan: Plan) -> Table:
         if value is None:
             table.add_row(name, "infeasible", "", "", style="dim")
         else:
-            ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
+            ratio = f"{ratio_to(plan, method, value):.3f} x" if plan.value > 0 else ""
             table.add_row(
                 name, format_value(plan, value), ratio, found_after(plan, method), style=style
             )
@@ -202,11 +202,14 @@ def loads_of(plan: Plan, graph: Graph) -> dict[str, float]:
 
 
 def run_table(
-    predicted: Timeline,
+    predicted: Timeline | float,
     measured_seconds: NDArray[np.float64] | Sequence[float],
     measured: Timeline | None = None,
 ) -> RenderableType:
-    """The table of predicted beside measured seconds: the step, each device, and the channels."""
+    """The table of predicted beside measured seconds: the step, each device, and the channels.
+
+    predicted   the timeline, or the step's seconds where nothing is known of its devices
+    """
     seconds = np.asarray(measured_seconds, dtype=np.float64)
     step = _table("", "predicted", "measured", "error", title=f"{len(seconds)} measured steps")
     for label, mine, measured_value in run_rows(predicted, seconds, measured):
@@ -215,18 +218,21 @@ def run_table(
 
 
 def run_rows(
-    predicted: Timeline, seconds: NDArray[np.float64], measured: Timeline | None
+    predicted: Timeline | float, seconds: NDArray[np.float64], measured: Timeline | None
 ) -> list[tuple[str, float | None, float | tuple[float, float] | None]]:
     """(label, predicted, measured) in seconds, of the step, each device and the channels. A pair is
     a range from lowest to highest; None: there is no such figure."""
     rows: list[tuple[str, float | None, float | tuple[float, float] | None]] = []
+    step = predicted.step_seconds if isinstance(predicted, Timeline) else predicted
     if len(seconds):
-        rows.append(("step, median", predicted.step_seconds, float(np.median(seconds))))
-        rows.append(("step, mean", predicted.step_seconds, float(seconds.mean())))
+        rows.append(("step, median", step, float(np.median(seconds))))
+        rows.append(("step, mean", step, float(seconds.mean())))
         rows.append(("step, lowest to highest", None, (float(seconds.min()), float(seconds.max()))))
     else:
         lone = None if measured is None else measured.step_seconds
-        rows.append(("step", predicted.step_seconds, lone))
+        rows.append(("step", step, lone))
+    if not isinstance(predicted, Timeline):
+        return rows
     busy = [None] * len(predicted.devices) if measured is None else measured.busy_seconds.tolist()
     for name, predicted_busy, measured_busy in zip(
         predicted.devices, predicted.busy_seconds, busy, strict=True

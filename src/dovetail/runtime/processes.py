@@ -174,11 +174,19 @@ class Worker:
         return ProcessDiedError(self.name, describe_status(status))
 
 
-def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: str = "") -> Worker:
+def launch(
+    entry: str,
+    *,
+    cores: tuple[int, ...] = (),
+    threads: int = 1,
+    name: str = "",
+    spins_briefly: bool = True,
+) -> Worker:
     """Start a process that runs `entry`, "package.module:function", with its `Channel`.
 
     Returns at once; the worker imports what it needs meanwhile. `cores` are those that it may run
-    on, () for all. `threads` is the number that OpenMP and the BLAS libraries are told.
+    on, () for all. `threads` is the number that OpenMP and the BLAS libraries are told. Where
+    `spins_briefly` is False, OpenMP's threads wait for work as OpenMP itself has it.
     """
     parent_end, child_end = socket.socketpair()
     with child_end:
@@ -195,7 +203,7 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
                 json.dumps(sys.path),
             ],
             pass_fds=(child_end.fileno(),),
-            env=_environment(threads),
+            env=_environment(threads, spins_briefly),
             stdin=subprocess.DEVNULL,
             # Workers print to standard error, because standard output is the parent's alone. A
             # process group of their own keeps the terminal's Ctrl-C from them.
@@ -205,10 +213,10 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
     return Worker(name or entry, process, Channel(parent_end.detach()))
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _environment(threads: int, spins_briefly: bool) -> dict[str, str]:
     """The parent's environment with the number of threads; what the user set on spinning stands."""
     variables = dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    if threads > 1 and not any(name in variables for name in _SPIN_VARIABLES):
+    if spins_briefly and threads > 1 and not any(name in variables for name in _SPIN_VARIABLES):
         variables["GOMP_SPINCOUNT"] = str(_SPINS)
     return variables
 

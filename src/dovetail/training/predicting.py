@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError, NoWorkersError, ProcessDiedError, ProcessError, UsageError
+from dovetail.runtime.parcels import pack_parcel, unpack_parcel
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import FailurePolicy, check_options
-from dovetail.training.backends.processes.memory import pack_parcel, unpack_parcel
 from dovetail.training.backends.processes.transport import ProcessesOptions
 from dovetail.training.backends.simulated import World
 from dovetail.training.datasets import Collate, open_dataset

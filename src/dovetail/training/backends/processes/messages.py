@@ -9,8 +9,8 @@ supervisor ── WorkerStart, Connect ──► worker
 from dataclasses import dataclass
 
 from dovetail.errors import DovetailError
+from dovetail.runtime.parcels import Parcel
 from dovetail.training.backends.contract import ServerPlan, WorkerPlan
-from dovetail.training.backends.processes.memory import Parcel
 from dovetail.training.supervisor import ServerUp
 
 

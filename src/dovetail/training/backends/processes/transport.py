@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from dovetail.errors import ProcessDiedError, ProcessError, UsageError
+from dovetail.runtime.parcels import pack_parcel
 from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.shared import Block
 from dovetail.training.backends.contract import (
@@ -25,7 +26,7 @@ from dovetail.training.backends.contract import (
     WorkerPlan,
     check_options,
 )
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, pack_parcel
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import (
     AskCopy,
     AskReport,

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.runtime.parcels import unpack_parcel
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
 from dovetail.training.backends.contract import WorkerPlan
 from dovetail.training.backends.processes import frames
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, unpack_parcel
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import Connect, Finished, WorkerStart
 from dovetail.training.checks import checksum, copy_and_checksum
 from dovetail.training.liveness import on_alive

@@ -1,0 +1,396 @@
+"""Runs a step as its user would without a plan, eager or by `torch.compile`, in a process.
+
+    parent                               process, on the cores of one device
+    LoadPlain ── module, signature ────► `PlainModule`
+    FeedPlain ── inputs and targets ───► of the next steps
+    RunPlain ──────────────────────────► step ──► seconds, result
+    AskState, GiveState ◄──────────────► parameters, buffers, optimizer state
+
+Nothing of ours touches the computation: the process has torch's own defaults, but for the number of
+threads.
+"""
+
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dovetail.errors import ProcessDiedError, ProcessError, RunError, UsageError, WorkerDiedError
+from dovetail.errors import WorkerError as DeviceError
+from dovetail.executors.placed import (
+    Measurement,
+    check_fits,
+    check_values,
+    labelled,
+    measure_steps,
+    time_steps,
+)
+from dovetail.executors.worker import Failed, UseThreads
+from dovetail.executors.workers import check_here
+from dovetail.frontends.interpret import seed_for, source_value
+from dovetail.frontends.plain import PlainModule
+from dovetail.frontends.program import Captured
+from dovetail.frontends.recording import is_fake
+from dovetail.frontends.structures import substitute
+from dovetail.machine import Machine
+from dovetail.runtime.neighbours import Neighbours
+from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
+from dovetail.runtime.processes import Channel, launch
+from dovetail.timeline import Timeline
+
+ENTRY = "dovetail.executors.plain:serve"
+"""The function that the process runs, as `launch` takes it."""
+
+
+@dataclass(frozen=True)
+class LoadPlain:
+    """Asks for the module in the parcel, whose block's descriptor follows; the reply is "ready"."""
+
+    parcel: Parcel
+    compiled: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class FeedPlain:
+    """Gives the inputs and targets of the next steps; there is no reply."""
+
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class RunPlain:
+    """Asks for one step; the reply is (seconds, result, or None unless `returns`)."""
+
+    number: int
+    returns: bool
+
+
+@dataclass(frozen=True)
+class AskState:
+    """Asks for (state_dict of the module, state of the optimizer)."""
+
+
+@dataclass(frozen=True)
+class GiveState:
+    """Replaces the module's state or the optimizer's, where it is not None; the reply is
+    "ready"."""
+
+    module: dict[str, Tensor] | None = None
+    optimizer: dict[str, Tensor] | None = None
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests until the channel closes. The first message is the threads per op."""
+    torch.set_num_threads(channel.receive())
+    channel.send("ready")
+    served: _Served | None = None
+    while True:
+        request = channel.receive()
+        try:
+            if isinstance(request, LoadPlain):
+                served = _Served(request, channel.receive_descriptor())
+                channel.send("ready")
+            elif isinstance(request, FeedPlain):
+                assert served is not None, "loaded before"
+                served.tensors = request.tensors
+            else:
+                assert served is not None, "loaded before"
+                channel.send(served.answer(request))
+        except EOFError:
+            raise
+        except Exception:
+            channel.send(Failed(-1, traceback.format_exc()))
+
+
+class _Served:
+    """The module at work in the process, with the tensors of its next steps."""
+
+    def __init__(self, load: LoadPlain, descriptor: int) -> None:
+        module, signature, step = unpack_parcel(load.parcel, descriptor)
+        if not isinstance(module, nn.Module):  # what makes it
+            torch.manual_seed(load.seed)
+            module = module()
+        self.seed = load.seed
+        self.plain = PlainModule(module, signature, step, compiled=load.compiled)
+        self.tensors: tuple[Tensor, ...] = ()
+
+    def answer(self, request: object) -> object:
+        """The reply to a request."""
+        plain = self.plain
+        match request:
+            case RunPlain(number=number, returns=returns):
+                return self._run(number, returns)
+            case UseThreads(count=count):
+                torch.set_num_threads(count)
+            case AskState():
+                return plain.module.state_dict(), plain.optimizer_state()
+            case GiveState(module=of_module, optimizer=of_optimizer):
+                if of_module is not None:
+                    plain.module.load_state_dict(of_module)
+                if of_optimizer is not None:
+                    plain.set_optimizer_state(of_optimizer)
+        return "ready"
+
+    def _run(self, number: int, returns: bool) -> tuple[float, Any]:
+        torch.manual_seed(seed_for(self.seed, number, -1))
+        began = time.perf_counter()
+        result = self.plain.step(self.tensors)
+        seconds = time.perf_counter() - began
+        if not returns:
+            return seconds, None
+        # A view would be sent with all of what it is a view of.
+        return seconds, substitute(result, Tensor, lambda value: value.detach().clone())
+
+
+class PlainNetwork:
+    """A step at work as its user would run it; a context manager, with the methods of
+    `PlacedNetwork`.
+
+    machine    of one device, whose cores and threads the step has
+    compiled   True: by `torch.compile`
+    seed       seeds the weights if the captured module is fake, and each step's random numbers
+    compile_seconds   how long the first step took; 0 before it
+    threads           on which each op runs now
+
+    Raises `UsageError` if the step has no plain form, or if it cannot be sent to a process. A
+    failed step closes it, and later calls raise `RunError`.
+    """
+
+    def __init__(
+        self, captured: Captured, machine: Machine, *, compiled: bool = False, seed: int = 0
+    ) -> None:
+        (self.device,) = machine.devices
+        check_here(self.device)
+        self.machine, self.captured, self.compiled = machine, captured, compiled
+        self.compile_seconds = 0.0
+        self.threads = self.device.op_threads
+        self._seed, self._steps, self._fed, self._closed = seed, 0, False, ""
+        parcel, self._block = _pack(captured)
+        self._process = launch(
+            ENTRY,
+            cores=self.device.cores,
+            threads=self.device.op_threads,
+            name=self.device.name,
+            spins_briefly=False,
+        )
+        try:
+            self._process.send(self.device.op_threads)
+            self._ask_ready()
+            self._process.send(LoadPlain(parcel, compiled, seed))
+            self._process.send_descriptor(self._block.descriptor)
+            self._ask_ready()
+        except BaseException:
+            self._release("it could not be started", kill=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process that runs the step."""
+        return self._process.pid
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on the model's own arguments, followed by what its loss takes. See
+        `PlacedNetwork.step`."""
+        self.feed(self.captured.signature.tensors(args, kwargs))
+        return self._advance(returns=True)[1]
+
+    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Set the inputs and targets of the next steps. None stands for the captured examples."""
+        self._check_open()
+        examples = (*self.captured.inputs, *self.captured.targets)
+        given = labelled(self.captured, tensors, self._seed)
+        for example, (_, name, tensor) in zip(examples, given, strict=False):
+            check_fits(example, tensor, name)
+        self._process.send(FeedPlain(tuple(tensor.detach() for _, _, tensor in given)))
+        self._fed = True
+
+    def begin(self, timeout_seconds: float | None = None) -> None:
+        """Run the first step, which compiles. Raises `TimeoutError`, and then nothing else can be
+        done but to close this."""
+        self._advance(timeout_seconds=timeout_seconds)
+
+    def send_first(self) -> None:
+        """Ask for the first step without waiting for it; `has_begun` tells of its end."""
+        self._ask_step(returns=False)
+
+    def has_begun(self, timeout_seconds: float) -> bool:
+        """True as soon as the step that `send_first` asked for has ended."""
+        try:
+            self.compile_seconds = self._receive(timeout_seconds)[0]
+        except TimeoutError:
+            return False
+        return True
+
+    def set_threads(self, threads: int) -> None:
+        """Run each op on this many threads from now on."""
+        self._check_open()
+        self._process.send(UseThreads(threads))
+        self._ask_ready()
+        self.threads = threads
+
+    def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
+        """[steps - 1] seconds of each of `steps` steps, without the first."""
+        return time_steps(self._seconds_of_one, steps)
+
+    def measure(
+        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
+    ) -> Measurement:
+        """Measure by RL17's protocol. See `PlacedNetwork.measure`."""
+        if inputs is not None:
+            self.feed(inputs)
+        last = 0.0
+
+        def advance(timed: bool) -> float:
+            nonlocal last
+            last = self._seconds_of_one(timed)
+            return last
+
+        neighbours = Neighbours(self.device.cores, (self.pid,))
+        return measure_steps(
+            advance,
+            lambda: self._timeline(last),
+            steps=steps,
+            warmup=warmup,
+            others_cores=neighbours.settled,
+        )
+
+    def timeline(self) -> Timeline:
+        """The timeline of one more step. It knows how long the step takes, and of no op."""
+        return self._timeline(self._seconds_of_one(True))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of parameters and buffers, by their names in the plain module's state_dict."""
+        return self._state()[0]
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set parameters and buffers. Raises as `PlacedNetwork.load_state_dict` does."""
+        self._check_open()
+        check_values("state_dict", self.captured.module.state_dict(), state)
+        self._process.send(GiveState(module=state))
+        self._ask_ready()
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"."""
+        return _initial_state(self.captured) | self._state()[1]
+
+    def load_optimizer_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set the optimizer's state. Raises as `load_state_dict` does."""
+        self._check_open()
+        check_values("optimizer_state_dict", _initial_state(self.captured), state)
+        self._process.send(GiveState(optimizer=state))
+        self._ask_ready()
+
+    def close(self) -> None:
+        """End the process."""
+        # In the middle of a compilation it would not see that its channel is closed.
+        self._release("it was closed", kill=self.compiled)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._release("it was closed", kill=error is not None or self.compiled)
+
+    def _seconds_of_one(self, _timed: bool) -> float:
+        return self._advance()[0]
+
+    def _advance(
+        self, *, returns: bool = False, timeout_seconds: float | None = None
+    ) -> tuple[float, Any]:
+        """Run one step: (seconds, result)."""
+        self._ask_step(returns)
+        seconds, result = self._receive(timeout_seconds)
+        self.compile_seconds = self.compile_seconds or seconds
+        return seconds, result
+
+    def _ask_step(self, returns: bool) -> None:
+        self._check_open()
+        if not self._fed:
+            self.feed()
+        self._process.send(RunPlain(self._steps, returns))
+        self._steps += 1
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        self._check_open()
+        self._process.send(AskState())
+        found: tuple[dict[str, Tensor], dict[str, Tensor]] = self._receive()
+        return found
+
+    def _ask_ready(self) -> None:
+        reply = self._receive()
+        assert reply == "ready", reply
+
+    def _receive(self, timeout_seconds: float | None = None) -> Any:
+        """The process's reply. What went wrong there is raised, and closes this."""
+        try:
+            reply = self._process.receive(timeout_seconds)
+        except ProcessDiedError as error:
+            self._release("its process died", kill=True)
+            raise WorkerDiedError(self.device.name, "", error.status) from None
+        except ProcessError as error:
+            self._release("its process failed", kill=True)
+            raise DeviceError(self.device.name, "", error.traceback) from None
+        if isinstance(reply, Failed):
+            self._release("a step failed", kill=True)
+            raise DeviceError(self.device.name, "", reply.traceback)
+        return reply
+
+    def _timeline(self, seconds: float) -> Timeline:
+        none, nothing = np.empty(0, np.int32), np.empty(0)
+        return Timeline(
+            self.machine.device_names, self.machine.channels, none, none, nothing, nothing,
+            none, none, none, none, none, nothing, nothing, (nothing,), (np.empty(0, np.int64),),
+            seconds,
+        )  # fmt: skip
+
+    def _release(self, reason: str, *, kill: bool) -> None:
+        if not self._closed:
+            self._closed = reason
+            self._process.close(kill=kill)
+            self._block.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
+
+
+def _pack(captured: Captured) -> tuple[Parcel, Any]:
+    """The module, or what makes it, with its signature and its plain step, as a parcel."""
+    if captured.plain is None:
+        raise UsageError(
+            "step", "has no plain form: it has several towers, scales gradients or writes inputs"
+        )
+    module: Any = captured.module
+    if any(map(is_fake, (*module.parameters(), *module.buffers()))):
+        if captured.make is None:
+            raise UsageError("step", "has fake weights; capture a module with real ones")
+        module = captured.make
+    # The examples may be fake, and serve no purpose there.
+    signature = replace(captured.signature, inputs=(), targets=())
+    try:
+        return pack_parcel((module, signature, captured.plain))
+    except Exception as error:
+        line = " ".join(str(error).split())[:200]
+        raise UsageError("step", f"cannot be sent to a process of its own: {line}") from error
+
+
+def _initial_state(captured: Captured) -> dict[str, Tensor]:
+    """The optimizer's state before the first step, by name."""
+    return {
+        source.name: source_value(captured.graph, captured.graph.outputs_of(op)[0], source)
+        for op, source in enumerate(captured.program.sources)
+        if source is not None and source.role == "state"
+    }

@@ -1,0 +1,99 @@
+"""A captured step as its user runs it without a plan: the module, its loss, torch's own optimizer.
+
+    eager           module(*inputs) ─► loss ─► backward ─► step of torch.optim
+    torch.compile   the same, with module and loss compiled together in the default mode
+
+Plans are compared with both, and where one of them is the fastest it is what runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.frontends.optimizers import torch_optimizer
+from dovetail.frontends.program import PlainStep, Signature
+
+
+def loss_of(loss: Callable[..., Any] | None, output: Any, arguments: Sequence[Any]) -> Any:
+    """Return loss(output, *arguments); without a loss function the output if it is a tensor, else
+    its entry or attribute `loss`, or None if it has none."""
+    if loss is not None:
+        return loss(output, *arguments)
+    if isinstance(output, Tensor):
+        return output
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+class PlainModule:
+    """The module at work: each step changes its parameters and the optimizer's state.
+
+    module      with real weights; it is used as it is, not copied
+    compiled    True: module and loss are compiled by `torch.compile`. The first step compiles them
+    """
+
+    def __init__(
+        self, module: nn.Module, signature: Signature, step: PlainStep, *, compiled: bool = False
+    ) -> None:
+        self.module = module
+        self._signature = signature
+        self._compute = _compute(module, step)
+        if compiled:
+            self._compute = torch.compile(self._compute)
+        self._optimizer: torch.optim.Optimizer | None = None
+        if step.optimizer is not None:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            self._optimizer = torch_optimizer(step.optimizer, trained)
+
+    def step(self, tensors: Sequence[Tensor]) -> Any:
+        """Run one step on inputs and targets, as `Signature` orders them. Returns the loss in
+        training, and else what the module returns."""
+        signature, optimizer = self._signature, self._optimizer
+        count = len(signature.names)
+        args, kwargs = signature.call(tensors[:count])
+        if optimizer is None:
+            with torch.inference_mode():
+                return self._compute(args, kwargs, ())
+        optimizer.zero_grad(set_to_none=True)
+        loss = self._compute(args, kwargs, signature.loss_arguments(tensors[count:]))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return "PARAMETER/NAME" -> the tensor itself, of each state that exists. An optimizer has
+        none before its first step."""
+        if self._optimizer is None:
+            return {}
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self.module.named_parameters()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def set_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the optimizer's state by copies of these tensors, named as `optimizer_state`
+        names them."""
+        assert self._optimizer is not None, "inference has no optimizer"
+        for name, parameter in self.module.named_parameters():
+            own = {key.rpartition("/")[2]: value.clone() for key, value in state.items()
+                   if key.rpartition("/")[0] == name}  # fmt: skip
+            if own:
+                self._optimizer.state[parameter] = own
+
+
+def _compute(module: nn.Module, step: PlainStep) -> Callable[..., Any]:
+    """Return compute(args, kwargs, arguments of the loss): the module's output, or the loss."""
+    trains, loss = step.optimizer is not None, step.loss
+
+    def compute(args: Any, kwargs: Any, arguments: Any) -> Any:
+        with torch.autocast("cpu", dtype=step.autocast, enabled=step.autocast is not None):
+            output = module(*args, **kwargs)
+            if not trains:
+                return output
+            found = loss_of(loss, output, arguments)
+        return found.reshape(())
+
+    return compute

@@ -1,0 +1,248 @@
+"""Compares a plan with what its user would run without one, and keeps the fastest.
+
+    the plan                                  ─┐
+    eager            all cores, best threads   ├─ a few steps each, in turn ─► medians ─► the plan
+    torch.compile    all cores, best threads  ─┘
+
+All are measured in the same rounds, in processes on the same cores. "Best threads" is the number of
+threads with which an eager step is fastest.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+from dovetail.errors import InfeasibleError, RunError, UsageError
+from dovetail.executors import PlainNetwork, run
+from dovetail.executors.stages.choosing import Timer, measure, ratios_of, upper_limit
+from dovetail.frontends import Captured
+from dovetail.machine import Machine
+from dovetail.machine.local import available_bytes
+from dovetail.pipeline.opening import planned
+from dovetail.pipeline.sources import TellProgress, candidates_of, race, with_threads
+from dovetail.plans import COMPILED, EAGER, PLACED, Plan
+from dovetail.runtime.timers import clock
+from dovetail.units import format_bytes, format_seconds
+
+ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 15, 3, 30.0
+"""There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they would take
+longer than `MEASURING_SECONDS`."""
+DECIDING_ROUNDS = 10
+"""Fewer rounds show nothing beyond doubt, so that the median decides."""
+_LOOK_SECONDS = 0.25
+"""While something compiles, it is asked this often whether it is done."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to run the step, on so many threads. `PLACED` has 0."""
+
+    way: str
+    threads: int = 0
+
+    def __str__(self) -> str:
+        if self.way == PLACED:
+            return "this plan"
+        return f"{self.way} ({self.threads} thread{'s' * (self.threads != 1)})"
+
+
+def fastest_way(
+    plan: Plan,
+    base: Callable[[], Plan],
+    step: Captured,
+    machine: Machine,
+    *,
+    replaces: bool,
+    compile_seconds: float,
+    progress: TellProgress,
+) -> Plan:
+    """The plan with `eager` and `torch.compile` among its baselines; or, if one of these is faster
+    and `replaces` is True, a plan to run just that.
+
+    machine          one device, whose cores the user's own ways have
+    base             makes a plan on that device, which then holds the step
+    compile_seconds  limit of all compilations together; 0: nothing is compiled
+
+    The plan's notes say what was measured, what was not, and why not. Ctrl-C ends the comparison
+    with the plan as it is, `interrupted`.
+    """
+    if step.plain is None:
+        why = "the step has several towers, scales its gradients or writes over its inputs"
+        return _noted(plan, f"eager was not measured: {why}")
+    needed = sum(plan.peak_memory_bytes) * (3 if compile_seconds else 2)
+    if needed > available_bytes():
+        return _noted(
+            plan,
+            f"eager was not measured: beside this plan it needs about {format_bytes(needed)}, and "
+            f"{format_bytes(available_bytes())} are free",
+        )
+    try:
+        seconds, notes = _measured(plan, step, machine, compile_seconds, progress)
+    except KeyboardInterrupt:
+        return replace(_noted(plan, "eager was not measured: interrupted"), interrupted=True)
+    # A step that cannot run can still be planned. The user is told when the plan runs.
+    except (InfeasibleError, RunError, UsageError) as error:
+        return _noted(plan, f"eager was not measured: {_first_line(error)}")
+    return _decide(plan, base, seconds, replaces, notes)
+
+
+def _measured(
+    plan: Plan, step: Captured, machine: Machine, compile_seconds: float, progress: TellProgress
+) -> tuple[dict[_Way, tuple[float, ...]], list[str]]:
+    """(way -> [rounds] seconds of a step, what could not be compiled)."""
+    cores = len(machine.devices[0].cores)
+    with ExitStack() as stack:
+        progress("measuring eager", 0.0, None)
+        eager = stack.enter_context(PlainNetwork(step, with_threads(machine, cores)))
+        eager.begin()
+        best = cores
+        if cores > 1:
+            # The race itself needs some seconds, so hopeless numbers of threads drop out early.
+            tried = race(candidates_of(cores), partial(_round, eager), lambda _done: None)
+            best = min(tried, key=lambda count: (tried[count], count))
+        counts = tuple(dict.fromkeys((cores, best)))
+        networks = {_Way(EAGER, count): eager for count in counts}
+        compiled, notes = _compiled(stack, step, machine, counts, compile_seconds, progress)
+        networks |= compiled
+        timers: dict[str, Timer] = {
+            str(way): partial(_timed, network, way.threads) for way, network in networks.items()
+        }
+        placed = stack.enter_context(run(plan, planned(plan, step)))
+        placed.feed()
+        timers[str(_Way(PLACED))] = lambda: float(placed.step_seconds(2)[0])
+        progress("measuring ways to run the step", 0.0, None)
+        began = clock()
+        for timer in timers.values():
+            timer()
+        # In each round a way is called once to warm up, and then at least once.
+        rounds = round(MEASURING_SECONDS / (2 * (clock() - began)))
+        rounds = max(LEAST_ROUNDS, min(ROUNDS, rounds))
+        seconds = measure(
+            timers,
+            rounds,
+            lambda done: progress("measuring ways to run the step", done, None),
+        )
+    return {way: seconds[str(way)] for way in (*networks, _Way(PLACED))}, notes
+
+
+def _compiled(
+    stack: ExitStack,
+    step: Captured,
+    machine: Machine,
+    counts: Sequence[int],
+    limit_seconds: float,
+    progress: TellProgress,
+) -> tuple[dict[_Way, PlainNetwork], list[str]]:
+    """(the step compiled for each number of threads, notes on what was not compiled).
+
+    All compile at once, because a compilation is on one core for most of its time.
+    """
+    if not limit_seconds:
+        return {}, [f"{COMPILED} was not measured, as asked"]
+    if not has_compiler():
+        return {}, [f"{COMPILED} was not measured: there is no C++ compiler (g++ or clang++)"]
+    notes: list[str] = []
+    done: dict[_Way, PlainNetwork] = {}
+    waiting: dict[_Way, PlainNetwork] = {}
+    began = clock()
+    for count in counts:
+        network = PlainNetwork(step, with_threads(machine, count), compiled=True)
+        stack.callback(network.close)
+        network.send_first()
+        waiting[_Way(COMPILED, count)] = network
+    while waiting and clock() - began < limit_seconds:
+        progress("compiling by torch.compile", (clock() - began) / limit_seconds, None)
+        for way, network in list(waiting.items()):
+            try:
+                if network.has_begun(_LOOK_SECONDS):
+                    done[way] = waiting.pop(way)
+            except RunError as error:
+                notes.append(f"{way} failed: {_last_line(error)}")
+                del waiting[way]
+    for way, network in waiting.items():
+        notes.append(
+            f"{way} was not measured: it was not compiled in {format_seconds(limit_seconds)}; what "
+            "is compiled so far is kept, and --compile-budget gives it longer"
+        )
+        network.close()
+    return {way: done[way] for way in sorted(done, key=lambda way: -way.threads)}, notes
+
+
+def has_compiler() -> bool:
+    """True if there is a C++ compiler where torch looks for one."""
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
+
+
+def _decide(
+    plan: Plan,
+    base: Callable[[], Plan],
+    seconds: Mapping[_Way, tuple[float, ...]],
+    replaces: bool,
+    notes: Sequence[str],
+) -> Plan:
+    """The plan, or one that runs the fastest of the user's own ways."""
+    medians = {way: median(of_way) for way, of_way in seconds.items()}
+    own = min((way for way in medians if way.way != PLACED), key=lambda way: medians[way])
+    best_of: dict[str, float] = {}
+    for way, value in medians.items():
+        best_of[way.way] = min(value, best_of.get(way.way, value))
+    told = ", ".join(f"{way} {format_seconds(value)}" for way, value in medians.items())
+    baselines = {name: value for name, value in best_of.items() if name != PLACED}
+    plan = replace(
+        plan,
+        baselines={**plan.baselines, **baselines},
+        measured=best_of,
+        notes=(*plan.notes, f"measured side by side: {told}", *notes),
+    )
+    ratios = ratios_of(seconds[_Way(PLACED)], seconds[own])
+    limit = upper_limit(ratios) if len(ratios) >= DECIDING_ROUNDS else median(ratios)
+    if not replaces or limit <= 1:
+        return plan
+    single = base()
+    return replace(
+        single,
+        way=own.way,
+        placer=own.way,
+        machine=with_threads(single.machine, own.threads),
+        value=best_of[own.way],
+        lower_bound=0.0,
+        bound_proof="",
+        baselines=plan.baselines,
+        found_seconds=plan.found_seconds,
+        planning_seconds=plan.planning_seconds,
+        interrupted=plan.interrupted,
+        min_gain=plan.min_gain,
+        groups=plan.groups,
+        measured=plan.measured,
+        notes=plan.notes,
+    )
+
+
+def _round(network: PlainNetwork, threads: int) -> float:
+    """Median seconds of some steps on so many threads."""
+    network.set_threads(threads)
+    return float(median(network.step_seconds(4)))
+
+
+def _timed(network: PlainNetwork, threads: int) -> float:
+    """Seconds of one step on so many threads."""
+    if network.threads != threads:
+        network.set_threads(threads)
+    return float(network.step_seconds(2)[0])
+
+
+def _noted(plan: Plan, note: str) -> Plan:
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of an error whose text ends with a traceback: what was raised."""
+    return (str(error).strip().splitlines() or [""])[-1]

@@ -1,0 +1,215 @@
+"""A step as its user runs it: the numbers are plain PyTorch's, over several steps."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.errors import RunError, UsageError, WorkerError
+from dovetail.executors import PlainNetwork
+from dovetail.frontends import SGD, Adam, AdamW, GradScaler, RMSProp, capture, resolve, towers
+from dovetail.frontends.optimizers import torch_optimizer
+from dovetail.machine import parse_machine
+from dovetail.pipeline.ways import has_compiler
+
+HERE = parse_machine("here/1")
+STEPS = 3
+OPTIMIZERS = {
+    "sgd": SGD(lr=0.1),
+    "momentum": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "rmsprop": RMSProp(lr=0.01, momentum=0.5, centered=True),
+    "adam": Adam(lr=0.01, weight_decay=0.1),
+    "adamw": AdamW(lr=0.01),
+}
+
+
+class Normed(nn.Module):
+    """A tied weight, a frozen one, and a buffer that each step writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
+
+    def forward(self, x, scale=1.0):
+        return {"out": self.second(self.norm(self.first(x)).tanh()) * scale + self.frozen}
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) + torch.rand(4)
+
+
+class Raising(nn.Module):
+    """Runs while it is captured, and raises in a process of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if not torch._subclasses.fake_tensor.is_fake(x):
+            raise ValueError("a model's own mistake")
+        return self.layer(x)
+
+
+def squared(output, target):
+    return ((output["out"] - target) ** 2).mean()
+
+
+def batches(count=STEPS):
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(6, 8, generator=generator), torch.randn(6, 8, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def trained(optimizer):
+    torch.manual_seed(3)
+    module = Normed()
+    inputs, targets = batches(1)[0]
+    step = capture(module, inputs, scale=2.0, targets=targets, loss=squared, train=optimizer)
+    return module, step
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_training_is_plain_pytorchs_bit_for_bit(optimizer):
+    module, step = trained(optimizer)
+    plain = copy.deepcopy(module)
+    own = torch_optimizer(optimizer, [p for p in plain.parameters() if p.requires_grad])
+    with PlainNetwork(step, HERE) as network:
+        before = network.optimizer_state_dict()
+        assert before.keys() == {s.name for s in step.program.sources if s and s.role == "state"}
+        for inputs, targets in batches():
+            own.zero_grad()
+            loss = squared(plain(inputs, scale=2.0), targets)
+            loss.backward()
+            own.step()
+            assert torch.equal(network.step(inputs, targets, scale=2.0), loss.detach())
+        found = network.state_dict()
+        state = network.optimizer_state_dict()
+    assert found.keys() == plain.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    assert state.keys() == before.keys()
+    assert not any(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_state_that_is_given_back_goes_on_as_if_nothing_had_stopped():
+    _, step = trained(Adam(lr=0.01))
+    first, *rest = batches()
+    with PlainNetwork(step, HERE) as network:
+        network.step(*first, scale=2.0)
+        kept, kept_state = network.state_dict(), network.optimizer_state_dict()
+        wanted = [network.step(*batch, scale=2.0) for batch in rest]
+    with PlainNetwork(step, HERE) as again:
+        again.load_state_dict(kept)
+        again.load_optimizer_state_dict(kept_state)
+        assert [again.step(*batch, scale=2.0) for batch in rest] == wanted
+        with pytest.raises(UsageError, match="lacks"):
+            again.load_state_dict({})
+        with pytest.raises(UsageError, match="has unknown"):
+            again.load_optimizer_state_dict(kept_state | {"x/step": torch.ones(())})
+
+
+def test_inference_returns_the_models_own_type_and_changes_nothing():
+    module = Normed().eval()
+    inputs = batches(1)[0][0]
+    step = capture(module, inputs)
+    with PlainNetwork(step, HERE) as network, torch.no_grad():
+        found = network.step(inputs)
+        assert list(found) == ["out"]
+        assert torch.equal(found["out"], module(inputs)["out"])
+        assert not network.optimizer_state_dict()
+        with pytest.raises(UsageError, match="shape"):
+            network.step(inputs[:3])
+
+
+def test_equal_seeds_draw_equal_numbers():
+    step = capture(Noisy(), torch.zeros(4))
+    drawn = []
+    for seed in (0, 0, 1):
+        with PlainNetwork(step, HERE, seed=seed) as network:
+            drawn.append([network.step(torch.zeros(4)) for _ in range(2)])
+    assert all(map(torch.equal, drawn[0], drawn[1]))
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+    assert not torch.equal(*drawn[0])
+
+
+@pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+def test_a_compiled_step_computes_the_same_but_for_rounding():
+    module, step = trained(SGD(lr=0.1, momentum=0.9))
+    plain = copy.deepcopy(module)
+    own = torch_optimizer(
+        SGD(lr=0.1, momentum=0.9), [p for p in plain.parameters() if p.requires_grad]
+    )
+    with PlainNetwork(step, HERE, compiled=True) as network:
+        network.begin()
+        assert network.compile_seconds > 0
+        network.load_state_dict(plain.state_dict())
+        network.load_optimizer_state_dict(
+            {name: torch.zeros_like(v) for name, v in network.optimizer_state_dict().items()}
+        )
+        for inputs, targets in batches():
+            own.zero_grad()
+            loss = squared(plain(inputs, scale=2.0), targets)
+            loss.backward()
+            own.step()
+            torch.testing.assert_close(network.step(inputs, targets, scale=2.0), loss.detach())
+        found = network.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_with_fake_weights_is_built_in_the_process():
+    step = resolve("zoo:rnnlm?hidden=8&steps=2&batch=2&vocabulary=20")
+    with PlainNetwork(step, HERE, seed=4) as network, PlainNetwork(step, HERE, seed=4) as other:
+        network.feed()
+        assert len(network.step_seconds(3)) == 2
+        measured = network.measure(steps=3)
+        assert measured.median_seconds > 0 and not len(measured.timeline.ops)
+        state, same = network.state_dict(), other.state_dict()
+        assert all(torch.equal(state[name], same[name]) for name in state)
+
+
+def test_what_the_model_raises_is_told_with_its_traceback_and_ends_the_run():
+    step = capture(Raising(), torch.zeros(2))
+    with PlainNetwork(step, HERE) as network:
+        with pytest.raises(WorkerError, match="a model's own mistake"):
+            network.step(torch.zeros(2))
+        with pytest.raises(RunError, match="a step failed"):
+            network.step(torch.zeros(2))
+
+
+def test_steps_without_a_plain_form_are_refused():
+    module, step = trained(SGD())
+    with pytest.raises(UsageError, match="has no plain form"):
+        PlainNetwork(towers(step, 2), HERE)
+    inputs, targets = batches(1)[0]
+    scaled = capture(
+        module, inputs, targets=targets, loss=squared, train=SGD(), scaler=GradScaler()
+    )
+    with pytest.raises(UsageError, match="has no plain form"):
+        PlainNetwork(scaled, HERE)
+
+
+def test_a_module_that_cannot_be_sent_is_refused():
+    module = Normed().eval()
+    module.lock = threading.Lock()
+    step = capture(module, batches(1)[0][0])
+    with pytest.raises(UsageError, match="cannot be sent to a process"):
+        PlainNetwork(step, HERE)

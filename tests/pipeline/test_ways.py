@@ -1,0 +1,246 @@
+"""A plan beside what its user would run: what is measured, and what then is the plan."""
+
+import json
+import os
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+import dovetail as dt
+from dovetail.errors import UsageError, WorkerError
+from dovetail.frontends import SGD, capture, towers
+from dovetail.machine import parse_machine
+from dovetail.pipeline import open_plan, ways
+from dovetail.pipeline.requests import PlanRequest
+from dovetail.plans import COMPILED, EAGER, PLACED, load_plan
+from tests.support.small_models import branches
+
+pytestmark = pytest.mark.compares_ways
+MODEL = "tests.support.small_models:branches"
+
+
+@pytest.fixture(scope="module")
+def step():
+    module, inputs = branches()
+    return capture(module, *inputs)
+
+
+class Timed:
+    """Stands for a step at work that takes so many seconds on each number of threads."""
+
+    made: ClassVar = []
+
+    def __init__(self, seconds, fails=""):
+        self.seconds, self.fails, self.threads, self.closed = seconds, fails, 0, False
+        self.waits = 0
+        Timed.made.append(self)
+
+    def begin(self):
+        pass
+
+    def feed(self):
+        pass
+
+    def send_first(self):
+        pass
+
+    def has_begun(self, _seconds):
+        if self.fails:
+            raise WorkerError("cpu0", "", f"Traceback\n{self.fails}")
+        return not self.waits
+
+    def set_threads(self, threads):
+        self.threads = threads
+
+    def step_seconds(self, steps):
+        value = self.seconds.get(self.threads, 9.0) if self.threads else self.seconds[0]
+        return [value] * (steps - 1)
+
+    def close(self):
+        self.closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Sets the seconds of eager, compiled and placed steps; two cores."""
+    Timed.made = []
+    seconds = {EAGER: {1: 2.0, 2: 3.0}, COMPILED: {1: 1.0, 2: 0.9}, PLACED: {0: 1.2}}
+    fails = {}
+
+    def plain(_step, machine, compiled=False):
+        found = Timed(seconds[COMPILED if compiled else EAGER], fails.get(compiled, ""))
+        found.threads = machine.devices[0].op_threads
+        found.waits = fails.get("waits", False) and compiled
+        return found
+
+    monkeypatch.setattr(ways, "PlainNetwork", plain)
+    monkeypatch.setattr(ways, "run", lambda *_: Timed(seconds[PLACED]))
+    monkeypatch.setattr(ways, "has_compiler", lambda: not fails.get("no compiler"))
+    monkeypatch.setattr(ways, "MEASURING_SECONDS", 1e9)
+    monkeypatch.setattr(
+        ways, "race", lambda counts, rounds, _tell: {count: rounds(count) for count in counts}
+    )
+    monkeypatch.setattr(
+        ways,
+        "measure",
+        lambda timers, rounds, _tell: {n: (t(),) * rounds for n, t in timers.items()},
+    )
+    return seconds, fails
+
+
+def found(step, **options):
+    return dt.plan(step, "here/1", budget="5e", compile_budget="5s", **options)
+
+
+def with_cores(machine, count):
+    (device,) = machine.devices
+    return replace(machine, devices=(replace(device, cores=device.cores[:count], threads=0),))
+
+
+def told(plan):
+    return " | ".join(plan.notes)
+
+
+def test_the_users_fastest_way_is_the_plan_if_it_is_faster(step, timed, tmp_path):
+    plan = found(step)
+    assert (plan.way, plan.placer, plan.value) == (COMPILED, COMPILED, 1.0)
+    assert plan.measured == {EAGER: 2.0, COMPILED: 1.0, PLACED: 1.2}
+    assert (plan.baselines[EAGER], plan.baselines[COMPILED]) == (2.0, 1.0)
+    assert plan.lower_bound == 0.0 and plan.gap == float("inf")
+    assert "this plan 1.2 s" in told(plan)
+    assert all(network.closed for network in Timed.made)
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert (again.way, again.measured, again.value) == (COMPILED, plan.measured, 1.0)
+
+
+def test_a_plan_that_is_faster_stays_and_shows_the_others(step, timed):
+    timed[0][PLACED][0] = 0.5
+    plan = found(step)
+    assert plan.way == PLACED and plan.placer not in (EAGER, COMPILED)
+    assert plan.baselines[COMPILED] == 1.0 and plan.measured[PLACED] == 0.5
+    assert "2.00 x" in str(plan)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_all_cores_and_the_best_number_of_threads_are_measured(step, timed):
+    machine = with_cores(parse_machine("here"), 2)
+    plan = found(step, placer="single")
+    compared = ways.fastest_way(
+        plan, lambda: replace(plan, machine=machine), step, machine, replaces=True,
+        compile_seconds=5.0, progress=lambda *_: None,
+    )  # fmt: skip
+    said = told(compared)
+    assert "eager (2 threads) 3 s, eager (1 thread) 2 s" in said
+    assert "torch.compile (2 threads) 900 ms, torch.compile (1 thread) 1 s" in said
+    assert compared.measured == {EAGER: 2.0, COMPILED: 0.9, PLACED: 1.2}
+    assert [device.op_threads for device in compared.machine.devices] == [2]
+
+
+@pytest.mark.parametrize("options", [{"placer": "single"}, {"pins": [("left.0", "cpu0")]}])
+def test_what_the_user_has_chosen_is_kept(step, timed, options):
+    plan = found(step, **options)
+    assert plan.way == PLACED and plan.baselines[EAGER] == 2.0
+
+
+def test_nothing_is_compiled_where_that_is_not_wanted_or_not_possible(step, timed):
+    plan = found(step, compile=False)
+    assert plan.way == PLACED and COMPILED not in plan.baselines
+    assert "torch.compile was not measured, as asked" in told(plan)
+    timed[1]["no compiler"] = True
+    assert "there is no C++ compiler" in told(found(step))
+
+
+def test_a_compilation_that_fails_or_takes_too_long_is_told_of(step, timed, monkeypatch):
+    timed[1][True] = "RuntimeError: no such kernel"
+    plan = found(step)
+    assert plan.way == PLACED and COMPILED not in plan.measured
+    assert told(plan).count("failed: RuntimeError: no such kernel") == len(Timed.made[1:-1])
+    timed[1].update({True: "", "waits": True})
+    ticks = iter(range(1000))
+    monkeypatch.setattr(ways, "clock", lambda: float(next(ticks)))
+    assert "was not compiled in 5 s" in told(found(step))
+
+
+def test_an_eager_step_that_fails_leaves_the_plan(step, timed, monkeypatch):
+    def fail(*_args, **_options):
+        raise WorkerError("cpu0", "", "Traceback\nValueError: my own mistake")
+
+    monkeypatch.setattr(ways, "PlainNetwork", fail)
+    plan = found(step)
+    assert plan.way == PLACED and not plan.measured
+    assert "eager was not measured" in told(plan)
+
+
+def test_an_interrupt_keeps_the_plan(step, timed, monkeypatch):
+    def press(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ways, "PlainNetwork", press)
+    plan = found(step)
+    assert plan.interrupted and plan.way == PLACED
+
+
+def test_what_does_not_fit_beside_the_plan_is_not_measured(step, timed, monkeypatch):
+    monkeypatch.setattr(ways, "available_bytes", lambda: 10)
+    plan = found(step)
+    assert "eager was not measured: beside this plan it needs about" in told(plan)
+    assert not Timed.made
+
+
+def test_a_step_of_several_towers_is_only_planned(timed):
+    module, inputs = branches()
+    trained = capture(
+        module, *inputs, targets=torch.zeros(8, 32), loss=torch.nn.functional.mse_loss, train=SGD()
+    )
+    plan = found(towers(trained, 2))
+    assert "several towers" in told(plan) and not plan.measured
+
+
+@pytest.mark.parametrize(
+    ("machine", "options"), [("2 x v100", {}), ("here/1", {"objective": "load"})]
+)
+def test_other_machines_and_objectives_have_no_ways_of_the_user(step, timed, machine, options):
+    plan = dt.plan(step, machine, budget="5e", **options)
+    assert not plan.measured and not Timed.made
+
+
+def test_a_budget_of_compiling_is_in_seconds():
+    with pytest.raises(UsageError, match="compile_budget"):
+        PlanRequest(compile_budget="5e")
+    assert PlanRequest(compile_budget="90s").compile_seconds == 90.0
+    assert PlanRequest(compile=False).compile_seconds == 0.0
+
+
+def test_an_eager_plan_is_run_by_the_command_line_as_it_is(dovetail, tmp_path, monkeypatch):
+    """Nothing stands in here: both ways are measured, and the plan is made to lose."""
+    monkeypatch.setattr(
+        ways, "upper_limit", lambda ratios: 2.0 if len(ratios) >= ways.DECIDING_ROUNDS else 0.5
+    )
+    path = tmp_path / "plan.json"
+    status, out, err = dovetail(
+        "plan", MODEL, "--machine", "here/1", "--budget", "5e", "--out", path, "--json"
+    )
+    assert status == 0, err
+    summary = json.loads(out)
+    assert summary["way"] == EAGER and summary["measured"][EAGER] == summary["value"]
+    plan, captured = open_plan(path, MODEL)
+    assert plan.way == EAGER
+    with dt.run(plan, captured) as it:
+        module, inputs = branches()
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            assert torch.equal(it.step(*inputs), module.eval()(*inputs))
+    status, out, err = dovetail("run", path, MODEL, "--steps", "3")
+    assert status == 0 and "step, median" in out
+    status, out, err = dovetail("report", path, MODEL, "--out", tmp_path / "page.html")
+    assert status == 0
+    assert "over eager, measured" in (tmp_path / "page.html").read_text()
