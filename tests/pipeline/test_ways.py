@@ -12,7 +12,7 @@ import dovetail as dt
 from dovetail.errors import UsageError, WorkerError
 from dovetail.frontends import SGD, capture, towers
 from dovetail.machine import parse_machine
-from dovetail.pipeline import open_plan, ways
+from dovetail.pipeline import open_plan, segmenting, ways
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.plans import COMPILED, EAGER, PLACED, load_plan
 from tests.support.small_models import branches
@@ -82,7 +82,8 @@ def timed(monkeypatch):
         return found
 
     monkeypatch.setattr(ways, "PlainNetwork", plain)
-    monkeypatch.setattr(ways, "run", lambda *_: Timed(seconds[PLACED]))
+    monkeypatch.setattr(ways, "run", lambda *_, **__: Timed(seconds[PLACED]))
+    monkeypatch.setattr(segmenting, "has_compiler", lambda: False)
     monkeypatch.setattr(ways, "has_compiler", lambda: not fails.get("no compiler"))
     monkeypatch.setattr(ways, "MEASURING_SECONDS", 1e9)
     monkeypatch.setattr(
@@ -135,7 +136,7 @@ def test_all_cores_and_the_best_number_of_threads_are_measured(step, timed):
     machine = with_cores(parse_machine("here"), 2)
     plan = found(step, placer="single")
     compared = ways.fastest_way(
-        plan, lambda: replace(plan, machine=machine), step, machine, replaces=True,
+        (plan, plan), lambda: replace(plan, machine=machine), step, machine, replaces=True,
         compile_seconds=5.0, progress=lambda *_: None,
     )  # fmt: skip
     said = told(compared)

@@ -343,14 +343,15 @@ def _not_of_phases(options: dict[str, Any]) -> list[str]:
     """The options that were given, but that phases do not take.
 
     An option counts as given if its value is not the default. --objective step is allowed, since
-    phases are planned for it.
+    phases are planned for it, and so are limits of compiling, which a variable may set for all.
     """
     flags = {"format": "--for"}
     allowed = {"objective": ("", "step")}
     return [
         flags.get(name, f"--{name.replace('_', '-')}")
         for name, value in options.items()
-        if name not in OF_PHASES and value not in allowed.get(name, (getattr(PlanRequest, name),))
+        if name not in (*OF_PHASES, "compile", "compile_budget")
+        and value not in allowed.get(name, (getattr(PlanRequest, name),))
     ]
 
 

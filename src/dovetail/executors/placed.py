@@ -209,7 +209,7 @@ class PlacedNetwork:
         self._closed = ""
         self._steps = 0
         self._key = workers.new_key()
-        self._shares = share_out(plan, captured.graph)
+        self._shares = share_out(plan, captured.graph, captured.program)
         _check_memory(plan.machine.name, self._shares.size_bytes)
         self._block = Block.create(self._shares.size_bytes)
         self._abort = address_of(self._block.view(self._shares.abort, (1,), np.int64))

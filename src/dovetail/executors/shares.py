@@ -32,6 +32,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from dovetail.frontends.fused import FusedCall
+from dovetail.frontends.program import Program
 from dovetail.graph import EVERYWHERE, Graph
 from dovetail.plans import Plan, Stages, needs_of, normalise, stages_of
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
@@ -82,6 +84,28 @@ class RunLanes:
 
 
 @dataclass(frozen=True)
+class RunCompiled:
+    """Run ops as one piece of compiled code, or one by one where there is none, and then forget
+    `frees`.
+
+    key, threads      name the code: `executors.compiling`
+    inputs, outputs   the tensors that it takes and returns
+    """
+
+    ops: tuple[int, ...]
+    key: str
+    threads: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+
+    @property
+    def op(self) -> int:
+        """The first op. If the process dies here, the error names this op."""
+        return self.ops[0]
+
+
+@dataclass(frozen=True)
 class SendTensor:
     """Copy `tensor` to its slot for `destination`, publish the flag, and then forget `frees`.
 
@@ -110,7 +134,7 @@ class AwaitFlag:
     slot: BlockSlot | None
 
 
-Instruction = RunOp | RunLanes | SendTensor | AwaitFlag
+Instruction = RunOp | RunLanes | RunCompiled | SendTensor | AwaitFlag
 
 
 @dataclass(frozen=True)
@@ -161,14 +185,15 @@ class Shares:
     outputs: dict[int, BlockSlot]
 
 
-def share_out(plan: Plan, graph: Graph) -> Shares:
-    """The shares of a plan, which must be one that `plans.check` accepts."""
+def share_out(plan: Plan, graph: Graph, program: Program | None = None) -> Shares:
+    """The shares of a plan, which must be one that `plans.check` accepts. Nothing runs compiled
+    without the step's program."""
     stages = stages_of(plan, graph)
     devices = range(len(stages))
     layout = Layout()
     abort, barrier = layout.reserve(INT64_BYTES), layout.reserve(LINE_BYTES * len(devices))
     outputs = tuple(dict.fromkeys(graph.outputs.tolist()))
-    builder = _InstructionBuilder(plan, graph, stages, layout, outputs)
+    builder = _InstructionBuilder(plan, graph, stages, layout, outputs, program)
     instructions = [tuple(builder.instructions(device, stages[device])) for device in devices]
     source_slots = {
         tensor: builder.slot(tensor)
@@ -224,8 +249,11 @@ class _InstructionBuilder:
         stages: list[Stages],
         layout: Layout,
         outputs: tuple[int, ...],
+        program: Program | None,
     ) -> None:
         self.plan = plan
+        self.program = program
+        self.compiled = compiled_stages(plan) if program is not None else set()
         self.graph = graph
         self.layout = layout
         self.outputs = set(outputs)
@@ -320,6 +348,11 @@ class _InstructionBuilder:
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
         """The calls of a stage: lanes if it has several groups and the device several cores."""
         cores = len(self.plan.machine.devices[device].cores)
+        if (device, stage) in self.compiled:
+            assert self.program is not None, "without it nothing is compiled"
+            fused, places = FusedCall.of(self.graph, self.program, stage)
+            threads = self.plan.machine.devices[device].op_threads
+            return [RunCompiled(stage, fused.key, threads, places.inputs, places.outputs)]
         if cores > 1 and len(stage) > 1:
             seconds = self.plan.compute_seconds[:, device]
             lanes = lanes_of(stage, self.groups, seconds, cores)
@@ -370,6 +403,16 @@ class _InstructionBuilder:
         return with_frees
 
 
+def compiled_stages(plan: Plan) -> set[tuple[int, tuple[int, ...]]]:
+    """(device, ops) of each stage that runs as compiled code."""
+    return {
+        (device, stage.ops)
+        for device, schedule in enumerate(plan.schedules or ())
+        for stage in (schedule.stages if schedule is not None else ())
+        if stage.compiled
+    }
+
+
 def ops_of(instruction: Instruction) -> tuple[int, ...]:
     """The ops that the instruction calls."""
     match instruction:
@@ -377,6 +420,8 @@ def ops_of(instruction: Instruction) -> tuple[int, ...]:
             return (op,)
         case RunLanes(lanes=lanes):
             return tuple(chain.from_iterable(lanes))
+        case RunCompiled(ops=ops):
+            return ops
     return ()
 
 

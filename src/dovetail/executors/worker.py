@@ -18,10 +18,12 @@ from threading import Thread
 import numpy as np
 import torch
 
+from dovetail.executors.compiling import Code, load_code
 from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
     Instruction,
+    RunCompiled,
     RunLanes,
     RunOp,
     SendTensor,
@@ -163,6 +165,7 @@ class _Loaded:
         self.spin_ns = [0]
         self.share = load.share
         self.seed = load.seed
+        self.codes: dict[str, Code | None] = {}
         self.values: Cells = [None] * load.tensors
         self.now = [0]
         self.base = int(block.bytes.ctypes.data)
@@ -246,6 +249,8 @@ class _Loaded:
                 return bind(calls[op], self.values, frees, self._seed_of(calls[op].seed_index(op)))
             case RunLanes(lanes=lanes, frees=frees):
                 return self._bind_together([self._bind_lane(ops, calls) for ops in lanes], frees)
+            case RunCompiled() as segment:
+                return self._bind_compiled(segment, calls)
             case SendTensor(slot=None) as send:
                 return self._bind_signal(send)
             case SendTensor(slot=BlockSlot() as slot) as send:
@@ -270,6 +275,38 @@ class _Loaded:
                     call()
                 except Exception as error:
                     raise LaneFailed(op) from error
+
+        return run
+
+    def _bind_compiled(self, segment: RunCompiled, calls: dict[int, Call]) -> Bound:
+        """The compiled code, or if it cannot be loaded the calls one by one."""
+        code = self._code(segment.key, segment.threads)
+        if code is None:
+            return self._bind_together_here(self._bind_lane(segment.ops, calls), segment.frees)
+        values, inputs, outputs, frees = self.values, segment.inputs, segment.outputs, segment.frees
+
+        def run() -> None:
+            made = code(*[values[tensor] for tensor in inputs])
+            for tensor, value in zip(outputs, made, strict=True):
+                values[tensor] = value
+            for free in frees:
+                values[free] = None
+
+        return run
+
+    def _code(self, key: str, threads: int) -> Code | None:
+        """Compiled code, which stages with one key share."""
+        if key not in self.codes:
+            self.codes[key] = load_code(key, threads)
+        return self.codes[key]
+
+    def _bind_together_here(self, lane: Lane, frees: tuple[int, ...]) -> Bound:
+        values = self.values
+
+        def run() -> None:
+            lane()
+            for free in frees:
+                values[free] = None
 
         return run
 

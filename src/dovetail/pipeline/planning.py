@@ -548,6 +548,7 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
         return chosen
     if not isinstance(step, Captured) or request.format:
         return chosen
+    from dovetail.pipeline.segmenting import with_segments
     from dovetail.pipeline.ways import fastest_way
 
     on_one = len(chosen.machine.devices) == 1
@@ -558,8 +559,16 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
             return chosen
         return _plan_of_all_cores(chosen, replace(request, stages=False), progress)
 
+    plans = chosen, chosen
+    if request.compile_seconds:
+        try:
+            plans = with_segments(
+                chosen, step, compile_seconds=request.compile_seconds, progress=progress
+            )
+        except KeyboardInterrupt:
+            return replace(chosen, interrupted=True)
     return fastest_way(
-        chosen,
+        plans,
         base,
         step,
         machine,

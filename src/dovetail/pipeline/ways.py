@@ -1,6 +1,6 @@
 """Compares a plan with what its user would run without one, and keeps the fastest.
 
-    the plan                                  ─┐
+    the plan, op by op and with compiled segments  ─┐
     eager            all cores, best threads   ├─ a few steps each, in turn ─► medians ─► the plan
     torch.compile    all cores, best threads  ─┘
 
@@ -8,8 +8,6 @@ All are measured in the same rounds, in processes on the same cores. "Best threa
 threads with which an eager step is fastest.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +15,8 @@ from functools import partial
 from statistics import median
 
 from dovetail.errors import InfeasibleError, RunError, UsageError
-from dovetail.executors import PlainNetwork, run
+from dovetail.executors import PlacedNetwork, PlainNetwork, Workers, run
+from dovetail.executors.compiling import has_compiler
 from dovetail.executors.stages.choosing import Timer, measure, ratios_of, upper_limit
 from dovetail.frontends import Captured
 from dovetail.machine import Machine
@@ -39,19 +38,23 @@ _LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to run the step, on so many threads. `PLACED` has 0."""
+    """One way to run the step, on so many threads. `PLACED` has 0.
+
+    compiled   of `PLACED`: with compiled segments
+    """
 
     way: str
     threads: int = 0
+    compiled: bool = False
 
     def __str__(self) -> str:
         if self.way == PLACED:
-            return "this plan"
+            return "this plan" + " with compiled segments" * self.compiled
         return f"{self.way} ({self.threads} thread{'s' * (self.threads != 1)})"
 
 
 def fastest_way(
-    plan: Plan,
+    plans: tuple[Plan, Plan],
     base: Callable[[], Plan],
     step: Captured,
     machine: Machine,
@@ -60,16 +63,18 @@ def fastest_way(
     compile_seconds: float,
     progress: TellProgress,
 ) -> Plan:
-    """The plan with `eager` and `torch.compile` among its baselines; or, if one of these is faster
-    and `replaces` is True, a plan to run just that.
+    """The faster plan, with `eager` and `torch.compile` among its baselines; or, if one of these is
+    faster and `replaces` is True, a plan to run just that.
 
     machine          one device, whose cores the user's own ways have
+    plans            the plan op by op, and with compiled segments; twice the same if it has none
     base             makes a plan on that device, which then holds the step
     compile_seconds  limit of all compilations together; 0: nothing is compiled
 
     The plan's notes say what was measured, what was not, and why not. Ctrl-C ends the comparison
     with the plan as it is, `interrupted`.
     """
+    plan = min(plans, key=lambda candidate: candidate.value)
     if step.plain is None:
         why = "the step has several towers, scales its gradients or writes over its inputs"
         return _noted(plan, f"eager was not measured: {why}")
@@ -81,17 +86,21 @@ def fastest_way(
             f"{format_bytes(available_bytes())} are free",
         )
     try:
-        seconds, notes = _measured(plan, step, machine, compile_seconds, progress)
+        seconds, notes = _measured(plans, step, machine, compile_seconds, progress)
     except KeyboardInterrupt:
         return replace(_noted(plan, "eager was not measured: interrupted"), interrupted=True)
     # A step that cannot run can still be planned. The user is told when the plan runs.
     except (InfeasibleError, RunError, UsageError) as error:
         return _noted(plan, f"eager was not measured: {_first_line(error)}")
-    return _decide(plan, base, seconds, replaces, notes)
+    return _decide(plans, base, seconds, replaces, notes)
 
 
 def _measured(
-    plan: Plan, step: Captured, machine: Machine, compile_seconds: float, progress: TellProgress
+    plans: tuple[Plan, Plan],
+    step: Captured,
+    machine: Machine,
+    compile_seconds: float,
+    progress: TellProgress,
 ) -> tuple[dict[_Way, tuple[float, ...]], list[str]]:
     """(way -> [rounds] seconds of a step, what could not be compiled)."""
     cores = len(machine.devices[0].cores)
@@ -111,9 +120,14 @@ def _measured(
         timers: dict[str, Timer] = {
             str(way): partial(_timed, network, way.threads) for way, network in networks.items()
         }
-        placed = stack.enter_context(run(plan, planned(plan, step)))
-        placed.feed()
-        timers[str(_Way(PLACED))] = lambda: float(placed.step_seconds(2)[0])
+        workers = stack.enter_context(Workers(plans[0].machine))
+        placed_ways = {_Way(PLACED): plans[0], _Way(PLACED, compiled=True): plans[1]}
+        if plans[0] is plans[1]:
+            del placed_ways[_Way(PLACED, compiled=True)]
+        for way, plan in placed_ways.items():
+            placed = stack.enter_context(run(plan, planned(plan, step), workers=workers))
+            placed.feed()
+            timers[str(way)] = partial(_placed_seconds, placed)
         progress("measuring ways to run the step", 0.0, None)
         began = clock()
         for timer in timers.values():
@@ -126,7 +140,7 @@ def _measured(
             rounds,
             lambda done: progress("measuring ways to run the step", done, None),
         )
-    return {way: seconds[str(way)] for way in (*networks, _Way(PLACED))}, notes
+    return {way: seconds[str(way)] for way in (*networks, *placed_ways)}, notes
 
 
 def _compiled(
@@ -172,13 +186,8 @@ def _compiled(
     return {way: done[way] for way in sorted(done, key=lambda way: -way.threads)}, notes
 
 
-def has_compiler() -> bool:
-    """True if there is a C++ compiler where torch looks for one."""
-    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
-
-
 def _decide(
-    plan: Plan,
+    plans: tuple[Plan, Plan],
     base: Callable[[], Plan],
     seconds: Mapping[_Way, tuple[float, ...]],
     replaces: bool,
@@ -187,6 +196,8 @@ def _decide(
     """The plan, or one that runs the fastest of the user's own ways."""
     medians = {way: median(of_way) for way, of_way in seconds.items()}
     own = min((way for way in medians if way.way != PLACED), key=lambda way: medians[way])
+    placed = min((way for way in medians if way.way == PLACED), key=lambda way: medians[way])
+    plan = plans[placed.compiled]
     best_of: dict[str, float] = {}
     for way, value in medians.items():
         best_of[way.way] = min(value, best_of.get(way.way, value))
@@ -196,9 +207,9 @@ def _decide(
         plan,
         baselines={**plan.baselines, **baselines},
         measured=best_of,
-        notes=(*plan.notes, f"measured side by side: {told}", *notes),
+        notes=(*plans[0].notes, f"measured side by side: {told}", *notes),
     )
-    ratios = ratios_of(seconds[_Way(PLACED)], seconds[own])
+    ratios = ratios_of(seconds[placed], seconds[own])
     limit = upper_limit(ratios) if len(ratios) >= DECIDING_ROUNDS else median(ratios)
     if not replaces or limit <= 1:
         return plan
@@ -233,6 +244,11 @@ def _timed(network: PlainNetwork, threads: int) -> float:
     if network.threads != threads:
         network.set_threads(threads)
     return float(network.step_seconds(2)[0])
+
+
+def _placed_seconds(placed: PlacedNetwork) -> float:
+    """Seconds of one step."""
+    return float(placed.step_seconds(2)[0])
 
 
 def _noted(plan: Plan, note: str) -> Plan:

@@ -63,10 +63,14 @@ moment."""
 
 @dataclass(frozen=True)
 class Stage:
-    """Ops of one device that run together and take `seconds` in all."""
+    """Ops of one device that run together and take `seconds` in all.
+
+    compiled   True: one after another, as one piece of compiled code
+    """
 
     ops: tuple[int, ...]
     seconds: _Seconds
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -151,6 +151,27 @@ def open_archive(path: Any) -> Any:
 
 
 # Scaled losses: the ops of `torch.amp.GradScaler`, which has no functional form.
+
+
+def inductor_source(module: fx.GraphModule, examples: Sequence[Tensor]) -> str:
+    """Return the Python source that Inductor compiles the module to. Its `call` takes the inputs in
+    a list, which it empties, and returns the outputs in a tuple.
+
+    The module must return no view of an input, and write over none.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    sources: list[str] = []
+
+    def keep_source(*args: Any, **kwargs: Any) -> Any:
+        code: Any = compile_fx_inner(*args, **kwargs)
+        sources.append(code.source_code)
+        return code
+
+    with torch.no_grad():
+        compile_fx(module, list(examples), inner_compile=keep_source)
+    (source,) = sources
+    return source
 
 
 def count_not_finite(gradients: Sequence[Tensor], flag: Tensor, inverse_scale: Tensor) -> None:

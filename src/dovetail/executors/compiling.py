@@ -1,0 +1,233 @@
+"""Compiles fused calls by Inductor, each distinct one once, and keeps the code on disk.
+
+    parent                         compilers: a process a core
+    fused calls ──► keys ─ missing ──► compile ──► FOLDER/compiled/VERSION/KEY.py
+                      │                time beside its calls ──► how much faster it is
+                      └─ there ──────► (nothing)
+
+    device's process: load_code(KEY) ──► a function of tensors
+
+A file is the Python source that Inductor writes. It is written whole or not at all, so that several
+programs may compile at once. One that is damaged, or that another version of torch or another
+processor wrote, counts as missing. A fused call that cannot be compiled is remembered as such.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.costs.cache import default_cache_path
+from dovetail.errors import ProcessDiedError, ProcessError
+from dovetail.frontends.fused import FusedCall
+from dovetail.runtime.files import write_atomically
+from dovetail.runtime.processes import Channel, Worker, launch, ready
+from dovetail.runtime.setup import set_up
+from dovetail.runtime.timers import clock
+from dovetail.runtime.torch_versions import inductor_source
+
+ENTRY = "dovetail.executors.compiling:serve"
+PROTOCOL = 1
+"""Raised where compiled code is called otherwise, or its gain is measured otherwise."""
+_ROUNDS, _ROUND_SECONDS = 7, 2e-3
+FASTER = 0.97
+"""Compiled code is used where it takes at most this share of the time of its calls."""
+Code = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What is known of a fused call on so many threads.
+
+    share    seconds of the compiled code over those of its calls, both repeated alone; inf where it
+             could not be compiled
+    reason   why it could not be compiled; "": it was
+    """
+
+    share: float
+    reason: str = ""
+
+    @property
+    def is_faster(self) -> bool:
+        return self.share <= FASTER
+
+
+def compile_all(
+    fused: Sequence[FusedCall],
+    threads: int,
+    places: Sequence[tuple[int, ...]],
+    *,
+    limit_seconds: float,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+) -> dict[str, Compiled]:
+    """Compile the distinct ones of these calls, and return key -> what is known of it. Keys that
+    were not reached within `limit_seconds` are absent.
+
+    places    cores of each compiler, which also times what it has compiled on them. No more are
+              started than there are calls to compile
+    progress  is told how many are done, and how many there are
+
+    Without a C++ compiler nothing is compiled, and the result is empty.
+    """
+    if not has_compiler():
+        return {}
+    distinct = {call.key: call for call in fused}
+    found = {key: known for key in distinct if (known := _known(key, threads)) is not None}
+    waiting = [call for key, call in distinct.items() if key not in found]
+    began, count = clock(), len(waiting)
+    busy: dict[Worker, FusedCall] = {}
+    idle: list[Worker] = []
+    try:
+        for number, cores in enumerate(places[: len(waiting)]):
+            worker = launch(ENTRY, cores=cores, threads=threads, name=f"compiler {number}")
+            worker.send(threads)
+            idle.append(worker)
+        while busy or (waiting and idle):
+            while idle and waiting:
+                worker = idle.pop()
+                busy[worker] = waiting.pop(0)
+                worker.send(busy[worker])
+            left = limit_seconds - (clock() - began)
+            if left <= 0:
+                break
+            for worker in ready(busy, left):
+                call = busy.pop(worker)
+                try:
+                    found[call.key] = worker.receive()
+                except (ProcessDiedError, ProcessError) as error:
+                    # It took the compiler with it, and would again.
+                    _remember(call.key, threads, Compiled(float("inf"), str(error)))
+                    worker.close(kill=True)
+                else:
+                    idle.append(worker)
+                progress(count - len(waiting) - len(busy), count)
+    finally:
+        for worker in (*idle, *busy):
+            worker.close(kill=True)
+    return found
+
+
+def serve(channel: Channel) -> None:
+    """Compile each fused call that arrives. The first message is the number of threads."""
+    threads: int = channel.receive()
+    set_up(threads)
+    use_own_cache()
+    while True:
+        call: FusedCall = channel.receive()
+        channel.send(_compile(call, threads))
+
+
+def load_code(key: str, threads: int) -> Code | None:
+    """The compiled code of a fused call, as a function of its tensors; None if there is none that
+    can be used."""
+    path = _path(key, threads, "py")
+    if not path.exists():
+        return None
+    use_own_cache()
+    try:
+        return _loaded(path)
+    except Exception:  # whatever a damaged file leads to
+        return None
+
+
+def _loaded(path: Path) -> Code:
+    spec = spec_from_file_location(f"dovetail_compiled_{path.stem.replace('-', '_')}", path)
+    assert spec is not None and spec.loader is not None, "it ends with .py"
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    call = module.call  # takes a list, which it empties
+    if not callable(call):
+        raise TypeError("what is called is no function")
+
+    def code(*tensors: Tensor) -> Sequence[Tensor]:
+        made: Sequence[Tensor] = call(list(tensors))
+        return made
+
+    return code
+
+
+def has_compiler() -> bool:
+    """True if there is a C++ compiler where torch looks for one."""
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
+
+
+def use_own_cache() -> None:
+    """Have Inductor keep its files beside ours, unless the user has named a folder for them."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_folder() / "inductor"))
+
+
+def _compile(call: FusedCall, threads: int) -> Compiled:
+    """Compile a fused call, keep its code, and time it beside its calls."""
+    try:
+        examples = call.examples()
+        source = inductor_source(call.module(), examples)
+        path = _path(call.key, threads, "py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, source)
+        known = Compiled(_share(_loaded(path), call, examples))
+    except Exception:  # whatever Inductor raises
+        lines = traceback.format_exc().strip().splitlines()
+        known = Compiled(float("inf"), lines[-1])
+    _remember(call.key, threads, known)
+    return known
+
+
+def _share(code: Code, call: FusedCall, examples: Sequence[Tensor]) -> float:
+    """The median, over rounds, of the seconds of the compiled code over those of its calls."""
+    ratios = []
+    with torch.inference_mode():
+        times = {
+            run: max(1, round(_ROUND_SECONDS / _seconds(run, examples, 2))) for run in (code, call)
+        }
+        for _ in range(_ROUNDS):
+            own, other = (_seconds(run, examples, times[run]) for run in (code, call))
+            ratios.append(own / other)
+    return statistics.median(ratios)
+
+
+def _seconds(run: Callable[..., Any], examples: Sequence[Tensor], times: int) -> float:
+    began = clock()
+    for _ in range(times):
+        run(*examples)
+    return (clock() - began) / times
+
+
+def _known(key: str, threads: int) -> Compiled | None:
+    """What is remembered of a fused call; None if nothing is, or if its code is gone."""
+    try:
+        raw = json.loads(_path(key, threads, "json").read_text())
+        known = Compiled(float(raw["share"]), str(raw["reason"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return known if known.reason or _path(key, threads, "py").exists() else None
+
+
+def _remember(key: str, threads: int, known: Compiled) -> None:
+    path = _path(key, threads, "json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"share": known.share, "reason": known.reason}))
+
+
+def _path(key: str, threads: int, kind: str) -> Path:
+    return _folder() / _version() / f"{key}-{threads}.{kind}"
+
+
+def _folder() -> Path:
+    return default_cache_path().parent / "compiled"
+
+
+@cache
+def _version() -> str:
+    """What compiled code depends on beside its calls: torch, the processor, and how we call it."""
+    capability = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
+    return f"{PROTOCOL}-{torch.__version__}-{capability}"

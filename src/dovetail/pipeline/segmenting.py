@@ -1,0 +1,199 @@
+"""Cuts what each device does into segments, and compiles those that are faster so.
+
+    order of a device   Await  a b c  Send  d e  update  f g h  Await  i j
+    segments                  └─────┘      └───┘        └─────┘       └───┘
+
+A segment is a run of ops between which the device neither waits nor sends, so that the plan's
+devices wait for each other exactly as before. Long runs are cut further where a cell or a branch of
+the network ends (`graph.cells`): networks repeat these, and equal segments share their code. A
+segment becomes a compiled stage if its code is measured to be faster than its calls.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.executors.compiling import Compiled, compile_all, has_compiler
+from dovetail.frontends import Captured
+from dovetail.frontends.fused import FusedCall, may_be_fused
+from dovetail.graph import EVERYWHERE, Graph
+from dovetail.graph.cells import cells_of
+from dovetail.pipeline.opening import planned, with_schedules
+from dovetail.pipeline.sources import TellProgress
+from dovetail.plans import Plan, Schedule, Stage, normalise, stages_of
+
+MOST_OPS = 150
+"""A segment has at most so many ops: the time to compile one grows faster than its size."""
+
+
+def with_segments(
+    plan: Plan, step: Captured, *, compile_seconds: float, progress: TellProgress
+) -> tuple[Plan, Plan]:
+    """(the plan with a note on its segments, the same with those compiled that are faster so).
+    These are one plan if none is faster, and the plan itself if it has stages already.
+
+    compile_seconds   limit of compiling. What is compiled by then is used, and kept for next time
+    """
+    if plan.schedules or not has_compiler():
+        return plan, plan
+    captured, devices = planned(plan, step), plan.machine.devices
+    segments = [list(_segments(plan, captured, device)) for device in range(len(devices))]
+    known: dict[int, dict[str, Compiled]] = {}
+    for threads in sorted({device.op_threads for device in devices}):
+        alike = [d for d, device in enumerate(devices) if device.op_threads == threads]
+        weights: Counter[FusedCall] = Counter()
+        of_key: dict[str, FusedCall] = {}
+        for number in alike:
+            for segment in segments[number]:
+                if segment.fused is not None:
+                    fused = of_key.setdefault(segment.fused.key, segment.fused)
+                    weights[fused] += plan.compute_seconds[list(segment.ops), number].sum()
+        # Code for several threads is timed on all cores of a device, so one compiler is at work.
+        places = [devices[alike[0]].cores]
+        if threads == 1:
+            places = [(core,) for device in devices for core in device.cores]
+        known[threads] = compile_all(
+            [fused for fused, _ in weights.most_common()],
+            threads,
+            places,
+            limit_seconds=compile_seconds,
+            progress=lambda done, count: progress(
+                f"compiling segments: {done} of {count}", done / count, None
+            ),
+        )
+    schedules = []
+    for number, device in enumerate(devices):
+        seconds = plan.compute_seconds[:, number]
+        schedules.append(_schedule(segments[number], seconds, known[device.op_threads]))
+    compiled = sum(stage.compiled for schedule in schedules for stage in schedule.stages)
+    plan = replace(plan, notes=(*plan.notes, _told(segments, known, compiled)))
+    return plan, with_schedules(plan, captured.graph, schedules) if compiled else plan
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """Ops of a device that may run as one piece of code, and that piece; None: they may not."""
+
+    ops: tuple[int, ...]
+    fused: FusedCall | None
+
+
+def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]:
+    """Yield the segments of a device, in running order."""
+    graph, program = captured.graph, captured.program
+    placement = normalise(plan.placement, graph, plan.machine)
+    piece_of = cells_of(graph) * (int(graph.phases.max()) + 1) + graph.phases
+    order = [op for stage in stages_of(plan, graph)[device] for op in stage]
+    waits, sends = _waits(graph, placement, order, device), _sends(graph, placement, device)
+    run: list[int] = []
+
+    def close() -> Iterator[_Segment]:
+        views = _views_of_inputs(graph, run)
+        for op in views:
+            yield _Segment((op,), None)
+        rest = tuple(op for op in run if op not in views)
+        if len(rest) > 1:
+            yield _Segment(rest, FusedCall.of(graph, program, rest)[0])
+        elif rest:
+            yield _Segment(rest, None)
+        run.clear()
+
+    for op in order:
+        fits = may_be_fused(graph, program, op)
+        if run and (op in waits or not fits or piece_of[op] != piece_of[run[-1]]):
+            yield from close()
+        if not fits:
+            yield _Segment((op,), None)
+            continue
+        run.append(op)
+        if op in sends or len(run) == MOST_OPS:
+            yield from close()
+    yield from close()
+
+
+def _views_of_inputs(graph: Graph, run: Sequence[int]) -> list[int]:
+    """The ops of a run that make views of what the run reads, and whose views others read as well:
+    a piece of code returns new tensors alone. They need no other op of the run."""
+    inside, returned = set(run), set(graph.outputs.tolist())
+    read = {tensor for op in run for tensor in graph.inputs_of(op).tolist()}
+    outer = {int(graph.storages[t]) for t in read if int(graph.producers[t]) not in inside}
+    views: list[int] = []
+    for op in reversed(run):
+        outputs = [t for t in graph.outputs_of(op) if int(graph.storages[t]) in outer]
+        readers = {reader for t in outputs for reader in graph.consumers_of(t).tolist()}
+        if returned.intersection(outputs) or readers - inside:
+            views.append(op)
+            inside.discard(op)
+    return views[::-1]
+
+
+def _waits(
+    graph: Graph, placement: NDArray[np.int32], order: Sequence[int], device: int
+) -> set[int]:
+    """The ops of the order before which the device waits for another device."""
+    waits, arrived = set[int](), set[int]()
+    controls: dict[int, list[int]] = {}
+    for before, op in graph.control.tolist():
+        if not graph.is_source[before] and placement[before] != device:
+            controls.setdefault(op, []).append(before)
+    for op in order:
+        needed = {
+            tensor
+            for tensor in graph.inputs_of(op).tolist()
+            if graph.residences[graph.producers[tensor]] != EVERYWHERE
+            and placement[graph.producers[tensor]] != device
+        }
+        # Ops stand as ~op beside tensors, so that the two never collide.
+        needed |= {~before for before in controls.get(op, ())}
+        if not needed <= arrived:
+            waits.add(op)
+            arrived |= needed
+    return waits
+
+
+def _sends(graph: Graph, placement: NDArray[np.int32], device: int) -> set[int]:
+    """The ops of the device for which another device waits."""
+    readers, makers = graph.readers, graph.producers[graph.input_tensors]
+    across = (placement[makers] == device) & (placement[readers] != device)
+    sends = set(makers[across].tolist())
+    return sends | {
+        before
+        for before, op in graph.control.tolist()
+        if placement[before] == device and placement[op] != device
+    }
+
+
+def _schedule(
+    segments: Sequence[_Segment], seconds: NDArray[np.float64], known: dict[str, Compiled]
+) -> Schedule:
+    """The stages of a device: compiled segments, and all other ops by themselves."""
+    stages = []
+    for segment in segments:
+        of_ops = seconds[list(segment.ops)]
+        compiled = known.get(segment.fused.key) if segment.fused is not None else None
+        if compiled is not None and compiled.is_faster:
+            stages.append(Stage(segment.ops, float(of_ops.sum() * compiled.share), compiled=True))
+        else:
+            stages += [
+                Stage((op,), float(own)) for op, own in zip(segment.ops, of_ops, strict=True)
+            ]
+    return Schedule(tuple(stages))
+
+
+def _told(
+    segments: Sequence[Sequence[_Segment]], known: dict[int, dict[str, Compiled]], compiled: int
+) -> str:
+    """A sentence on what is compiled, and what is not."""
+    asked = {s.fused.key for of_device in segments for s in of_device if s.fused is not None}
+    found = {key: code for of_threads in known.values() for key, code in of_threads.items()}
+    failed = [code.reason for code in found.values() if code.reason]
+    told = (
+        f"{compiled} segments run compiled; of {len(asked)} distinct ones "
+        f"{sum(code.is_faster for code in found.values())} are faster compiled"
+    )
+    if missing := len(asked - found.keys()):
+        told += f", and {missing} were not reached within the limit of --compile-budget"
+    return told + (f", and {len(failed)} cannot be compiled ({failed[0]})" if failed else "")

@@ -1,0 +1,145 @@
+"""Compiled code: what is kept, what is rebuilt, and what falls back."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.executors import compiling
+from dovetail.executors.compiling import Compiled, compile_all, has_compiler, load_code
+from dovetail.frontends import capture
+from dovetail.frontends.fused import FusedCall, may_be_fused
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+PLACES = [()]
+
+
+class Chain(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return (self.layer(x).tanh() * 2 + x).relu()
+
+
+def fused_of(width):
+    torch.manual_seed(0)
+    step = capture(Chain(width), torch.randn(3, width))
+    ops = [op for op, call in enumerate(step.program.calls) if call is not None]
+    assert all(may_be_fused(step.graph, step.program, op) for op in ops)
+    return FusedCall.of(step.graph, step.program, ops)[0]
+
+
+def unfit():
+    """A call that no compiler can make: its arguments do not fit."""
+    fused = fused_of(5)
+    return FusedCall(fused.calls, (("float32", (7, 7), (7, 1)), *fused.metas[1:]), fused.outputs)
+
+
+@pytest.fixture(scope="module")
+def call():
+    return fused_of(4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, call):
+    """A cache in which `call` and `unfit()` were compiled; its path, and what was found."""
+    path = tmp_path_factory.mktemp("code")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOVETAIL_CACHE", str(path))
+        told = []
+        found = compile_all(
+            [call, unfit(), call], 1, PLACES, limit_seconds=300,
+            progress=lambda done, count: told.append((done, count)),
+        )  # fmt: skip
+        assert told[-1] == (2, 2)
+    return path, found
+
+
+@pytest.fixture
+def cache(folder, monkeypatch):
+    monkeypatch.setenv("DOVETAIL_CACHE", str(folder[0]))
+    return folder
+
+
+def test_compiled_code_computes_what_its_calls_do_but_for_rounding(cache, call):
+    code = load_code(call.key, 1)
+    inputs = [torch.randn_like(example) for example in call.examples()]
+    for got, wanted in zip(code(*inputs), call(*inputs), strict=True):
+        torch.testing.assert_close(got, wanted)
+        assert got.stride() == wanted.stride()
+    assert all(map(torch.equal, code(*inputs), code(*inputs)))
+    assert 0 < cache[1][call.key].share < float("inf")
+
+
+def test_what_is_compiled_is_not_compiled_again(cache, call, monkeypatch):
+    monkeypatch.setattr(compiling, "launch", None)
+    assert compile_all([call, unfit()], 1, PLACES, limit_seconds=1) == cache[1]
+
+
+def test_what_cannot_be_compiled_is_remembered_with_the_reason(cache):
+    known = cache[1][unfit().key]
+    assert known.reason and not known.is_faster
+    assert load_code(unfit().key, 1) is None
+
+
+def test_code_is_for_one_number_of_threads_and_one_version(cache, call, monkeypatch):
+    assert load_code(call.key, 2) is None
+    monkeypatch.setattr(compiling, "_version", lambda: "another")
+    assert load_code(call.key, 1) is None
+
+
+@pytest.mark.parametrize("content", ["", "call = None", "import (", "raise SystemError"])
+def test_a_damaged_file_counts_as_missing(cache, call, content):
+    (path,) = cache[0].rglob(f"{call.key}-1.py")
+    whole = path.read_text()
+    path.write_text(content)
+    try:
+        code = load_code(call.key, 1)
+        assert code is None
+    finally:
+        path.write_text(whole)
+
+
+def test_a_missing_or_unreadable_record_is_compiled_again(cache, call):
+    (path,) = cache[0].rglob(f"{call.key}-1.json")
+    path.write_text("{")
+    assert compile_all([call], 1, PLACES, limit_seconds=300)[call.key].share > 0
+    (code,) = cache[0].rglob(f"{call.key}-1.py")
+    code.unlink()
+    assert compile_all([call], 1, PLACES, limit_seconds=300)[call.key].share > 0
+    assert code.exists()
+
+
+def test_what_is_not_reached_in_time_is_absent(cache):
+    assert compile_all([fused_of(9)], 1, PLACES, limit_seconds=0.0) == {}
+
+
+def test_two_programs_that_compile_at_once_do_not_collide(tmp_path, monkeypatch):
+    monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
+    call, found = fused_of(6), []
+
+    def work():
+        found.append(compile_all([call], 1, PLACES, limit_seconds=300))
+
+    # The kernel ends a compiler with the thread that started it, so both threads stay to the end.
+    both = [threading.Thread(target=work) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert [set(known) for known in found] == [{call.key}] * 2
+    assert load_code(call.key, 1) is not None
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_without_a_compiler_nothing_is_compiled(monkeypatch, call):
+    monkeypatch.setattr(compiling, "has_compiler", lambda: False)
+    assert compile_all([call], 1, PLACES, limit_seconds=10) == {}
+
+
+def test_code_is_used_where_it_is_clearly_faster():
+    assert Compiled(0.9).is_faster and not Compiled(0.99).is_faster
+    assert not Compiled(float("inf"), "why").is_faster

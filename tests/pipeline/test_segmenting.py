@@ -1,0 +1,172 @@
+"""Segments: the devices wait for each other as before, and the numbers stay."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dovetail.executors import run
+from dovetail.executors.compiling import Compiled, has_compiler
+from dovetail.executors.shares import AwaitFlag, RunCompiled, RunOp, SendTensor, share_out
+from dovetail.frontends import SGD, capture, resolve
+from dovetail.frontends.fused import may_be_fused
+from dovetail.pipeline import segmenting
+from dovetail.pipeline.opening import verify
+from dovetail.pipeline.segmenting import with_segments
+from dovetail.plans import load_plan
+from tests.support.placing import plan_for, random_placement
+from tests.support.small_models import branches
+
+SHARE = 0.5
+
+
+class Mixed(nn.Module):
+    """Views of parameters that other devices and the backward pass read, dropout, a buffer that is
+    written, and branches that meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.right.weight = self.left.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        a = self.norm(self.left(x)).tanh()
+        b = self.right(self.dropout(x)).chunk(2, dim=1)
+        return (a + torch.cat([b[1].sigmoid(), b[0] * 2], dim=1)).relu()
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def training_step():
+    torch.manual_seed(2)
+    inputs, targets = torch.randn(6, 8), torch.randn(6, 8)
+    return capture(Mixed(), inputs, targets=targets, loss=squared, train=SGD(lr=0.1, momentum=0.9))
+
+
+@pytest.fixture
+def halved(monkeypatch):
+    """Everything compiles, to code that takes half of the time and is nowhere to be found."""
+    asked = []
+
+    def compile_all(fused, threads, places, **_options):
+        asked.extend(call.key for call in fused)
+        return {call.key: Compiled(SHARE) for call in fused}
+
+    monkeypatch.setattr(segmenting, "compile_all", compile_all)
+    monkeypatch.setattr(segmenting, "has_compiler", lambda: True)
+    return asked
+
+
+def segmented(plan, step):
+    return with_segments(plan, step, compile_seconds=9.0, progress=lambda *_: None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_device_waits_or_sends_within_a_segment(halved, seed):
+    step = training_step()
+    graph = step.graph
+    placement = random_placement(graph, seed)
+    plan = plan_for(step, placement)
+    plan = replace(plan, compute_seconds=np.ones((len(graph), 2)))
+    bare, found = segmented(plan, step)
+    assert found.schedules is not None
+    shares = share_out(found, graph, step.program).shares
+    before = share_out(bare, graph, step.program).shares
+    for share, other in zip(shares, before, strict=True):
+        assert share.ops != [] and sorted(share.ops) == sorted(other.ops)
+        assert any(isinstance(i, RunCompiled) for i in share.instructions)
+        for kind in (AwaitFlag, SendTensor):
+            assert _named(share, kind) == _named(other, kind)
+        for instruction in share.instructions:
+            if isinstance(instruction, RunCompiled):
+                assert all(may_be_fused(graph, step.program, op) for op in instruction.ops)
+            else:
+                assert isinstance(instruction, (RunOp, AwaitFlag, SendTensor))
+    verify(found, graph)
+
+
+def _named(share, kind):
+    return [(i.op, i.tensor) for i in share.instructions if isinstance(i, kind)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_code_segments_run_call_by_call_with_the_same_bits(halved, seed, tmp_path):
+    step = training_step()
+    placement = random_placement(step.graph, seed)
+    plan = replace(plan_for(step, placement), source=step.source)
+    bare, found = segmented(plan, step)
+    found.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert [s.compiled for s in again.schedules[0].stages] == [
+        s.compiled for s in found.schedules[0].stages
+    ]
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(6, 8, generator=generator), torch.randn(6, 8, generator=generator))
+        for _ in range(3)
+    ]
+    results = []
+    for chosen in (bare, again):
+        with run(chosen, step, seed=3) as placed:
+            losses = [placed.step(*batch) for batch in batches]
+            results.append((losses, placed.state_dict()))
+    (losses, state), (other_losses, other_state) = results
+    assert losses == other_losses
+    assert all(torch.equal(state[name], other_state[name]) for name in state)
+
+
+def test_equal_cells_are_compiled_once_and_the_plan_is_predicted_faster(halved):
+    step = resolve("zoo:rnnlm?hidden=8&steps=6&batch=2&vocabulary=20")
+    plan = plan_for(step, [0] * len(step.graph))
+    plan = replace(plan, compute_seconds=np.ones((len(step.graph), 2)))
+    bare, found = segmented(plan, step)
+    stages = found.schedules[0].stages
+    compiled = [stage for stage in stages if stage.compiled]
+    assert len(compiled) > 2 * len(halved) and len(halved) == len(set(halved))
+    assert found.value == pytest.approx(sum(len(s.ops) * (1 - SHARE * s.compiled) for s in stages))
+    assert found.lower_bound == 0.0
+    assert f"{len(compiled)} segments run compiled" in found.notes[-1]
+    assert bare.schedules is None and bare.notes == found.notes
+
+
+def test_nothing_is_cut_where_nothing_is_faster_or_stages_are_there(halved, monkeypatch):
+    step = training_step()
+    plan = plan_for(step, [0] * len(step.graph))
+    staged = replace(plan, schedules=segmented(plan, step)[1].schedules)
+    assert segmented(staged, step) == (staged, staged)
+    monkeypatch.setattr(
+        segmenting, "compile_all", lambda fused, *_, **__: {fused[0].key: Compiled(1.0, "no luck")}
+    )
+    bare, found = segmented(plan, step)
+    assert found is bare and found.schedules is None
+    assert "were not reached" in found.notes[-1] and "no luck" in found.notes[-1]
+    monkeypatch.setattr(segmenting, "has_compiler", lambda: False)
+    assert segmented(plan, step) == (plan, plan)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+def test_a_compiled_plan_trains_as_the_plain_module_does_but_for_rounding():
+    torch.manual_seed(0)
+    module, inputs = branches()
+    target = torch.randn(8, 32)
+    step = capture(module, *inputs, targets=target, loss=nn.functional.mse_loss, train=SGD(lr=0.05))
+    placement = [int(".right" in f".{name}") for name in step.graph.modules]
+    plan = plan_for(step, placement)
+    _, found = with_segments(plan, step, compile_seconds=300, progress=lambda *_: None)
+    own = torch.optim.SGD(module.parameters(), lr=0.05)
+    with run(found, step) as placed:
+        for _ in range(3):
+            own.zero_grad()
+            loss = nn.functional.mse_loss(module(*inputs), target)
+            loss.backward()
+            own.step()
+            torch.testing.assert_close(placed.step(*inputs, target), loss.detach())
+        state = placed.state_dict()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(state[name], value)
