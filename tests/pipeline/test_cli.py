@@ -15,9 +15,8 @@ TWO_GPUS = ("--machine", "2 x p100 + haswell", "--budget", "200e")
 KEYS = {
     "model", "ops", "groups", "machine", "devices", "objective", "value", "lower_bound",
     "bound_proof", "gap", "placer", "feasible", "interrupted", "planning_seconds",
-    "peak_memory_bytes", "baselines", "plan", "unit", "contiguous", "found_seconds", "stages", "way",
-    "measured",
-    "whole", "for", "notes", "min_gain",
+    "peak_memory_bytes", "baselines", "plan", "unit", "contiguous", "found_seconds", "stages",
+    "whole", "for", "notes", "min_gain", "way", "measured",
 }  # fmt: skip
 
 

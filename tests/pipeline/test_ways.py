@@ -168,7 +168,7 @@ def test_a_compilation_that_fails_or_takes_too_long_is_told_of(step, timed, monk
     timed[1].update({True: "", "waits": True})
     ticks = iter(range(1000))
     monkeypatch.setattr(ways, "clock", lambda: float(next(ticks)))
-    assert "was not compiled in 5 s" in told(found(step))
+    assert "was not compiled within 5 s" in told(found(step))
 
 
 def test_an_eager_step_that_fails_leaves_the_plan(step, timed, monkeypatch):

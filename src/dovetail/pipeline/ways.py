@@ -153,7 +153,7 @@ def _compiled(
 ) -> tuple[dict[_Way, PlainNetwork], list[str]]:
     """(the step compiled for each number of threads, notes on what was not compiled).
 
-    All compile at once, because a compilation is on one core for most of its time.
+    One is compiled after the other, since a compilation uses all cores for a part of its time.
     """
     if not limit_seconds:
         return {}, [f"{COMPILED} was not measured, as asked"]
@@ -161,29 +161,30 @@ def _compiled(
         return {}, [f"{COMPILED} was not measured: there is no C++ compiler (g++ or clang++)"]
     notes: list[str] = []
     done: dict[_Way, PlainNetwork] = {}
-    waiting: dict[_Way, PlainNetwork] = {}
     began = clock()
     for count in counts:
+        way = _Way(COMPILED, count)
         network = PlainNetwork(step, with_threads(machine, count), compiled=True)
         stack.callback(network.close)
-        network.send_first()
-        waiting[_Way(COMPILED, count)] = network
-    while waiting and clock() - began < limit_seconds:
-        progress("compiling by torch.compile", (clock() - began) / limit_seconds, None)
-        for way, network in list(waiting.items()):
-            try:
-                if network.has_begun(_LOOK_SECONDS):
-                    done[way] = waiting.pop(way)
-            except RunError as error:
-                notes.append(f"{way} failed: {_last_line(error)}")
-                del waiting[way]
-    for way, network in waiting.items():
-        notes.append(
-            f"{way} was not measured: it was not compiled in {format_seconds(limit_seconds)}; what "
-            "is compiled so far is kept, and --compile-budget gives it longer"
-        )
+        try:
+            network.send_first()
+            has_begun = False
+            while not has_begun and clock() - began < limit_seconds:
+                spent = (clock() - began) / limit_seconds
+                progress(f"compiling by torch.compile, {count} threads", spent, None)
+                has_begun = network.has_begun(_LOOK_SECONDS)
+        except RunError as error:
+            notes.append(f"{way} failed: {_last_line(error)}")
+            continue
+        if has_begun:
+            done[way] = network
+            continue
         network.close()
-    return {way: done[way] for way in sorted(done, key=lambda way: -way.threads)}, notes
+        notes.append(
+            f"{way} was not measured: it was not compiled within {format_seconds(limit_seconds)}; "
+            "torch keeps what it has compiled so far, and --compile-budget gives it longer"
+        )
+    return done, notes
 
 
 def _decide(
