@@ -101,10 +101,10 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
-    return _with_fastest_way(_search_plan(request, progress), request, progress)
+    return _with_fastest_way(search_plan(request, progress), request, progress)
 
 
-def _search_plan(request: PlanRequest, progress: TellProgress) -> Plan:
+def search_plan(request: PlanRequest, progress: TellProgress) -> Plan:
     """The plan of a request, not yet compared with what runs without one."""
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
     for note in step.notes if isinstance(step, Captured) else ():
@@ -519,7 +519,7 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
 
 def _plan_of_all_cores(chosen: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
     """The plan of the same step on `here`, all cores as one device."""
-    return _search_plan(
+    return search_plan(
         PlanRequest(
             request.planned_step,
             HERE,
