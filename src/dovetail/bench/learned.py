@@ -28,7 +28,7 @@ from dovetail.bench import graphs
 from dovetail.bench.cases import AUTO_ON, LEARNED, LIKELIEST, PROPOSALS, machine_of
 from dovetail.bench.figures import work_of
 from dovetail.bench.hypothesis import Settle, as_chosen, under_hypothesis
-from dovetail.bench.methods import HYPOTHESIS, PLAIN, lay_ground
+from dovetail.bench.methods import HYPOTHESIS, PLAIN, splitting_problem
 from dovetail.bench.records import (
     BestSoFar,
     Case,
@@ -288,7 +288,7 @@ def search(task: PlacementTask, method: str, tally: Tally, *, trials: int, seed:
     """
     problem = tally.problem
     if PLACERS[AUTO_ON[method]].grouping == "ops":
-        problem = lay_ground(task.graph, task.machine, PLAIN, seed).splitting
+        problem = splitting_problem(task.graph, task.machine, seed)
     with suppress(InfeasibleError):
         PLACERS["auto"](tally.watch(problem), Budget(evaluations=trials, threads=1))
 

@@ -84,13 +84,30 @@ class Ground:
 
 def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground:
     """The problem of a column: on the plain machine, or under the hypothesis."""
-    levels = group_levels(graph)
     settle: Settle = as_chosen
     if column == HYPOTHESIS:
         machine, settle = under_hypothesis(graph, machine)
+    splitting = splitting_problem(graph, machine, seed, settle)
+    # All methods place the groups of RL17's rule, of which the finest are parts.
+    unit_of = np.empty(splitting.groups.count, dtype=np.int32)
+    unit_of[splitting.groups.of_op] = group(graph).of_op
+    problem = under_units(splitting, unit_of)
+    places = permitted(graph, machine, ())
+    bound = lower_bound(
+        graph, machine, splitting.costs, "step", places, capacities=problem.capacities
+    )
+    return Ground(problem, splitting, bound, settle)
+
+
+def splitting_problem(
+    graph: Graph, machine: Machine, seed: int, settle: Settle = as_chosen
+) -> PlacementProblem:
+    """The problem of a search that may split the groups of RL17's rule: its groups are the finest
+    parts of them."""
+    levels = group_levels(graph)
     costs = analytic_costs(graph, machine)
     simulator = Simulator(graph, machine, costs, ranked=True)
-    splitting = make_problem(
+    return make_problem(
         graph,
         machine,
         costs,
@@ -101,13 +118,6 @@ def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground
         trace=lambda placement: simulator.timeline(settle(placement[None])[0]),
         ranked=simulator.ranked,
     )
-    # All methods place the groups of RL17's rule, of which the finest are parts.
-    unit_of = np.empty(levels.finest.count, dtype=np.int32)
-    unit_of[levels.finest.of_op] = group(graph).of_op
-    problem = under_units(splitting, unit_of)
-    places = permitted(graph, machine, ())
-    bound = lower_bound(graph, machine, costs, "step", places, capacities=problem.capacities)
-    return Ground(problem, splitting, bound, settle)
 
 
 def first_of(machine: Machine, kind: str) -> int:
