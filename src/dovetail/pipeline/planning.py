@@ -71,6 +71,8 @@ from dovetail.units import HERE
 MOST_SPLIT_OPS = 100_000
 """The groups of a larger graph are not split: too few placements of it are simulated in a usual
 budget to make use of that."""
+SEGMENTS_SHARE = 0.5
+"""The share of `--compile-budget` that segments may take. `torch.compile` has the rest."""
 GivenMap = Mapping[str, int | str]
 """A device map: module or parameter path -> device. A `DeviceMap` names the main device as well."""
 
@@ -559,21 +561,22 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
             return chosen
         return _plan_of_all_cores(chosen, replace(request, stages=False), progress)
 
-    plans = chosen, chosen
-    if request.compile_seconds:
+    plans, began, limit_seconds = (chosen, chosen), time.perf_counter(), request.compile_seconds
+    if limit_seconds:
         try:
             plans = with_segments(
-                chosen, step, compile_seconds=request.compile_seconds, progress=progress
+                chosen, step, compile_seconds=SEGMENTS_SHARE * limit_seconds, progress=progress
             )
         except KeyboardInterrupt:
             return replace(chosen, interrupted=True)
+        limit_seconds -= min(time.perf_counter() - began, SEGMENTS_SHARE * limit_seconds)
     return fastest_way(
         plans,
         base,
         step,
         machine,
         replaces=request.placer == "auto" and not (request.pins or request.caps),
-        compile_seconds=request.compile_seconds,
+        compile_seconds=limit_seconds,
         progress=progress,
     )
 

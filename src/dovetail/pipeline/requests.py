@@ -73,8 +73,10 @@ class PlanRequest:
     place       Price this placement beside the plan: a device map, or a JSON file that holds a map
                 or a plan. The map that accelerate makes is priced as well, if accelerate is
                 installed
-    compile     Measure torch.compile, too, where the plan is compared with what runs without it
-    compile_budget   Limit of compiling: 60s, 2m. 0s: nothing is compiled
+    compile     Compile what a device runs between two waits, and measure torch.compile beside the
+                plan, where a plan is compared with what runs without one
+    compile_budget   Limit of compiling: 60s, 2m. Segments take up to half of it, torch.compile the
+                rest. 0s: nothing is compiled
     stages      Choose stages together with the placement: ops that a device runs at the same time.
                 The search takes up to twice the budget. For inference, objective step
     method      a placer that runs in place of our own, under the name `placer`
