@@ -23,7 +23,7 @@ def main() -> None:
     for name, (model, train) in NETWORKS.items():
         console.rule(f"{model}, one training step with {train}")
         step = resolve_model(model, train)
-        plan = dt.plan(step, f"here/{devices}", budget="10s", compile_budget="30s")
+        plan = dt.plan(step, f"here/{devices}", budget="10s", compile_budget="20s")
         plan.save(OUT / f"{name}.json")
         console.print(plan_table(plan, step.graph))
         with dt.run(plan, step) as placed:

@@ -91,9 +91,11 @@ def plan(
     options    fields of `PlanRequest`, whose docstring says what each means
     progress   is told what is being done
 
-    Without pins and caps, a plan on the text here/n has `here`, all cores as one device, among its
-    baselines. If that is faster than what `auto` found, it is the plan that is returned, and its
-    machine is `here`. A machine with cores that was described otherwise keeps its rates.
+    A plan on the text here or here/n is measured beside the step as its user would run it, eager and
+    by `torch.compile`: see `pipeline.ways`. Where that cannot be measured, a plan on here/n without
+    pins and caps has `here`, all cores as one device, among its baselines. If one of these is faster
+    than what `auto` found, it is the plan that is returned, and its machine is `here`. A machine
+    with cores that was described otherwise keeps its rates.
 
     From the start of the search on, a first Ctrl-C ends it with the best plan so far,
     `interrupted`. Raises `InvalidError`, or `InfeasibleError` if nothing fits.
@@ -103,11 +105,20 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
-    return _with_fastest_way(search_plan(request, progress), request, progress)
+    chosen = search_plan(request, progress)
+    try:
+        if request.stages:
+            chosen = _compare_with_all_cores(chosen, request, progress)
+        compared = _with_fastest_way(chosen, request, progress)
+        if compared.measured or request.stages:
+            return compared
+        return _compare_with_all_cores(compared, request, progress)
+    except KeyboardInterrupt:
+        return replace(chosen, interrupted=True)
 
 
 def search_plan(request: PlanRequest, progress: TellProgress) -> Plan:
-    """The plan of a request, not yet compared with what runs without one."""
+    """The plan of a request, not yet compared with the step on all cores."""
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
     for note in step.notes if isinstance(step, Captured) else ():
         notes.say(note)
@@ -142,7 +153,6 @@ def search_plan(request: PlanRequest, progress: TellProgress) -> Plan:
             chosen = replace(chosen, planning_seconds=time.perf_counter() - began)
         chosen = _add_baselines(chosen, request, given_places, costs)
         chosen = replace(chosen, interrupted=budget.interrupted)
-        chosen = _compare_with_all_cores(chosen, request, progress)
     # Ctrl-C outside the search: the plan is kept if there is one.
     except KeyboardInterrupt:
         if chosen is None:
@@ -555,12 +565,6 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
 
     on_one = len(chosen.machine.devices) == 1
     machine = chosen.machine if on_one else parse_machine(HERE)
-
-    def base() -> Plan:
-        if on_one:
-            return chosen
-        return _plan_of_all_cores(chosen, replace(request, stages=False), progress)
-
     plans, began, limit_seconds = (chosen, chosen), time.perf_counter(), request.compile_seconds
     if limit_seconds:
         try:
@@ -572,7 +576,6 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
         limit_seconds -= min(time.perf_counter() - began, SEGMENTS_SHARE * limit_seconds)
     return fastest_way(
         plans,
-        base,
         step,
         machine,
         replaces=request.placer == "auto" and not (request.pins or request.caps),

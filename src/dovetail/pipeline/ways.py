@@ -19,15 +19,22 @@ from dovetail.executors import PlacedNetwork, PlainNetwork, Workers, run
 from dovetail.executors.compiling import has_compiler
 from dovetail.executors.stages.choosing import Timer, measure, ratios_of, upper_limit
 from dovetail.frontends import Captured
+from dovetail.graph.duplicates import duplicate
 from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
-from dovetail.pipeline.opening import planned
-from dovetail.pipeline.sources import TellProgress, candidates_of, race, with_threads
+from dovetail.pipeline.opening import planned, timeline_of
+from dovetail.pipeline.sources import (
+    TellProgress,
+    candidates_of,
+    in_order,
+    race,
+    with_threads,
+)
 from dovetail.plans import COMPILED, EAGER, PLACED, Plan
 from dovetail.runtime.timers import clock
 from dovetail.units import format_bytes, format_seconds
 
-ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 15, 3, 30.0
+ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 15, 3, 20.0
 """There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they would take
 longer than `MEASURING_SECONDS`."""
 DECIDING_ROUNDS = 10
@@ -55,7 +62,6 @@ class _Way:
 
 def fastest_way(
     plans: tuple[Plan, Plan],
-    base: Callable[[], Plan],
     step: Captured,
     machine: Machine,
     *,
@@ -68,7 +74,6 @@ def fastest_way(
 
     machine          one device, whose cores the user's own ways have
     plans            the plan op by op, and with compiled segments; twice the same if it has none
-    base             makes a plan on that device, which then holds the step
     compile_seconds  limit of all compilations together; 0: nothing is compiled
 
     The plan's notes say what was measured, what was not, and why not. Ctrl-C ends the comparison
@@ -92,7 +97,7 @@ def fastest_way(
     # A step that cannot run can still be planned. The user is told when the plan runs.
     except (InfeasibleError, RunError, UsageError) as error:
         return _noted(plan, f"eager was not measured: {_first_line(error)}")
-    return _decide(plans, base, seconds, replaces, notes)
+    return _decide(plans, step, machine, seconds, replaces, notes)
 
 
 def _measured(
@@ -162,7 +167,7 @@ def _compiled(
     notes: list[str] = []
     done: dict[_Way, PlainNetwork] = {}
     began = clock()
-    for count in counts:
+    for number, count in enumerate(counts):
         way = _Way(COMPILED, count)
         network = PlainNetwork(step, with_threads(machine, count), compiled=True)
         stack.callback(network.close)
@@ -180,16 +185,19 @@ def _compiled(
             done[way] = network
             continue
         network.close()
+        late = " and ".join(str(_Way(COMPILED, left)) for left in counts[number:])
         notes.append(
-            f"{way} was not measured: it was not compiled within {format_seconds(limit_seconds)}; "
-            "torch keeps what it has compiled so far, and --compile-budget gives it longer"
+            f"not compiled within {format_seconds(limit_seconds)}, so not measured: {late}; torch "
+            "keeps what it has compiled so far, and --compile-budget gives it longer"
         )
+        break
     return done, notes
 
 
 def _decide(
     plans: tuple[Plan, Plan],
-    base: Callable[[], Plan],
+    step: Captured,
+    machine: Machine,
     seconds: Mapping[_Way, tuple[float, ...]],
     replaces: bool,
     notes: Sequence[str],
@@ -214,24 +222,38 @@ def _decide(
     limit = upper_limit(ratios) if len(ratios) >= DECIDING_ROUNDS else median(ratios)
     if not replaces or limit <= 1:
         return plan
-    single = base()
-    return replace(
-        single,
+    return _plan_of(own, plan, step, with_threads(machine, own.threads))
+
+
+def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
+    """The plan to run the step by one of its user's own ways, which is faster than `plan`.
+
+    Its ops stand in the order of the step. Their costs are those of `plan` on the fastest device of
+    each, scaled so that they add up to what the step was measured to take.
+    """
+    originals = duplicate(step.graph, plan.copies).copy_of < 0
+    fastest = plan.compute_seconds[originals].min(axis=1, keepdims=True)
+    single = in_order(step.graph, machine)
+    replaced = replace(
+        plan,
         way=own.way,
         placer=own.way,
-        machine=with_threads(single.machine, own.threads),
-        value=best_of[own.way],
+        machine=machine,
+        value=plan.measured[own.way],
         lower_bound=0.0,
         bound_proof="",
-        baselines=plan.baselines,
-        found_seconds=plan.found_seconds,
-        planning_seconds=plan.planning_seconds,
-        interrupted=plan.interrupted,
-        min_gain=plan.min_gain,
-        groups=plan.groups,
-        measured=plan.measured,
-        notes=plan.notes,
+        graph=step.graph,
+        graph_fingerprint=step.graph.fingerprint,
+        placement=single.placement,
+        orders=single.orders,
+        schedules=None,
+        copies=(),
+        compute_seconds=fastest * (plan.measured[own.way] / fastest.sum()),
+        sent_bytes=None,
+        peak_memory_bytes=(0,),
     )
+    peaks = timeline_of(replaced, step.graph).peak_memory_bytes
+    return replace(replaced, peak_memory_bytes=tuple(peaks.tolist()))
 
 
 def _round(network: PlainNetwork, threads: int) -> float:
