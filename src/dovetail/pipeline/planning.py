@@ -91,11 +91,11 @@ def plan(
     options    fields of `PlanRequest`, whose docstring says what each means
     progress   is told what is being done
 
-    A plan on the text here or here/n is measured beside the step as its user would run it, eager and
-    by `torch.compile`: see `pipeline.ways`. Where that cannot be measured, a plan on here/n without
-    pins and caps has `here`, all cores as one device, among its baselines. If one of these is faster
-    than what `auto` found, it is the plan that is returned, and its machine is `here`. A machine
-    with cores that was described otherwise keeps its rates.
+    A plan on the text here or here/n is measured beside the step as its user would run it, eager
+    and by `torch.compile`: see `pipeline.ways`. Where that cannot be measured, a plan on here/n
+    without pins and caps has `here`, all cores as one device, among its baselines. If one of these
+    is faster than what `auto` found, it is the plan that is returned, and its machine is `here`. A
+    machine with cores that was described otherwise keeps its rates.
 
     From the start of the search on, a first Ctrl-C ends it with the best plan so far,
     `interrupted`. Raises `InvalidError`, or `InfeasibleError` if nothing fits.

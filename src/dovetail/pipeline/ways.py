@@ -8,7 +8,7 @@ All are measured in the same rounds, in processes on the same cores. "Best threa
 threads with which an eager step is fastest.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
