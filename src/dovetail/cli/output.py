@@ -163,9 +163,13 @@ def show(what: RenderableType) -> None:
 
 
 def show_limits(plan: "Plan", graph: "Graph", timeline: "Timeline") -> None:
-    """Print what bounds a plan."""
+    """Print what bounds a plan; nothing for one that runs the step as one whole, of whose ops no
+    times are known."""
+    from dovetail.plans import PLACED
     from dovetail.reports import find_limits, limits_table
 
+    if plan.way != PLACED:
+        return
     show("")
     show(limits_table(find_limits(timeline, graph), timeline, plan))
 

@@ -451,7 +451,8 @@ def render(report: PlanReport) -> str:
 
 def _cards(report: PlanReport) -> list[Card]:
     plan = report.plan
-    cards = [(f"predicted {plan.objective}", format_value(plan, plan.value), f"by {plan.placer}")]
+    found = "predicted" if plan.way == PLACED else "measured"
+    cards = [(f"{found} {plan.objective}", format_value(plan, plan.value), f"by {plan.placer}")]
     measured = report.measured_step_seconds
     if measured is not None:
         error = "" if report.error is None else f"predicted {100 * report.error:+.1f} %"

@@ -17,7 +17,14 @@ from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Device, Machine, emulated_dtypes
-from dovetail.plans import Plan, capacities_of, describe_gap, format_value, ratio_to
+from dovetail.plans import (
+    PLACED,
+    Plan,
+    capacities_of,
+    describe_gap,
+    format_value,
+    ratio_to,
+)
 from dovetail.reports.limits import StepLimits, explain, shares
 from dovetail.reports.stages_figures import overview_rows
 from dovetail.schedulers.results import Schedules
@@ -54,8 +61,12 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
         ("machine", f"{plan.machine.name}: {', '.join(plan.machine.device_names)}"),
         ("costs", plan.costs_source),
         ("method", f"{plan.placer}, seed {plan.seed}"),
-        ("predicted", value + (", contiguous" * plan.contiguous)),
     ]
+    if plan.way == PLACED:
+        facts.append(("predicted", value + (", contiguous" * plan.contiguous)))
+    if plan.measured:
+        measured = format_value(plan, plan.measured[plan.way])
+        facts.append(("measured", f"{plan.objective} {measured}"))
     if plan.lower_bound > 0:
         bound = format_value(plan, plan.lower_bound)
         facts.append(("lower bound", f"{bound}, by {plan.bound_proof}"))
