@@ -1,5 +1,6 @@
 """Compiled code: what is kept, what is rebuilt, and what falls back."""
 
+import os
 import threading
 
 import pytest
@@ -76,13 +77,66 @@ def test_compiled_code_computes_what_its_calls_do_but_for_rounding(cache, call):
 
 def test_what_is_compiled_is_not_compiled_again(cache, call, monkeypatch):
     monkeypatch.setattr(compiling, "launch", None)
-    assert compile_all([call, unfit()], 1, PLACES, limit_seconds=1) == cache[1]
+    assert compile_all([call], 1, PLACES, limit_seconds=1) == {call.key: cache[1][call.key]}
 
 
-def test_what_cannot_be_compiled_is_remembered_with_the_reason(cache):
-    known = cache[1][unfit().key]
-    assert known.reason and not known.is_faster
+def test_what_cannot_be_compiled_has_a_reason_and_is_tried_again(cache):
+    failed = cache[1][unfit().key]
+    assert failed.reason and not failed.is_faster
     assert load_code(unfit().key, 1) is None
+    assert not list(cache[0].rglob(f"{unfit().key}-1.json"))
+
+
+def test_a_compiler_that_dies_is_replaced_and_costs_only_its_call(tmp_path, call, monkeypatch):
+    monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "ENTRY", "tests.executors.test_compiling:dies_of_the_first")
+    compiled = compile_all([unfit(), call], 1, PLACES, limit_seconds=300)
+    assert "status" in compiled[unfit().key].reason or compiled[unfit().key].reason
+    assert compiled[call.key] == Compiled(0.5)
+
+
+def dies_of_the_first(channel):
+    channel.receive()
+    while True:
+        asked = channel.receive()
+        if asked.key == unfit().key:
+            os._exit(9)
+        channel.send(Compiled(0.5))
+
+
+def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path, call, monkeypatch):
+    monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
+    (tmp_path / "compiled").write_text("no folder")
+    assert compile_all([call], 1, PLACES, limit_seconds=300)[call.key].reason
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="there are no owners of files")
+def test_code_that_another_user_can_write_is_not_run(cache, call):
+    (path,) = cache[0].rglob(f"{call.key}-1.py")
+    assert path.stat().st_mode & 0o077 == 0
+    path.chmod(0o666)
+    try:
+        assert load_code(call.key, 1) is None
+    finally:
+        path.chmod(0o600)
+
+
+def test_calls_that_are_bound_compute_and_drop_what_nobody_reads(call):
+    inputs = call.examples()
+    call.bound(inputs)()
+
+
+@pytest.mark.parametrize(
+    ("variable", "there", "has"),
+    [(None, "g++", True), (None, "c++", False), ("nowhere", "g++", False), ("cc", "cc", True)],
+)
+def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, variable, there, has):
+    monkeypatch.setattr(compiling.sys, "platform", "linux")
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: name if name == there else None)
+    monkeypatch.delenv("CXX", raising=False)
+    if variable:
+        monkeypatch.setenv("CXX", variable)
+    assert has_compiler() == has
 
 
 def test_code_is_for_one_number_of_threads_and_one_version(cache, call, monkeypatch):
@@ -106,10 +160,10 @@ def test_a_damaged_file_counts_as_missing(cache, call, content):
 def test_a_missing_or_unreadable_record_is_compiled_again(cache, call):
     (path,) = cache[0].rglob(f"{call.key}-1.json")
     path.write_text("{")
-    assert compile_all([call], 1, PLACES, limit_seconds=300)[call.key].share > 0
+    assert not compile_all([call], 1, PLACES, limit_seconds=300)[call.key].reason
     (code,) = cache[0].rglob(f"{call.key}-1.py")
     code.unlink()
-    assert compile_all([call], 1, PLACES, limit_seconds=300)[call.key].share > 0
+    assert not compile_all([call], 1, PLACES, limit_seconds=300)[call.key].reason
     assert code.exists()
 
 

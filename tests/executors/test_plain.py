@@ -9,6 +9,7 @@ from torch import nn
 
 from dovetail.errors import RunError, UsageError, WorkerError
 from dovetail.executors import PlainNetwork
+from dovetail.executors.plain import _alone
 from dovetail.frontends import SGD, Adam, AdamW, GradScaler, RMSProp, capture, resolve, towers
 from dovetail.frontends.optimizers import torch_optimizer
 from dovetail.machine import parse_machine
@@ -159,7 +160,6 @@ def test_a_compiled_step_computes_the_same_but_for_rounding():
     )
     with PlainNetwork(step, HERE, compiled=True) as network:
         network.begin()
-        assert network.compile_seconds > 0
         network.load_state_dict(plain.state_dict())
         network.load_optimizer_state_dict(
             {name: torch.zeros_like(v) for name, v in network.optimizer_state_dict().items()}
@@ -213,3 +213,10 @@ def test_a_module_that_cannot_be_sent_is_refused():
     step = capture(module, batches(1)[0][0])
     with pytest.raises(UsageError, match="cannot be sent to a process"):
         PlainNetwork(step, HERE)
+
+
+def test_a_slice_is_sent_without_what_it_is_a_slice_of():
+    whole = torch.arange(1000.0)
+    part = _alone(whole[8:16])
+    assert torch.equal(part, whole[8:16]) and part.untyped_storage().nbytes() == 32
+    assert _alone(whole).data_ptr() == whole.data_ptr()

@@ -38,7 +38,7 @@ class Timed:
         Timed.made.append(self)
 
     def begin(self):
-        pass
+        return 0.1
 
     def feed(self):
         pass
@@ -173,12 +173,39 @@ def test_a_compilation_that_fails_or_takes_too_long_is_told_of(step, timed, monk
 
 def test_an_eager_step_that_fails_leaves_the_plan(step, timed, monkeypatch):
     def fail(*_args, **_options):
-        raise WorkerError("cpu0", "", "Traceback\nValueError: my own mistake")
+        frames = 'Traceback (most recent call last):\n  File "model.py"\n    f()\n'
+        raise WorkerError("cpu0", "", f"{frames}ValueError: my own mistake")
 
     monkeypatch.setattr(ways, "PlainNetwork", fail)
     plan = found(step)
     assert plan.way == PLACED and not plan.measured
-    assert "eager was not measured" in told(plan)
+    assert "eager was not measured: ValueError: my own mistake" in told(plan)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (WorkerError("cpu0", "", 'Traceback\n  File "a"\n    x()\nValueError: mine\n\nSet A=1 to'
+                     " see more"), "ValueError: mine"),
+        (OSError("the disk is full"), "the disk is full"),
+        (UsageError("step", "has no plain form"), "step: has no plain form"),
+    ],
+)  # fmt: skip
+def test_what_failed_is_told_in_one_line(error, cause):
+    assert ways._cause_of(error) == cause
+
+
+@pytest.mark.parametrize(("ratios", "way"), [((0.95, 1.1), PLACED), ((1.02, 0.9), COMPILED)])
+def test_the_median_ratio_decides(step, timed, monkeypatch, ratios, way):
+    most, few = ratios
+    seconds = (most,) * 8 + (few,) * 7
+
+    def measure(timers, rounds, _tell):
+        assert rounds == len(seconds)
+        return {n: seconds if n == "this plan" else (1.0,) * rounds for n in timers}
+
+    monkeypatch.setattr(ways, "measure", measure)
+    assert found(step, compile=True).way in (way, EAGER if way == COMPILED else way)
 
 
 def test_an_interrupt_keeps_the_plan(step, timed, monkeypatch):
@@ -223,12 +250,11 @@ def test_a_budget_of_compiling_is_in_seconds():
 
 def test_an_eager_plan_is_run_by_the_command_line_as_it_is(dovetail, tmp_path, monkeypatch):
     """Nothing stands in here: both ways are measured, and the plan is made to lose."""
-    monkeypatch.setattr(
-        ways, "upper_limit", lambda ratios: 2.0 if len(ratios) >= ways.DECIDING_ROUNDS else 0.5
-    )
+    machine = f"here/{min(2, len(os.sched_getaffinity(0)))}"
+    monkeypatch.setattr(ways, "ratios_of", lambda *_: [2.0])
     path = tmp_path / "plan.json"
     status, out, err = dovetail(
-        "plan", MODEL, "--machine", "here/1", "--budget", "5e", "--out", path, "--json"
+        "plan", MODEL, "--machine", machine, "--budget", "5e", "--out", path, "--json"
     )
     assert status == 0, err
     summary = json.loads(out)
@@ -237,7 +263,8 @@ def test_an_eager_plan_is_run_by_the_command_line_as_it_is(dovetail, tmp_path, m
     assert plan.way == EAGER
     with dt.run(plan, captured) as it:
         module, inputs = branches()
-        torch.set_num_threads(1)
+        (device,) = plan.machine.devices
+        torch.set_num_threads(device.op_threads)
         with torch.no_grad():
             assert torch.equal(it.step(*inputs), module.eval()(*inputs))
     status, out, err = dovetail("run", path, MODEL, "--steps", "3")

@@ -207,6 +207,7 @@ def _write(
 
 def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str, Any]:
     """The object that `plan --json` prints. Its keys are stable. `_infeasible` has them as well."""
+    from dovetail.executors.shares import compiled_stages
     from dovetail.pipeline import graph_of
     from dovetail.pipeline.staging import stages_together
 
@@ -238,7 +239,7 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
             name: None if value is None else value * scale for name, value in plan.baselines.items()
         },
         "found_seconds": plan.found_seconds,
-        "stages": stages_together(plan) if plan.schedules else None,
+        "stages": stages_together(plan) if plan.schedules and not compiled_stages(plan) else None,
         "way": plan.way,
         "measured": plan.measured,
         "plan": None if out is None else str(out),

@@ -29,6 +29,7 @@ def run(
 ) -> None:
     """Run a plan on this machine, and show the measured step beside the predicted one."""
     from dovetail import pipeline
+    from dovetail.plans import PLACED
     from dovetail.reports import run_table
 
     check_outputs(report, trace, inputs=[plan, model])
@@ -45,7 +46,7 @@ def run(
         pipeline.write_trace(opened, step, trace, measurement=measurement)
         say(f"wrote {trace}")
     predicted = pipeline.timeline_of(opened, captured.graph)
-    is_placed = opened.way == "placed"
+    is_placed = opened.way == PLACED
     seconds = predicted.step_seconds if is_placed else opened.value
     if as_json:
         show_json(

@@ -8,18 +8,20 @@
     device's process: load_code(KEY) ──► a function of tensors
 
 A file is the Python source that Inductor writes. It is written whole or not at all, so that several
-programs may compile at once. One that is damaged, or that another version of torch or another
-processor wrote, counts as missing. A fused call that cannot be compiled is remembered as such.
+programs may compile at once. One that is damaged, that another version of torch or another
+processor wrote, or that another user can write, counts as missing. A fused call that cannot be
+compiled is tried again by the next program: a full disk or a missing header may be why.
 """
 
 import json
 import os
 import shutil
 import statistics
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from dovetail.runtime.timers import clock
 from dovetail.runtime.torch_versions import inductor_source
 
 ENTRY = "dovetail.executors.compiling:serve"
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised where compiled code is called otherwise, or its gain is measured otherwise."""
 _ROUNDS, _ROUND_SECONDS = 7, 2e-3
 FASTER = 0.97
@@ -49,8 +51,8 @@ Code = Callable[..., Sequence[Tensor]]
 class Compiled:
     """What is known of a fused call on so many threads.
 
-    share    seconds of the compiled code over those of its calls, both repeated alone; inf where it
-             could not be compiled
+    share    seconds of the compiled code over those of its calls, bound as a device binds them and
+             both repeated alone; inf where it could not be compiled
     reason   why it could not be compiled; "": it was
     """
 
@@ -82,16 +84,22 @@ def compile_all(
     if not has_compiler():
         return {}
     distinct = {call.key: call for call in fused}
-    found = {key: known for key in distinct if (known := _known(key, threads)) is not None}
-    waiting = [call for key, call in distinct.items() if key not in found]
+    compiled = {key: kept for key in distinct if (kept := _kept(key, threads)) is not None}
+    waiting = [call for key, call in distinct.items() if key not in compiled]
     began, count = clock(), len(waiting)
     busy: dict[Worker, FusedCall] = {}
     idle: list[Worker] = []
+    cores_of: dict[Worker, tuple[int, ...]] = {}
+
+    def start(cores: tuple[int, ...]) -> None:
+        worker = launch(ENTRY, cores=cores, threads=threads, name="compiler")
+        idle.append(worker)
+        cores_of[worker] = cores
+        worker.send(threads)
+
     try:
-        for number, cores in enumerate(places[: len(waiting)]):
-            worker = launch(ENTRY, cores=cores, threads=threads, name=f"compiler {number}")
-            worker.send(threads)
-            idle.append(worker)
+        for cores in places[: len(waiting)]:
+            start(cores)
         while busy or (waiting and idle):
             while idle and waiting:
                 worker = idle.pop()
@@ -103,18 +111,18 @@ def compile_all(
             for worker in ready(busy, left):
                 call = busy.pop(worker)
                 try:
-                    found[call.key] = worker.receive()
-                except (ProcessDiedError, ProcessError) as error:
-                    # It took the compiler with it, and would again.
-                    _remember(call.key, threads, Compiled(float("inf"), str(error)))
-                    worker.close(kill=True)
-                else:
+                    compiled[call.key] = worker.receive()
                     idle.append(worker)
+                except (ProcessDiedError, ProcessError) as error:
+                    # The call took its compiler with it.
+                    compiled[call.key] = Compiled(float("inf"), str(error))
+                    worker.close(kill=True)
+                    start(cores_of[worker])
                 progress(count - len(waiting) - len(busy), count)
     finally:
         for worker in (*idle, *busy):
             worker.close(kill=True)
-    return found
+    return compiled
 
 
 def serve(channel: Channel) -> None:
@@ -131,7 +139,7 @@ def load_code(key: str, threads: int) -> Code | None:
     """The compiled code of a fused call, as a function of its tensors; None if there is none that
     can be used."""
     path = _path(key, threads, "py")
-    if not path.exists():
+    if not _is_own(path):
         return None
     use_own_cache()
     try:
@@ -157,8 +165,9 @@ def _loaded(path: Path) -> Code:
 
 
 def has_compiler() -> bool:
-    """True if there is a C++ compiler where torch looks for one."""
-    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
+    """True if there is the C++ compiler that torch would take."""
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX") or usual) is not None
 
 
 def use_own_cache() -> None:
@@ -170,52 +179,65 @@ def _compile(call: FusedCall, threads: int) -> Compiled:
     """Compile a fused call, keep its code, and time it beside its calls."""
     try:
         examples = call.examples()
-        source = inductor_source(call.module(), examples)
-        path = _path(call.key, threads, "py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, source)
-        known = Compiled(_share(_loaded(path), call, examples))
-    except Exception:  # whatever Inductor raises
+        _write(_path(call.key, threads, "py"), inductor_source(call.module(), examples))
+        compiled = Compiled(_share(_loaded(_path(call.key, threads, "py")), call, examples))
+        _write(_path(call.key, threads, "json"), json.dumps({"share": compiled.share}))
+    except Exception:  # whatever Inductor raises, and a disk that is full
         lines = traceback.format_exc().strip().splitlines()
-        known = Compiled(float("inf"), lines[-1])
-    _remember(call.key, threads, known)
-    return known
+        return Compiled(float("inf"), lines[-1])
+    return compiled
 
 
 def _share(code: Code, call: FusedCall, examples: Sequence[Tensor]) -> float:
     """The median, over rounds, of the seconds of the compiled code over those of its calls."""
-    ratios = []
+    run_code, run_calls = partial(code, *examples), call.bound(examples)
     with torch.inference_mode():
-        times = {
-            run: max(1, round(_ROUND_SECONDS / _seconds(run, examples, 2))) for run in (code, call)
+        counts = {
+            run: max(1, round(_ROUND_SECONDS / _seconds(run, 2))) for run in (run_code, run_calls)
         }
-        for _ in range(_ROUNDS):
-            own, other = (_seconds(run, examples, times[run]) for run in (code, call))
-            ratios.append(own / other)
+        ratios = [
+            _seconds(run_code, counts[run_code]) / _seconds(run_calls, counts[run_calls])
+            for _ in range(_ROUNDS)
+        ]
     return statistics.median(ratios)
 
 
-def _seconds(run: Callable[..., Any], examples: Sequence[Tensor], times: int) -> float:
+def _seconds(run: Callable[[], Any], times: int) -> float:
     began = clock()
     for _ in range(times):
-        run(*examples)
+        run()
     return (clock() - began) / times
 
 
-def _known(key: str, threads: int) -> Compiled | None:
-    """What is remembered of a fused call; None if nothing is, or if its code is gone."""
+def _kept(key: str, threads: int) -> Compiled | None:
+    """What is kept of a fused call; None if nothing is, or if its code is gone."""
+    paths = _path(key, threads, "json"), _path(key, threads, "py")
+    if not all(map(_is_own, paths)):
+        return None
     try:
-        raw = json.loads(_path(key, threads, "json").read_text())
-        known = Compiled(float(raw["share"]), str(raw["reason"]))
+        return Compiled(float(json.loads(paths[0].read_text())["share"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return known if known.reason or _path(key, threads, "py").exists() else None
 
 
-def _remember(key: str, threads: int, known: Compiled) -> None:
-    path = _path(key, threads, "json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"share": known.share, "reason": known.reason}))
+def _write(path: Path, text: str) -> None:
+    """Write a file that this user alone can write."""
+    for folder in (path.parent.parent, path.parent):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, text)
+    path.chmod(0o600)
+
+
+def _is_own(path: Path) -> bool:
+    """True for a file that exists and that nobody but this user can write. It is run, so one that
+    somebody else can write to is as good as missing."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return False
+    if not hasattr(os, "getuid"):
+        return True
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def _path(key: str, threads: int, kind: str) -> Path:

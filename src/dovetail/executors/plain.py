@@ -22,8 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.errors import ProcessDiedError, ProcessError, RunError, UsageError, WorkerDiedError
-from dovetail.errors import WorkerError as DeviceError
+from dovetail.errors import (
+    ProcessDiedError,
+    ProcessError,
+    RunError,
+    UsageError,
+    WorkerDiedError,
+    WorkerError,
+)
 from dovetail.executors.placed import (
     Measurement,
     check_fits,
@@ -146,8 +152,7 @@ class _Served:
         seconds = time.perf_counter() - began
         if not returns:
             return seconds, None
-        # A view would be sent with all of what it is a view of.
-        return seconds, substitute(result, Tensor, lambda value: value.detach().clone())
+        return seconds, substitute(result, Tensor, _alone)
 
 
 class PlainNetwork:
@@ -157,8 +162,7 @@ class PlainNetwork:
     machine    of one device, whose cores and threads the step has
     compiled   True: by `torch.compile`
     seed       seeds the weights if the captured module is fake, and each step's random numbers
-    compile_seconds   how long the first step took; 0 before it
-    threads           on which each op runs now
+    threads    on which each op runs now
 
     Raises `UsageError` if the step has no plain form, or if it cannot be sent to a process. A
     failed step closes it, and later calls raise `RunError`.
@@ -170,7 +174,6 @@ class PlainNetwork:
         (self.device,) = machine.devices
         check_here(self.device)
         self.machine, self.captured, self.compiled = machine, captured, compiled
-        self.compile_seconds = 0.0
         self.threads = self.device.op_threads
         self._seed, self._steps, self._fed, self._closed = seed, 0, False, ""
         parcel, self._block = _pack(captured)
@@ -209,13 +212,12 @@ class PlainNetwork:
         given = labelled(self.captured, tensors, self._seed)
         for example, (_, name, tensor) in zip(examples, given, strict=False):
             check_fits(example, tensor, name)
-        self._process.send(FeedPlain(tuple(tensor.detach() for _, _, tensor in given)))
+        self._process.send(FeedPlain(tuple(_alone(tensor) for _, _, tensor in given)))
         self._fed = True
 
-    def begin(self, timeout_seconds: float | None = None) -> None:
-        """Run the first step, which compiles. Raises `TimeoutError`, and then nothing else can be
-        done but to close this."""
-        self._advance(timeout_seconds=timeout_seconds)
+    def begin(self) -> float:
+        """Run the first step, which compiles, and return its seconds."""
+        return self._advance()[0]
 
     def send_first(self) -> None:
         """Ask for the first step without waiting for it; `has_begun` tells of its end."""
@@ -224,7 +226,7 @@ class PlainNetwork:
     def has_begun(self, timeout_seconds: float) -> bool:
         """True as soon as the step that `send_first` asked for has ended."""
         try:
-            self.compile_seconds = self._receive(timeout_seconds)[0]
+            self._receive(timeout_seconds)
         except TimeoutError:
             return False
         return True
@@ -274,7 +276,7 @@ class PlainNetwork:
         """Set parameters and buffers. Raises as `PlacedNetwork.load_state_dict` does."""
         self._check_open()
         check_values("state_dict", self.captured.module.state_dict(), state)
-        self._process.send(GiveState(module=state))
+        self._process.send(GiveState(module={name: _alone(t) for name, t in state.items()}))
         self._ask_ready()
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
@@ -285,7 +287,7 @@ class PlainNetwork:
         """Set the optimizer's state. Raises as `load_state_dict` does."""
         self._check_open()
         check_values("optimizer_state_dict", _initial_state(self.captured), state)
-        self._process.send(GiveState(optimizer=state))
+        self._process.send(GiveState(optimizer={name: _alone(t) for name, t in state.items()}))
         self._ask_ready()
 
     def close(self) -> None:
@@ -307,14 +309,11 @@ class PlainNetwork:
     def _seconds_of_one(self, _timed: bool) -> float:
         return self._advance()[0]
 
-    def _advance(
-        self, *, returns: bool = False, timeout_seconds: float | None = None
-    ) -> tuple[float, Any]:
+    def _advance(self, *, returns: bool = False) -> tuple[float, Any]:
         """Run one step: (seconds, result)."""
         self._ask_step(returns)
-        seconds, result = self._receive(timeout_seconds)
-        self.compile_seconds = self.compile_seconds or seconds
-        return seconds, result
+        reply: tuple[float, Any] = self._receive()
+        return reply
 
     def _ask_step(self, returns: bool) -> None:
         self._check_open()
@@ -342,10 +341,10 @@ class PlainNetwork:
             raise WorkerDiedError(self.device.name, "", error.status) from None
         except ProcessError as error:
             self._release("its process failed", kill=True)
-            raise DeviceError(self.device.name, "", error.traceback) from None
+            raise WorkerError(self.device.name, "", error.traceback) from None
         if isinstance(reply, Failed):
             self._release("a step failed", kill=True)
-            raise DeviceError(self.device.name, "", reply.traceback)
+            raise WorkerError(self.device.name, "", reply.traceback)
         return reply
 
     def _timeline(self, seconds: float) -> Timeline:
@@ -365,6 +364,13 @@ class PlainNetwork:
     def _check_open(self) -> None:
         if self._closed:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor without its gradient, and copied if it is a part of a larger storage: it is sent
+    with all of its storage."""
+    whole = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
+    return tensor.detach() if whole else tensor.detach().clone()
 
 
 def _pack(captured: Captured) -> tuple[Parcel, Any]:

@@ -10,7 +10,7 @@ compiled, call by call, with the same bits as its ops.
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dovetail.frontends.interpret import run_call
+from dovetail.frontends.interpret import Cells, bind, run_call
 from dovetail.frontends.program import Call, Program, Ref, distinct_refs, fill_refs
 from dovetail.graph import Graph, Phase
 from dovetail.runtime.torch_versions import OpOverload
@@ -103,6 +103,29 @@ class FusedCall:
         for call in self.calls:
             run_call(call, values, 0)
         return tuple(values[number] for number in self.outputs)
+
+    def bound(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """The calls on these tensors as a device runs them: bound once, and each result dropped
+        after its last use."""
+        last_use = {number: -1 for call in self.calls for number in call.results if number >= 0}
+        for index, call in enumerate(self.calls):
+            last_use |= {
+                number: index
+                for number in (*distinct_refs((call.args, call.kwargs)), *call.results)
+                if number in last_use
+            }
+        values: Cells = [None] * (len(self.metas) + len(last_use))
+        values[: len(tensors)] = tensors
+        runs = [
+            bind(call, values, tuple(n for n, last in last_use.items() if last == index), lambda: 0)
+            for index, call in enumerate(self.calls)
+        ]
+
+        def run() -> None:
+            for one in runs:
+                one()
+
+        return run
 
     def examples(self) -> tuple[Tensor, ...]:
         """Return arguments of zeros."""

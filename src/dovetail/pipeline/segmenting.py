@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.errors import OutOfMemoryError
 from dovetail.executors.compiling import Compiled, compile_all, has_compiler
 from dovetail.frontends import Captured
 from dovetail.frontends.fused import FusedCall, may_be_fused
+from dovetail.frontends.program import Program
 from dovetail.graph import EVERYWHERE, Graph
 from dovetail.graph.cells import cells_of
 from dovetail.pipeline.opening import planned, with_schedules
@@ -33,7 +35,8 @@ def with_segments(
     plan: Plan, step: Captured, *, compile_seconds: float, progress: TellProgress
 ) -> tuple[Plan, Plan]:
     """(the plan with a note on its segments, the same with those compiled that are faster so).
-    These are one plan if none is faster, and the plan itself if it has stages already.
+    Both are the same object if no segment is faster or the plan with them does not fit into memory,
+    and `plan` itself if it has stages already.
 
     compile_seconds   limit of compiling. What is compiled by then is used, and kept for next time
     """
@@ -41,7 +44,7 @@ def with_segments(
         return plan, plan
     captured, devices = planned(plan, step), plan.machine.devices
     segments = [list(_segments(plan, captured, device)) for device in range(len(devices))]
-    known: dict[int, dict[str, Compiled]] = {}
+    codes: dict[int, dict[str, Compiled]] = {}
     for threads in sorted({device.op_threads for device in devices}):
         alike = [d for d, device in enumerate(devices) if device.op_threads == threads]
         weights: Counter[FusedCall] = Counter()
@@ -55,7 +58,7 @@ def with_segments(
         places = [devices[alike[0]].cores]
         if threads == 1:
             places = [(core,) for device in devices for core in device.cores]
-        known[threads] = compile_all(
+        codes[threads] = compile_all(
             [fused for fused, _ in weights.most_common()],
             threads,
             places,
@@ -67,10 +70,17 @@ def with_segments(
     schedules = []
     for number, device in enumerate(devices):
         seconds = plan.compute_seconds[:, number]
-        schedules.append(_schedule(segments[number], seconds, known[device.op_threads]))
-    compiled = sum(stage.compiled for schedule in schedules for stage in schedule.stages)
-    plan = replace(plan, notes=(*plan.notes, _told(segments, known, compiled)))
-    return plan, with_schedules(plan, captured.graph, schedules) if compiled else plan
+        schedules.append(_schedule(segments[number], seconds, codes[device.op_threads]))
+    count = sum(stage.compiled for schedule in schedules for stage in schedule.stages)
+    plan = _noted(plan, _summary_of(segments, codes))
+    if not count:
+        return plan, plan
+    try:
+        segmented = with_schedules(plan, captured.graph, schedules)
+    except OutOfMemoryError as error:
+        plan = _noted(plan, f"no segment runs compiled: what segments hold does not fit ({error})")
+        return plan, plan
+    return plan, _noted(segmented, f"{count} segments run compiled")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +98,7 @@ def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]
     piece_of = cells_of(graph) * (int(graph.phases.max()) + 1) + graph.phases
     order = [op for stage in stages_of(plan, graph)[device] for op in stage]
     waits, sends = _waits(graph, placement, order, device), _sends(graph, placement, device)
+    lazy = _lazy_storages(graph, program)
     run: list[int] = []
 
     def close() -> Iterator[_Segment]:
@@ -102,7 +113,8 @@ def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]
         run.clear()
 
     for op in order:
-        fits = may_be_fused(graph, program, op)
+        touched = [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
+        fits = may_be_fused(graph, program, op) and lazy.isdisjoint(graph.storages[touched])
         if run and (op in waits or not fits or piece_of[op] != piece_of[run[-1]]):
             yield from close()
         if not fits:
@@ -112,6 +124,17 @@ def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]
         if op in sends or len(run) == MOST_OPS:
             yield from close()
     yield from close()
+
+
+def _lazy_storages(graph: Graph, program: Program) -> set[int]:
+    """The storages that some tensor views negated or conjugated. Of such a view torch's own ops
+    compute what is meant, but compiled code reads what is in memory."""
+    return {
+        int(graph.storages[tensor])
+        for op, call in enumerate(program.calls)
+        if call is not None and str(call.target) in ("aten._neg_view.default", "aten._conj.default")
+        for tensor in graph.outputs_of(op)
+    }
 
 
 def _views_of_inputs(graph: Graph, run: Sequence[int]) -> list[int]:
@@ -167,33 +190,35 @@ def _sends(graph: Graph, placement: NDArray[np.int32], device: int) -> set[int]:
 
 
 def _schedule(
-    segments: Sequence[_Segment], seconds: NDArray[np.float64], known: dict[str, Compiled]
+    segments: Sequence[_Segment], seconds: NDArray[np.float64], codes: dict[str, Compiled]
 ) -> Schedule:
     """The stages of a device: compiled segments, and all other ops by themselves."""
     stages = []
     for segment in segments:
         of_ops = seconds[list(segment.ops)]
-        compiled = known.get(segment.fused.key) if segment.fused is not None else None
+        compiled = codes.get(segment.fused.key) if segment.fused is not None else None
         if compiled is not None and compiled.is_faster:
             stages.append(Stage(segment.ops, float(of_ops.sum() * compiled.share), compiled=True))
         else:
             stages += [
-                Stage((op,), float(own)) for op, own in zip(segment.ops, of_ops, strict=True)
+                Stage((op,), float(cost)) for op, cost in zip(segment.ops, of_ops, strict=True)
             ]
     return Schedule(tuple(stages))
 
 
-def _told(
-    segments: Sequence[Sequence[_Segment]], known: dict[int, dict[str, Compiled]], compiled: int
+def _summary_of(
+    segments: Sequence[Sequence[_Segment]], codes: dict[int, dict[str, Compiled]]
 ) -> str:
-    """A sentence on what is compiled, and what is not."""
+    """A sentence on how many distinct segments are faster compiled, and on the others."""
     asked = {s.fused.key for of_device in segments for s in of_device if s.fused is not None}
-    found = {key: code for of_threads in known.values() for key, code in of_threads.items()}
-    failed = [code.reason for code in found.values() if code.reason]
-    told = (
-        f"{compiled} segments run compiled; of {len(asked)} distinct ones "
-        f"{sum(code.is_faster for code in found.values())} are faster compiled"
-    )
-    if missing := len(asked - found.keys()):
+    by_key = {key: code for of_threads in codes.values() for key, code in of_threads.items()}
+    failed = [code.reason for code in by_key.values() if code.reason]
+    faster = sum(code.is_faster for code in by_key.values())
+    told = f"of {len(asked)} distinct segments {faster} are faster compiled"
+    if missing := len(asked - by_key.keys()):
         told += f", and {missing} were not reached within the limit of --compile-budget"
     return told + (f", and {len(failed)} cannot be compiled ({failed[0]})" if failed else "")
+
+
+def _noted(plan: Plan, note: str) -> Plan:
+    return replace(plan, notes=(*plan.notes, note))

@@ -87,13 +87,14 @@ class ThreadChoice:
     def __str__(self) -> str:
         """ "ops use 1 thread; a step was measured: 1 thread 410 us, with 2 threads 1.1 ms"."""
         parts = [
-            f"{'with ' * (count != self.threads)}{_counted(count)} {format_seconds(seconds)}"
+            f"{'with ' * (count != self.threads)}{counted_threads(count)} {format_seconds(seconds)}"
             for count, seconds in sorted(self.seconds.items())
         ]
-        return f"ops use {_counted(self.threads)}; a step was measured: {', '.join(parts)}"
+        return f"ops use {counted_threads(self.threads)}; a step was measured: {', '.join(parts)}"
 
 
-def _counted(threads: int) -> str:
+def counted_threads(threads: int) -> str:
+    """The number of threads as text, such as "2 threads"."""
     return f"{threads} thread{'s' * (threads != 1)}"
 
 

@@ -434,7 +434,7 @@ def devices_of(plan: Plan) -> int:
 
 
 def stages_together(plan: Plan) -> dict[str, int]:
-    """Device -> how many stages of several ops it runs."""
+    """Device -> how many stages of several ops it runs at the same time."""
     schedules = plan.schedules or (None,) * len(plan.machine.devices)
     return {
         name: sum(len(stage.ops) > 1 for stage in schedule.stages) if schedule else 0

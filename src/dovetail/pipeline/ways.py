@@ -5,7 +5,8 @@
     torch.compile    all cores, best threads  ─┘
 
 All are measured in the same rounds, in processes on the same cores. "Best threads" is the number of
-threads with which an eager step is fastest.
+threads with which an eager step is fastest. The plan stays if its median ratio to the fastest of
+the others is below 1, and by the least gain where it uses several devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,18 +15,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-from dovetail.errors import InfeasibleError, RunError, UsageError
+from dovetail.errors import DovetailError, RunError
 from dovetail.executors import PlacedNetwork, PlainNetwork, Workers, run
 from dovetail.executors.compiling import has_compiler
-from dovetail.executors.stages.choosing import Timer, measure, ratios_of, upper_limit
+from dovetail.executors.stages.choosing import Timer, measure, ratios_of
 from dovetail.frontends import Captured
 from dovetail.graph.duplicates import duplicate
 from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
 from dovetail.pipeline.opening import planned, timeline_of
 from dovetail.pipeline.sources import (
+    LONG_SECONDS,
     TellProgress,
     candidates_of,
+    counted_threads,
     in_order,
     race,
     with_threads,
@@ -36,9 +39,7 @@ from dovetail.units import format_bytes, format_seconds
 
 ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 15, 3, 20.0
 """There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they would take
-longer than `MEASURING_SECONDS`."""
-DECIDING_ROUNDS = 10
-"""Fewer rounds show nothing beyond doubt, so that the median decides."""
+longer than `MEASURING_SECONDS`. A step of seconds takes longer than that even so."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
 
@@ -47,17 +48,17 @@ _LOOK_SECONDS = 0.25
 class _Way:
     """One way to run the step, on so many threads. `PLACED` has 0.
 
-    compiled   of `PLACED`: with compiled segments
+    segmented   of `PLACED`: with compiled segments
     """
 
     way: str
     threads: int = 0
-    compiled: bool = False
+    segmented: bool = False
 
     def __str__(self) -> str:
         if self.way == PLACED:
-            return "this plan" + " with compiled segments" * self.compiled
-        return f"{self.way} ({self.threads} thread{'s' * (self.threads != 1)})"
+            return "this plan" + " with compiled segments" * self.segmented
+        return f"{self.way} ({counted_threads(self.threads)})"
 
 
 def fastest_way(
@@ -69,21 +70,26 @@ def fastest_way(
     compile_seconds: float,
     progress: TellProgress,
 ) -> Plan:
-    """The faster plan, with `eager` and `torch.compile` among its baselines; or, if one of these is
-    faster and `replaces` is True, a plan to run just that.
+    """The faster plan, with `eager` and `torch.compile` among its baselines; or, unless the plan is
+    faster than both or `replaces` is False, a plan to run the faster of these.
 
     machine          one device, whose cores the user's own ways have
-    plans            the plan op by op, and with compiled segments; twice the same if it has none
+    plans            the plan op by op, and with compiled segments; the same object for both if no
+                     segment is compiled
     compile_seconds  limit of all compilations together; 0: nothing is compiled
 
-    The plan's notes say what was measured, what was not, and why not. Ctrl-C ends the comparison
-    with the plan as it is, `interrupted`.
+    The plan's notes say what was measured, what was not, and why not. Where nothing is measured the
+    plan op by op is returned: that its segments are faster is only predicted then. Ctrl-C ends the
+    comparison with that plan, `interrupted`.
     """
-    plan = min(plans, key=lambda candidate: candidate.value)
+    plan = plans[0]
     if step.plain is None:
         why = "the step has several towers, scales its gradients or writes over its inputs"
         return _noted(plan, f"eager was not measured: {why}")
-    needed = sum(plan.peak_memory_bytes) * (3 if compile_seconds else 2)
+    # At the same time there are the plan, with and without segments, the eager step, and the step
+    # compiled for up to two numbers of threads.
+    held = 2 + (plans[1] is not plan) + (2 if compile_seconds else 0)
+    needed = sum(plan.peak_memory_bytes) * held
     if needed > available_bytes():
         return _noted(
             plan,
@@ -95,8 +101,8 @@ def fastest_way(
     except KeyboardInterrupt:
         return replace(_noted(plan, "eager was not measured: interrupted"), interrupted=True)
     # A step that cannot run can still be planned. The user is told when the plan runs.
-    except (InfeasibleError, RunError, UsageError) as error:
-        return _noted(plan, f"eager was not measured: {_first_line(error)}")
+    except (DovetailError, OSError) as error:
+        return _noted(plan, f"eager was not measured: {_cause_of(error)}")
     return _decide(plans, step, machine, seconds, replaces, notes)
 
 
@@ -112,9 +118,9 @@ def _measured(
     with ExitStack() as stack:
         progress("measuring eager", 0.0, None)
         eager = stack.enter_context(PlainNetwork(step, with_threads(machine, cores)))
-        eager.begin()
+        first_seconds = eager.begin()
         best = cores
-        if cores > 1:
+        if cores > 1 and first_seconds <= LONG_SECONDS:
             # The race itself needs some seconds, so hopeless numbers of threads drop out early.
             tried = race(candidates_of(cores), partial(_round, eager), lambda _done: None)
             best = min(tried, key=lambda count: (tried[count], count))
@@ -126,9 +132,9 @@ def _measured(
             str(way): partial(_timed, network, way.threads) for way, network in networks.items()
         }
         workers = stack.enter_context(Workers(plans[0].machine))
-        placed_ways = {_Way(PLACED): plans[0], _Way(PLACED, compiled=True): plans[1]}
-        if plans[0] is plans[1]:
-            del placed_ways[_Way(PLACED, compiled=True)]
+        placed_ways = {_Way(PLACED): plans[0]}
+        if plans[1] is not plans[0]:
+            placed_ways[_Way(PLACED, segmented=True)] = plans[1]
         for way, plan in placed_ways.items():
             placed = stack.enter_context(run(plan, planned(plan, step), workers=workers))
             placed.feed()
@@ -176,10 +182,10 @@ def _compiled(
             has_begun = False
             while not has_begun and clock() - began < limit_seconds:
                 spent = (clock() - began) / limit_seconds
-                progress(f"compiling by torch.compile, {count} threads", spent, None)
+                progress(f"compiling {way}", spent, None)
                 has_begun = network.has_begun(_LOOK_SECONDS)
         except RunError as error:
-            notes.append(f"{way} failed: {_last_line(error)}")
+            notes.append(f"{way} failed: {_cause_of(error)}")
             continue
         if has_begun:
             done[way] = network
@@ -206,27 +212,25 @@ def _decide(
     medians = {way: median(of_way) for way, of_way in seconds.items()}
     own = min((way for way in medians if way.way != PLACED), key=lambda way: medians[way])
     placed = min((way for way in medians if way.way == PLACED), key=lambda way: medians[way])
-    plan = plans[placed.compiled]
+    plan = plans[1] if placed.segmented else plans[0]
     best_of: dict[str, float] = {}
     for way, value in medians.items():
         best_of[way.way] = min(value, best_of.get(way.way, value))
     told = ", ".join(f"{way} {format_seconds(value)}" for way, value in medians.items())
     baselines = {name: value for name, value in best_of.items() if name != PLACED}
-    plan = replace(
-        plan,
-        baselines={**plan.baselines, **baselines},
-        measured=best_of,
-        notes=(*plans[0].notes, f"measured side by side: {told}", *notes),
-    )
-    ratios = ratios_of(seconds[placed], seconds[own])
-    limit = upper_limit(ratios) if len(ratios) >= DECIDING_ROUNDS else median(ratios)
-    if not replaces or limit <= 1:
-        return plan
-    return _plan_of(own, plan, step, with_threads(machine, own.threads))
+    plan = replace(plan, baselines={**plan.baselines, **baselines}, measured=best_of)
+    said = (f"measured side by side: {told}", *notes)
+    # A plan on several devices must win by the least gain that the user asks of such a plan.
+    several = sum(map(bool, plans[0].orders or ())) > 1
+    worth = 1 - plan.min_gain if several else 1.0
+    if not replaces or median(ratios_of(seconds[placed], seconds[own])) < worth:
+        return replace(plan, notes=(*plan.notes, *said))
+    noted = replace(plan, notes=(*plans[0].notes, *said))
+    return _plan_of(own, noted, step, with_threads(machine, own.threads))
 
 
 def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
-    """The plan to run the step by one of its user's own ways, which is faster than `plan`.
+    """The plan to run the step by one of its user's own ways instead of by `plan`.
 
     Its ops stand in the order of the step. Their costs are those of `plan` on the fastest device of
     each, scaled so that they add up to what the step was measured to take.
@@ -278,10 +282,12 @@ def _noted(plan: Plan, note: str) -> Plan:
     return replace(plan, notes=(*plan.notes, note))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _last_line(error: Exception) -> str:
-    """The last line of an error whose text ends with a traceback: what was raised."""
-    return (str(error).strip().splitlines() or [""])[-1]
+def _cause_of(error: Exception) -> str:
+    """What was raised, in one line. Of an error whose text holds a traceback that is the line below
+    its frames: what a library adds further down is advice."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+    if not begins:
+        return lines[0]
+    below = [line for line in lines[begins[-1] + 1 :] if not line.startswith(" ")]
+    return below[0] if below else lines[-1]

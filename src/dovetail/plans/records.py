@@ -185,11 +185,11 @@ class Plan:
             f"{describe_gap(self)}{proof}"
         ]
         feasible = [(v, name) for name, v in self.baselines.items() if v is not None]
-        rows += [
-            f"  {name:<14}{format_value(self, v):>10}"
-            + (f"{ratio_to(self, name, v):8.2f} x" if self.value > 0 else "")
-            for v, name in sorted(feasible)
-        ]
+        for v, name in sorted(feasible):
+            ratio = ratio_to(self, name, v)
+            compared = "" if ratio is None else f"{ratio:8.2f} x"
+            measured = " measured" * (name in self.measured)
+            rows.append(f"  {name:<14}{format_value(self, v):>10}{compared}{measured}")
         rows += [f"  {name:<14}no feasible plan" for name, v in self.baselines.items() if v is None]
         caps = dict(self.caps)
         for device, peak in zip(self.machine.devices, self.peak_memory_bytes, strict=True):
@@ -226,10 +226,15 @@ def format_value(plan: Plan, value: float) -> str:
     return f"{value * 1e3:.6g} ms" if plan.costs_source == "given" else format_seconds(value)
 
 
-def ratio_to(plan: Plan, method: str, value: float) -> float:
-    """Return a method's value over the plan's; what was measured is compared with what was."""
-    own = plan.measured.get(plan.way, plan.value) if method in plan.measured else plan.value
-    return value / own
+def ratio_to(plan: Plan, method: str, value: float) -> float | None:
+    """Return a method's value over the plan's. What was measured is compared with what was, and
+    what was predicted with that; None where one value is measured and the other is not, or the
+    plan's is 0."""
+    is_measured = method in plan.measured
+    if not is_measured and plan.way != PLACED:
+        return None
+    own = plan.measured[plan.way] if is_measured else plan.value
+    return value / own if own > 0 else None
 
 
 def describe_gap(plan: Plan) -> str:

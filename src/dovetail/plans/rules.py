@@ -12,6 +12,7 @@ from dovetail.errors import (
     NotContiguousError,
     OrderError,
     OutOfMemoryError,
+    PlanError,
     SplitModuleError,
     UnplacedOpError,
 )
@@ -19,7 +20,7 @@ from dovetail.graph import EVERYWHERE, HOST, Graph
 from dovetail.graph.convexity import find_return
 from dovetail.graph.units import matched_modules, units_of
 from dovetail.machine import Machine
-from dovetail.plans.records import Placement, Plan
+from dovetail.plans.records import PLACED, Placement, Plan
 
 # Rule 4: each device runs its stages one after another, and all devices finish.
 #
@@ -180,6 +181,7 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
                                                             `NotContiguousError`
     7. Each module that is kept whole is on one device.     `SplitModuleError`
     (8. What is made for a format can be written in it: `pipeline.open_plan`.)
+    9. What does not run placed, but eager or by `torch.compile`, has one device. `PlanError`
     Memory within capacity and caps is checked against the promised peaks: `OutOfMemoryError`.
     """
     if plan.graph_fingerprint != graph.fingerprint:
@@ -189,6 +191,8 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
             f"{plan.machine.name} ({plan.machine.fingerprint})",
             f"{machine.name} ({machine.fingerprint})",
         )
+    if plan.way != PLACED and len(plan.machine.devices) != 1:
+        raise PlanError(f"plan rule 9: it runs {plan.way}, on {len(plan.machine.devices)} devices")
     check_placement(plan.placement, graph, plan.machine, plan.compute_seconds)
     check_orders(plan, graph)
     if plan.contiguous:

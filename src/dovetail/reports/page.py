@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dovetail.graph import Graph
 from dovetail.graph.records import Phase
-from dovetail.plans import PLACED, Plan, capacities_of, describe_gap, format_value, ratio_to
+from dovetail.plans import PLACED, Plan, capacities_of, describe_gap, format_value
 from dovetail.reports import plots
 from dovetail.reports.colours import device_styles
 from dovetail.reports.folding import Folds, fold
@@ -26,7 +26,14 @@ from dovetail.reports.layout import GraphView, PricedPlacement, draw, edges_betw
 from dovetail.reports.limits import OP, StepLimits, explain, find_limits, shares
 from dovetail.reports.markup import Card, PageTable, render_page, save_page
 from dovetail.reports.records import PlanReport, utilisation
-from dovetail.reports.tables import found_after, loads_of, plan_facts, run_rows
+from dovetail.reports.tables import (
+    found_after,
+    label_of,
+    loads_of,
+    plan_facts,
+    ratio_text,
+    run_rows,
+)
 from dovetail.timeline import Timeline
 from dovetail.units import (
     BEYOND_ANY_BYTES,
@@ -545,9 +552,9 @@ def _methods(plan: Plan) -> list[_MethodRow]:
             rows.append(_MethodRow("none", method, "infeasible"))
             continue
         style = "chosen" if method == plan.placer else ""
-        ratio = f"{ratio_to(plan, method, value):.3f} x" if plan.value > 0 else ""
-        rows.append(_MethodRow(style, method, format_value(plan, value), ratio,
-                               found_after(plan, method), plots.bar(value / worst)))  # fmt: skip
+        rows.append(_MethodRow(style, label_of(plan, method), format_value(plan, value),
+                               ratio_text(plan, method, value), found_after(plan, method),
+                               plots.bar(value / worst)))  # fmt: skip
     if plan.lower_bound > 0:
         ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
         rows.append(

@@ -151,13 +151,16 @@ def methods_table(plan: Plan) -> Table:
     for method, value in plan.baselines.items():
         chosen = method == plan.placer
         style = "bold green" if chosen else None
-        name = escape(method) + (" (chosen)" * chosen)
+        name = escape(label_of(plan, method)) + (" (chosen)" * chosen)
         if value is None:
             table.add_row(name, "infeasible", "", "", style="dim")
         else:
-            ratio = f"{ratio_to(plan, method, value):.3f} x" if plan.value > 0 else ""
             table.add_row(
-                name, format_value(plan, value), ratio, found_after(plan, method), style=style
+                name,
+                format_value(plan, value),
+                ratio_text(plan, method, value),
+                found_after(plan, method),
+                style=style,
             )
     if plan.placer not in plan.baselines:
         value_text = format_value(plan, plan.value)
@@ -165,6 +168,17 @@ def methods_table(plan: Plan) -> Table:
             f"{escape(plan.placer)} (chosen)", value_text, "1.000 x", "", style="bold green"
         )
     return table
+
+
+def label_of(plan: Plan, method: str) -> str:
+    """The method's name, which says whether its value was measured among predicted ones."""
+    return method + ", measured" * (method in plan.measured)
+
+
+def ratio_text(plan: Plan, method: str, value: float) -> str:
+    """The method's value over the plan's; "" where the two cannot be compared."""
+    ratio = ratio_to(plan, method, value)
+    return "" if ratio is None else f"{ratio:.3f} x"
 
 
 def found_after(plan: Plan, method: str) -> str:

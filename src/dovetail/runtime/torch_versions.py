@@ -150,9 +150,6 @@ def open_archive(path: Any) -> Any:
     return PT2ArchiveReader(path)
 
 
-# Scaled losses: the ops of `torch.amp.GradScaler`, which has no functional form.
-
-
 def inductor_source(module: fx.GraphModule, examples: Sequence[Tensor]) -> str:
     """Return the Python source that Inductor compiles the module to. Its `call` takes the inputs in
     a list, which it empties, and returns the outputs in a tuple.
@@ -172,6 +169,9 @@ def inductor_source(module: fx.GraphModule, examples: Sequence[Tensor]) -> str:
         compile_fx(module, list(examples), inner_compile=keep_source)
     (source,) = sources
     return source
+
+
+# Scaled losses: the ops of `torch.amp.GradScaler`, which has no functional form.
 
 
 def count_not_finite(gradients: Sequence[Tensor], flag: Tensor, inverse_scale: Tensor) -> None:
