@@ -22,6 +22,7 @@ from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.pipeline import segmenting
 from dovetail.pipeline.opening import verify
 from dovetail.pipeline.segmenting import with_segments
+from dovetail.pipeline.using import uncompiled
 from dovetail.plans import load_plan
 from tests.support.placing import plan_for, random_placement
 from tests.support.small_models import branches
@@ -123,6 +124,8 @@ def test_without_code_segments_run_call_by_call_with_the_same_bits(halved, seed,
         with run(chosen, step, seed=3) as placed:
             losses = [placed.step(*batch) for batch in batches]
             results.append((losses, placed.state_dict()))
+    assert f"{len(compiled_stages(found))} have no code here" in uncompiled(again, step)
+    assert uncompiled(bare, step) == ""
     (losses, state), (other_losses, other_state) = results
     assert losses == other_losses
     assert all(torch.equal(state[name], other_state[name]) for name in state)
@@ -171,6 +174,7 @@ def test_a_compiled_plan_trains_as_the_plain_module_does_but_for_rounding(monkey
     for device, ops in compiled_stages(found):
         key = FusedCall.of(step.graph, step.program, ops)[0].key
         assert compiling.load_code(key, found.machine.devices[device].op_threads) is not None
+    assert uncompiled(found, step) == ""
     own = torch.optim.SGD(module.parameters(), lr=0.05)
     with run(found, step) as placed:
         for _ in range(3):

@@ -67,6 +67,8 @@ def run(
             show(run_table(seconds, measurement.step_seconds))
     if disturbance := pipeline.disturbance_of(opened, seconds, measurement):
         say(disturbance)
+    if missing := pipeline.uncompiled(opened, captured):
+        say(missing)
 
 
 def report(

@@ -135,15 +135,19 @@ def serve(channel: Channel) -> None:
         channel.send(_compile(call, threads))
 
 
+def has_code(key: str, threads: int) -> bool:
+    """True if compiled code of a fused call is kept here."""
+    return _is_own(_path(key, threads, "py"))
+
+
 def load_code(key: str, threads: int) -> Code | None:
     """The compiled code of a fused call, as a function of its tensors; None if there is none that
     can be used."""
-    path = _path(key, threads, "py")
-    if not _is_own(path):
+    if not has_code(key, threads):
         return None
     use_own_cache()
     try:
-        return _loaded(path)
+        return _loaded(_path(key, threads, "py"))
     except Exception:  # whatever a damaged file leads to
         return None
 

@@ -45,6 +45,7 @@ _NAMES = {
         "make_folder",
         "report",
         "run",
+        "uncompiled",
         "write_trace",
     ),
 }

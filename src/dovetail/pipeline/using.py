@@ -8,8 +8,11 @@ from typing import Any
 from dovetail.errors import UnwritableError, UsageError
 from dovetail.executors import Measurement, PlacedNetwork, PlainNetwork
 from dovetail.executors import run as execute
+from dovetail.executors.compiling import has_code
+from dovetail.executors.shares import compiled_stages
 from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.frontends import Captured
+from dovetail.frontends.fused import FusedCall
 from dovetail.graph import Graph
 from dovetail.instances import instance_to_dict
 from dovetail.pipeline.opening import check_machine, costs_in, planned, timeline_of
@@ -32,6 +35,24 @@ def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork | PlainNe
     if plan.way != PLACED:
         return PlainNetwork(step, plan.machine, compiled=plan.way == COMPILED, seed=seed)
     return execute(plan, step, seed=seed)
+
+
+def uncompiled(plan: Plan, step: Captured) -> str:
+    """A sentence for the user if code of the plan's segments is not kept here, else ""."""
+    segments = compiled_stages(plan)
+    if not segments:
+        return ""
+    step = planned(plan, step)
+    missing = 0
+    for device, ops in segments:
+        threads = plan.machine.devices[device].op_threads
+        missing += not has_code(FusedCall.of(step.graph, step.program, ops)[0].key, threads)
+    if not missing:
+        return ""
+    return (
+        f"of {len(segments)} compiled segments {missing} have no code here, and run call by call; "
+        "plan again to compile them"
+    )
 
 
 FAR_OFF = 0.25
