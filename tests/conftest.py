@@ -65,7 +65,12 @@ settings.load_profile("suite")
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    """Tests measure for themselves and leave the user's cache alone."""
+    """Tests measure for themselves and leave the user's cache alone. Only the C++ runner, which
+    takes half a minute to build, stays there from run to run."""
+    from dovetail.runtime.files import cache_folder
+    from dovetail.runtime.native import SWITCH
+
+    os.environ.setdefault(SWITCH, str(cache_folder() / "native"))
     os.environ["DOVETAIL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from dovetail.executors import compiling
-from dovetail.executors.compiling import Compiled, compile_all, has_compiler, load_code
+from dovetail.executors.compiling import Compiled, compile_all, load_code
 from dovetail.frontends import capture
 from dovetail.frontends.fused import FusedCall, may_be_fused
+from dovetail.runtime import native
+from dovetail.runtime.native import has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
 PLACES = [()]
@@ -131,8 +133,8 @@ def test_calls_that_are_bound_compute_and_drop_what_nobody_reads(call):
     [(None, "g++", True), (None, "c++", False), ("nowhere", "g++", False), ("cc", "cc", True)],
 )
 def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, variable, there, has):
-    monkeypatch.setattr(compiling.sys, "platform", "linux")
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: name if name == there else None)
+    monkeypatch.setattr(native.sys, "platform", "linux")
+    monkeypatch.setattr(native.shutil, "which", lambda name: name if name == there else None)
     monkeypatch.delenv("CXX", raising=False)
     if variable:
         monkeypatch.setenv("CXX", variable)

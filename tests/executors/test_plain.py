@@ -13,7 +13,7 @@ from dovetail.executors.plain import _alone
 from dovetail.frontends import SGD, Adam, AdamW, GradScaler, RMSProp, capture, resolve, towers
 from dovetail.frontends.optimizers import torch_optimizer
 from dovetail.machine import parse_machine
-from dovetail.pipeline.ways import has_compiler
+from dovetail.runtime.native import has_compiler
 
 HERE = parse_machine("here/1")
 STEPS = 3

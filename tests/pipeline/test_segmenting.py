@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dovetail.executors import compiling, run
-from dovetail.executors.compiling import Compiled, has_compiler
+from dovetail.executors.compiling import Compiled
 from dovetail.executors.shares import (
     AwaitFlag,
     RunCompiled,
@@ -24,6 +24,7 @@ from dovetail.pipeline.opening import verify
 from dovetail.pipeline.segmenting import with_segments
 from dovetail.pipeline.using import uncompiled
 from dovetail.plans import load_plan
+from dovetail.runtime.native import has_compiler
 from tests.support.placing import plan_for, random_placement
 from tests.support.small_models import branches
 

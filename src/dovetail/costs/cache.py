@@ -9,7 +9,6 @@ transaction.
 import hashlib
 import json
 import math
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
@@ -18,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
-
 from dovetail.errors import FileFormatError, UnwritableError
+from dovetail.runtime.files import cache_folder
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS costs (
@@ -50,8 +48,7 @@ class MeasuredCost:
 
 def default_cache_path() -> Path:
     """Return the path of `costs.sqlite` in $DOVETAIL_CACHE, or else in the user's cache folder."""
-    folder = os.environ.get("DOVETAIL_CACHE")
-    return (Path(folder) if folder else user_cache_path("dovetail")) / "costs.sqlite"
+    return cache_folder() / "costs.sqlite"
 
 
 class CostCache:

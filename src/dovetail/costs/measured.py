@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from dovetail.costs.cache import CostCache, MeasuredCost
 from dovetail.costs.records import Costs
 from dovetail.errors import CostError, MachineError
 from dovetail.frontends import Program
-from dovetail.frontends.interpret import Cells, bind
 from dovetail.frontends.program import Call, distinct_refs
+from dovetail.frontends.runners import Runner, Stream, make_runner, runner_kind
 from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
 from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs
@@ -133,7 +134,7 @@ def time_calls(
 
     Returns a `FailedCall` for the first call that raises.
     """
-    runs = [_bind_inputs(entry) for entry in entries]
+    runs = [_bind_inputs(entry) for entry in entries]  # [calls][copies]
     # The first run of each call is not timed: it warms up, and shows whether the call works.
     for index, copies in enumerate(runs):
         try:
@@ -179,15 +180,9 @@ def _enough(rounds: int, spent_seconds: float, undisturbed: int, patience_second
     )
 
 
-def _one_round(runs: list[list[Callable[[], None]]], turn: int) -> list[float]:
+def _one_round(runs: list[list[Callable[[], float]]], turn: int) -> list[float]:
     """Return the seconds of each call, with the copy of its cold tensors whose turn it is."""
-    seconds = []
-    for copies in runs:
-        run = copies[turn % len(copies)]
-        start = clock()
-        run()
-        seconds.append(clock() - start)
-    return seconds
+    return [copies[turn % len(copies)]() for copies in runs]
 
 
 def pace_seconds() -> float:
@@ -208,22 +203,37 @@ def copies_for(cold_bytes: int) -> int:
     return max(1, min(_MOST_COPIES, _COLD_BYTES // cold_bytes)) if cold_bytes else 1
 
 
-def _bind_inputs(entry: TimedEntry) -> list[Callable[[], None]]:
-    """Return the entry's call bound to its inputs, once for each copy of its cold tensors.
+def _bind_inputs(entry: TimedEntry) -> list[Callable[[], float]]:
+    """Return functions that run the entry's call and return its seconds, one for each copy of its
+    cold tensors.
 
-    A bound call frees its results, as in an executor, and the time of that is part of the cost.
+    The call runs as in an executor, by a runner. It frees its results, as it does there, and the
+    time of that is part of the cost.
     """
     hot = {t: _random_tensor(x, entry.layouts) for t, x in entry.layouts.items()}
     cold_bytes = sum(hot[tensor].untyped_storage().nbytes() for tensor in entry.cold)
     count = 1 + max((*entry.layouts, *entry.call.results), default=0)
     frees = tuple(tensor for tensor in entry.call.results if tensor >= 0)
-    runs = []
+    runs: list[Callable[[], float]] = []
     for _ in range(copies_for(cold_bytes)):
-        values: Cells = [None] * count
+        runner = make_runner(count)
+        runner.seeds = [0]
         for tensor, value in hot.items():
-            values[tensor] = value.clone() if tensor in entry.cold else value
-        runs.append(bind(entry.call, values, frees, lambda: 0))
+            runner.set(tensor, value.clone() if tensor in entry.cold else value)
+        stream = runner.stream()
+        stream.call(entry.call, tag=0, frees=frees, seed=0 if entry.call.random else -1)
+        runs.append(partial(_stamped_seconds, runner, stream))
     return runs
+
+
+def _stamped_seconds(runner: Runner, stream: Stream) -> float:
+    """Run a stream of one instruction, and return the seconds that this takes by itself."""
+    runner.run(stream, stamps=_STAMPS_ADDRESS)
+    return float(_STAMPS[1] - _STAMPS[0]) / 1e9
+
+
+_STAMPS = np.zeros(2, dtype=np.int64)
+_STAMPS_ADDRESS = address_of(_STAMPS)
 
 
 def measure_rates() -> dict[str, Any]:
@@ -333,7 +343,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of the measurement, which is part of every cache key. Raise it when the measurement
 changes."""
 _BATCH_OPS = 64
@@ -355,7 +365,7 @@ def device_key(device: Device, machine: Machine) -> str:
     peers = sum(_kind(other) == _kind(device) for other in machine.devices)
     return (
         f"{device.model} | {_threads_of(device)} | {peers} at once | torch {torch.__version__} "
-        f"| protocol {PROTOCOL}"
+        f"| {runner_kind()} | protocol {PROTOCOL}"
     )
 
 

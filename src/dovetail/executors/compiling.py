@@ -15,9 +15,7 @@ compiled is tried again by the next program: a full disk or a missing header may
 
 import json
 import os
-import shutil
 import statistics
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.costs.cache import default_cache_path
 from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.frontends.fused import FusedCall
-from dovetail.runtime.files import write_atomically
+from dovetail.runtime.files import cache_folder, is_own, write_atomically
+from dovetail.runtime.native import has_compiler
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.timers import clock
 from dovetail.runtime.torch_versions import inductor_source
 
 ENTRY = "dovetail.executors.compiling:serve"
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised where compiled code is called otherwise, or its gain is measured otherwise."""
 _ROUNDS, _ROUND_SECONDS = 7, 2e-3
 FASTER = 0.97
@@ -137,7 +135,7 @@ def serve(channel: Channel) -> None:
 
 def has_code(key: str, threads: int) -> bool:
     """True if compiled code of a fused call is kept here."""
-    return _is_own(_path(key, threads, "py"))
+    return is_own(_path(key, threads, "py"))
 
 
 def load_code(key: str, threads: int) -> Code | None:
@@ -166,12 +164,6 @@ def _loaded(path: Path) -> Code:
         return made
 
     return code
-
-
-def has_compiler() -> bool:
-    """True if there is the C++ compiler that torch would take."""
-    usual = "clang++" if sys.platform == "darwin" else "g++"
-    return shutil.which(os.environ.get("CXX") or usual) is not None
 
 
 def use_own_cache() -> None:
@@ -216,7 +208,7 @@ def _seconds(run: Callable[[], Any], times: int) -> float:
 def _kept(key: str, threads: int) -> Compiled | None:
     """What is kept of a fused call; None if nothing is, or if its code is gone."""
     paths = _path(key, threads, "json"), _path(key, threads, "py")
-    if not all(map(_is_own, paths)):
+    if not all(map(is_own, paths)):
         return None
     try:
         return Compiled(float(json.loads(paths[0].read_text())["share"]))
@@ -232,24 +224,12 @@ def _write(path: Path, text: str) -> None:
     path.chmod(0o600)
 
 
-def _is_own(path: Path) -> bool:
-    """True for a file that exists and that nobody but this user can write. It is run, so one that
-    somebody else can write to is as good as missing."""
-    try:
-        facts = path.stat()
-    except OSError:
-        return False
-    if not hasattr(os, "getuid"):
-        return True
-    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
-
-
 def _path(key: str, threads: int, kind: str) -> Path:
     return _folder() / _version() / f"{key}-{threads}.{kind}"
 
 
 def _folder() -> Path:
-    return default_cache_path().parent / "compiled"
+    return cache_folder() / "compiled"
 
 
 @cache

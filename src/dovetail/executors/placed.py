@@ -29,12 +29,13 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.shares import SendTensor, Share, distinct, ops_of, share_out, tensor_at
+from dovetail.executors.shares import SendTensor, Share, ops_of, share_out, tensor_at
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import Workers
 from dovetail.frontends.interpret import example_values, held_values, source_value
 from dovetail.frontends.program import Captured, Ref
 from dovetail.frontends.recording import is_fake
+from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
 from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes

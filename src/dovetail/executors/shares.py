@@ -489,15 +489,3 @@ def tensor_at(block: Block, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
     memory = block.view(slot.offset + skew_bytes, (slot.bytes,), np.uint8)
     flat = torch.from_numpy(memory).view(getattr(torch, slot.dtype))
     return flat.as_strided(slot.shape, slot.strides)
-
-
-def distinct(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The part of a tensor laid out by `strides` that has each element in memory once.
-
-    Dimensions of stride 0 (expanded ones) are cut to length one, because torch refuses to write to
-    a tensor that has one element in several places.
-    """
-    for dimension, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor

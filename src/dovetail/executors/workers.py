@@ -15,6 +15,7 @@ from typing import Self
 from dovetail.errors import RunError, UsageError
 from dovetail.executors.worker import UseThreads
 from dovetail.machine import Device, Machine
+from dovetail.runtime.native import build_native
 from dovetail.runtime.processes import Worker, launch
 
 ENTRY = "dovetail.executors.worker:serve"
@@ -44,6 +45,8 @@ class Workers:
         self.check_open()
         try:
             fresh = [d for d in devices if d not in self._started]
+            if fresh:
+                build_native()
             for index in fresh:
                 device = self.machine.devices[index]
                 threads = device.op_threads

@@ -12,14 +12,15 @@ import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from dovetail.frontends.interpret import Cells, bind, run_call
+from dovetail.frontends.interpret import run_call
 from dovetail.frontends.program import Call, Program, Ref, distinct_refs, fill_refs
+from dovetail.frontends.runners import make_runner
 from dovetail.graph import Graph, Phase
 from dovetail.runtime.torch_versions import OpOverload
 
@@ -104,7 +105,7 @@ class FusedCall:
             run_call(call, values, 0)
         return tuple(values[number] for number in self.outputs)
 
-    def bound(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    def bound(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
         """The calls on these tensors as a device runs them: bound once, and each result dropped
         after its last use."""
         last_use = {number: -1 for call in self.calls for number in call.results if number >= 0}
@@ -114,18 +115,14 @@ class FusedCall:
                 for number in (*distinct_refs((call.args, call.kwargs)), *call.results)
                 if number in last_use
             }
-        values: Cells = [None] * (len(self.metas) + len(last_use))
-        values[: len(tensors)] = tensors
-        runs = [
-            bind(call, values, tuple(n for n, last in last_use.items() if last == index), lambda: 0)
-            for index, call in enumerate(self.calls)
-        ]
-
-        def run() -> None:
-            for one in runs:
-                one()
-
-        return run
+        runner = make_runner(len(self.metas) + len(last_use))
+        for number, tensor in enumerate(tensors):
+            runner.set(number, tensor)
+        stream = runner.stream()
+        for index, call in enumerate(self.calls):
+            frees = [number for number, last in last_use.items() if last == index]
+            stream.call(call, tag=index, frees=frees)
+        return partial(runner.run, stream)
 
     def examples(self) -> tuple[Tensor, ...]:
         """Return arguments of zeros."""

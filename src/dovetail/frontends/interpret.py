@@ -183,7 +183,7 @@ Getter = Callable[[Cells], tuple[Any, ...]]
 Bound = Callable[[], None]
 """Runs one bound call."""
 
-_GENERATOR = Lock()
+GENERATOR = Lock()
 """All threads share torch's generator. A thread holds this lock from seeding the generator until
 its op has drawn."""
 
@@ -260,7 +260,7 @@ def _has_refs(tree: Any) -> bool:
 
 def _with_seed(invoke: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
     def seeded() -> Any:
-        with _GENERATOR:
+        with GENERATOR:
             torch.manual_seed(seed())
             return invoke()
 

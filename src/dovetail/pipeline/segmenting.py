@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import OutOfMemoryError
-from dovetail.executors.compiling import Compiled, compile_all, has_compiler
+from dovetail.executors.compiling import Compiled, compile_all
 from dovetail.frontends import Captured
 from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.frontends.program import Program
@@ -26,6 +26,7 @@ from dovetail.graph.cells import cells_of
 from dovetail.pipeline.opening import planned, with_schedules
 from dovetail.pipeline.sources import TellProgress
 from dovetail.plans import Plan, Schedule, Stage, normalise, stages_of
+from dovetail.runtime.native import has_compiler
 
 MOST_OPS = 150
 """A segment has at most so many ops: the time to compile one grows faster than its size."""

@@ -42,6 +42,7 @@ from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import Grouping
 from dovetail.plans import Plan, Source, normalise
 from dovetail.runtime.files import read_json
+from dovetail.runtime.native import build_native
 from dovetail.runtime.neighbours import Neighbours, disturbs
 from dovetail.runtime.timers import clock
 from dovetail.units import HERE, format_seconds
@@ -400,6 +401,7 @@ def machine_of(
 def _with_best_threads(step: Captured, progress: TellProgress, notes: "Notes") -> Machine:
     """`here` with the number of threads that is best for this step, probed with it."""
     machine, cache = parse_machine(HERE), CostCache()
+    _prepare_runner(progress, notes)
     progress("measuring threads", 0.0, None)
     choice = choose_threads(
         step, machine, cache, lambda fraction: progress("measuring threads", fraction, None)
@@ -459,13 +461,19 @@ def resolve_machine(
     where = parse_machine(machine)
     if not names_here(machine):
         return where
+    notes = notes or Notes()
+    _prepare_runner(progress, notes)
     progress("measuring the machine", 0.0, None)
     return probed_machine(
-        where,
-        CostCache(),
-        fresh=fresh,
-        beside=partial((notes or Notes()).disturbed, "the machine"),
+        where, CostCache(), fresh=fresh, beside=partial(notes.disturbed, "the machine")
     )
+
+
+def _prepare_runner(progress: TellProgress, notes: "Notes") -> None:
+    """Build the C++ runner where it is missing. What is measured afterwards is measured with it."""
+    reason = build_native(lambda doing: progress(doing, 0.0, None))
+    if reason:
+        notes.say(f"calls are made from Python, which is slower: {reason}")
 
 
 def costs_of(

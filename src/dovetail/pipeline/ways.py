@@ -17,7 +17,6 @@ from statistics import median
 
 from dovetail.errors import DovetailError, RunError
 from dovetail.executors import PlacedNetwork, PlainNetwork, Workers, run
-from dovetail.executors.compiling import has_compiler
 from dovetail.executors.stages.choosing import Timer, measure, ratios_of
 from dovetail.frontends import Captured
 from dovetail.graph.duplicates import duplicate
@@ -34,6 +33,7 @@ from dovetail.pipeline.sources import (
     with_threads,
 )
 from dovetail.plans import COMPILED, EAGER, PLACED, Plan
+from dovetail.runtime.native import has_compiler
 from dovetail.runtime.timers import clock
 from dovetail.units import format_bytes, format_seconds
 

@@ -10,8 +10,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from platformdirs import user_cache_path
+
 from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.units import format_bytes
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be computed again: $DOVETAIL_CACHE, or else the user's own."""
+    folder = os.environ.get("DOVETAIL_CACHE")
+    return Path(folder) if folder else user_cache_path("dovetail")
+
+
+def is_own(path: Path) -> bool:
+    """True for a file that exists and that nobody but this user can write."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return False
+    if not hasattr(os, "getuid"):
+        return True
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:

@@ -18,11 +18,12 @@ are passed by address, because unboxing an array costs more than the wait itself
 
 import platform
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -259,6 +260,23 @@ def barrier(flags: int, count: int, seat: int, value: int, abort: int, spin_ns: 
         if wait(flags + 64 * other, value, abort, spin_ns) == ABORTED:
             return ABORTED
     return value
+
+
+@cache
+def c_functions() -> tuple[int, int, int]:
+    """The addresses of `wait`, `publish` and `publish_copy` as functions of C."""
+    made: list[Any] = [
+        cfunc("int64(int64, int64, int64, int64)", cache=True)(wait.py_func),
+        cfunc("void(int64, int64)", cache=True)(publish.py_func),
+        cfunc("void(int64, int64, int64, int64, int64)", cache=True)(publish_copy.py_func),
+    ]
+    _KEPT.extend(made)
+    first, second, third = (int(function.address) for function in made)
+    return first, second, third
+
+
+_KEPT: list[Any] = []
+"""The functions of `c_functions`, whose code lives as long as they do."""
 
 
 def address_of(array: NDArray[Any], index: int = 0) -> int:

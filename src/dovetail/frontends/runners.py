@@ -1,0 +1,592 @@
+"""Runs lists of calls on one table of tensors, in one thread or in several.
+
+    runner   values [ t0 | t1 | t2 ... ]        one table, which all of its streams share
+    stream   call ─ call ─ send ─ wait ─ call ─ fork ┬ call ─ call
+                                                     └ call
+
+`NativeRunner` runs them in C++ and holds Python's lock only within calls of Python functions.
+`PythonRunner` does the same without a C++ compiler, call by call from Python. Both give the same
+bits. A C++ runner takes .6 to .95 of the time of the Python one, since a call from Python costs as
+much as a small kernel (benchmarks/compiled).
+
+Two streams that run at the same time never touch one entry of the table at once: whoever reads what
+another stream wrote waits for its flag first. A flag is the address of an int64 as
+`runtime.waiting` has them.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.frontends.interpret import (
+    Bound,
+    Cells,
+    bind,
+    call_arguments,
+)
+from dovetail.frontends.program import Call, distinct_refs, fill_refs
+from dovetail.runtime.native import native_runner
+from dovetail.runtime.setup import set_up_thread
+from dovetail.runtime.torch_versions import OpOverload
+from dovetail.runtime.waiting import ABORTED, publish, publish_copy, wait
+
+SKEW = 63
+"""The low six bits of a flag, which hold the sent tensor's address modulo 64.
+
+A flag's value is `now`, a multiple of 64, plus that address, so it still grows from run to run. The
+copy keeps the original's address modulo a cache line, because some kernels of BLAS libraries round
+differently by alignment."""
+PLAIN_BYTES = 2**17
+"""Up to this size a plain copy of adjacent bytes is quicker than torch's. Above it, torch's copy
+wins, because it uses several threads."""
+_FORK_SPIN_NS = 1_000_000
+"""A stream that waits for another stream of its process spins this long before it sleeps."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor lies in memory that another process reads or writes.
+
+    address   of its first byte, at skew 0
+    bytes     from there on, gaps that its strides leave included
+    """
+
+    address: int
+    bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the tensor's elements lie one after another."""
+        return _contiguous_strides(self.shape, self.strides)
+
+    def tensor(self, skew_bytes: int = 0) -> Tensor:
+        """The tensor, which starts `skew_bytes` later.
+
+        Each has a torch storage of its own, because some ops address the storage from its start.
+        """
+        if not self.bytes:
+            return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype))
+        memory = (ctypes.c_uint8 * self.bytes).from_address(self.address + skew_bytes)
+        flat = torch.from_numpy(np.ctypeslib.as_array(memory)).view(getattr(torch, self.dtype))
+        return flat.as_strided(self.shape, self.strides)
+
+
+class Stream(Protocol):
+    """Instructions that run one after another.
+
+    tag     what the caller calls an instruction: `Runner.failed` after an error
+    frees   entries of the table that are emptied after the instruction
+    """
+
+    def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
+        """Run a call; its `Ref`s and results are entries of the table. `seed` is the place among
+        the runner's seeds of one that draws numbers."""
+
+    def function(
+        self,
+        run: Callable[..., Any],
+        takes: Sequence[int],
+        results: Sequence[int],
+        *,
+        tag: int,
+        frees: Sequence[int] = (),
+    ) -> None:
+        """Run a Python function of the entries `takes`, and store the tensors that it returns."""
+
+    def wait(self, flag: int, *, tag: int) -> None:
+        """Wait until the flag is at least `now`."""
+
+    def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
+        """Wait for the flag, and make the tensor at `place` the value of an entry."""
+
+    def publish(self, flag: int, *, tag: int) -> None:
+        """Set the flag to `now`."""
+
+    def send(
+        self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
+    ) -> None:
+        """Copy the value of an entry to `place`, and set the flag to `now` plus the skew."""
+
+    def fork(self, streams: Sequence[Any], *, tag: int, frees: Sequence[int] = ()) -> None:
+        """Run streams of the same runner at the same time, each op on one thread, and wait for all.
+        A single one runs as if its instructions stood here."""
+
+
+class Runner(Protocol):
+    """A table of tensors, and streams of instructions that work on it.
+
+    seeds   the seeds of the calls that draw numbers, by place
+    """
+
+    seeds: list[int]
+
+    @property
+    def failed(self) -> int:
+        """The tag of the instruction that raised in the last run; -1: none did."""
+
+    def stream(self) -> Stream:
+        """A new stream without instructions."""
+
+    def set(self, slot: int, value: Tensor | None, /) -> None:
+        """Set an entry of the table; None empties it."""
+
+    def get(self, slot: int, /) -> Tensor | None:
+        """The value of an entry."""
+
+    def clear(self, slots: Sequence[int], /) -> None:
+        """Empty these entries."""
+
+    def run(
+        self,
+        stream: Any,
+        *,
+        now: int = 0,
+        abort: int = 0,
+        spin_ns: int = 0,
+        progress: int = 0,
+        stamps: int = 0,
+    ) -> bool:
+        """Run a stream here, and return False if it gave up because the abort flag was set.
+
+        abort      address of the flag that ends all waits
+        spin_ns    a wait spins this long before it sleeps
+        progress   address of an int64 that holds the index of the running instruction; 0: nowhere
+        stamps     address of [instructions, 2] int64: when each began and ended, in ns; 0: nowhere
+
+        Raises what an instruction raises; of a native runner that is what torch makes of an error.
+        """
+
+    def run_streams(self, streams: Sequence[Any], *, first: int = 1, passes: int = 1) -> None:
+        """Run streams at the same time, each op on one thread, `passes` times; `now` is `first` in
+        the first pass, and one more in each later one. Raises what the first failing one raised."""
+
+
+def make_runner(slots: int) -> Runner:
+    """A runner with an empty table: the native one where it was built, else the Python one."""
+    module = native_runner()
+    return PythonRunner(slots) if module is None else NativeRunner(module, slots)
+
+
+def runner_kind() -> str:
+    """What `make_runner` makes, in a word. Calls cost less by the one than by the other."""
+    return "Python" if native_runner() is None else "C++"
+
+
+def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """(the call as a function of the tensors that it reads, these), as `Stream.function` takes
+    them."""
+    refs = distinct_refs((call.args, call.kwargs))
+
+    def run(*tensors: Tensor) -> Any:
+        args, kwargs = call_arguments(call, dict(zip(refs, tensors, strict=True)))
+        result = call.target(*args, **kwargs)
+        return (result,) if isinstance(result, Tensor) else result
+
+    return run, tuple(refs)
+
+
+# ---- In C++ ----
+
+
+class NativeRunner:
+    """Runs instructions in C++ (`runtime/runner.cpp`), without Python's lock."""
+
+    def __init__(self, module: Any, slots: int) -> None:
+        self.module, self.seeds = module, list[int]()
+        self._runner = module.Runner(slots)
+        # Stands for the value of an entry while a call is added.
+        self.stands_for = [torch.empty(0) for _ in range(slots)]
+        self.set: Callable[[int, Tensor | None], None] = self._runner.set
+        self.get: Callable[[int], Tensor | None] = self._runner.get
+        self.clear: Callable[[Sequence[int]], None] = self._runner.clear
+
+    @property
+    def failed(self) -> int:
+        return int(self._runner.failed)
+
+    def stream(self) -> "NativeStream":
+        return NativeStream(self)
+
+    def run(
+        self,
+        stream: "NativeStream",
+        *,
+        now: int = 0,
+        abort: int = 0,
+        spin_ns: int = 0,
+        progress: int = 0,
+        stamps: int = 0,
+    ) -> bool:
+        seeds, inner = self.seeds, stream.inner
+        return bool(self._runner.run(inner, now, abort, spin_ns, seeds, progress, stamps))
+
+    def run_streams(
+        self, streams: Sequence["NativeStream"], *, first: int = 1, passes: int = 1
+    ) -> None:
+        inner = [stream.inner for stream in streams]
+        self._runner.run_streams(inner, first, _FORK_SPIN_NS, self.seeds, passes)
+
+
+class NativeStream:
+    """A stream of a native runner."""
+
+    def __init__(self, runner: NativeRunner) -> None:
+        self._runner = runner
+        self.inner = runner.module.Stream()
+
+    def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
+        # What cannot be told to C++ is called from Python, where it works or fails as always.
+        with suppress(RuntimeError, TypeError):
+            if isinstance(call.target, OpOverload):
+                self._add_operator(call.target, call, tag, frees, seed)
+                return
+        run, takes = _as_function(call)
+        self.inner.add_python(tag, run, takes, list(call.results), list(frees), seed)
+
+    def _add_operator(
+        self, target: OpOverload, call: Call, tag: int, frees: Sequence[int], seed: int
+    ) -> None:
+        refs = distinct_refs((call.args, call.kwargs))
+        values = {tensor: self._runner.stands_for[tensor] for tensor in refs}
+        args = tuple(fill_refs(list(call.args), values))
+        self.inner.add_call(
+            tag, target._schema.name, target._schema.overload_name, args,
+            fill_refs(call.kwargs, values), [(value, tensor) for tensor, value in values.items()],
+            list(call.results), list(frees), seed,
+        )  # fmt: skip
+
+    def function(
+        self,
+        run: Callable[..., Any],
+        takes: Sequence[int],
+        results: Sequence[int],
+        *,
+        tag: int,
+        frees: Sequence[int] = (),
+    ) -> None:
+        self.inner.add_python(tag, run, list(takes), list(results), list(frees), -1)
+
+    def wait(self, flag: int, *, tag: int) -> None:
+        self.inner.add_wait(tag, flag)
+
+    def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
+        dtype = getattr(torch, place.dtype)
+        self.inner.add_receive(
+            tag, flag, slot, place.address, list(place.shape), list(place.strides), dtype
+        )
+
+    def publish(self, flag: int, *, tag: int) -> None:
+        self.inner.add_publish(tag, flag)
+
+    def send(
+        self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
+    ) -> None:
+        plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
+        self.inner.add_send(
+            tag, flag, slot, place.address, list(place.shape), list(place.strides),
+            getattr(torch, place.dtype), place.bytes, plain, list(frees),
+        )  # fmt: skip
+
+    def fork(self, streams: Sequence[Self], *, tag: int, frees: Sequence[int] = ()) -> None:
+        self.inner.add_fork(tag, [stream.inner for stream in streams], list(frees))
+
+
+# ---- In Python ----
+
+
+class _Aborted(Exception):
+    """Raised where a wait gave up."""
+
+
+@dataclass
+class _Run:
+    """What instructions read of the run that is on."""
+
+    now: int = 0
+    abort: int = 0
+    spin_ns: int = 0
+
+
+class PythonRunner:
+    """Runs instructions one by one from Python."""
+
+    def __init__(self, slots: int) -> None:
+        self.failed = -1
+        self.seeds: list[int] = []
+        # The first entries are the table's, the others constants of bound calls.
+        self.cells: Cells = [None] * slots
+        self.current = _Run()
+        self.threads = _Threads()
+
+    def stream(self) -> "PythonStream":
+        return PythonStream(self)
+
+    def set(self, slot: int, value: Tensor | None) -> None:
+        self.cells[slot] = value
+
+    def get(self, slot: int) -> Tensor | None:
+        value: Tensor | None = self.cells[slot]
+        return value
+
+    def clear(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.cells[slot] = None
+
+    def run(
+        self,
+        stream: "PythonStream",
+        *,
+        now: int = 0,
+        abort: int = 0,
+        spin_ns: int = 0,
+        progress: int = 0,
+        stamps: int = 0,
+    ) -> bool:
+        self.failed = -1
+        self.current.now, self.current.abort, self.current.spin_ns = now, abort, spin_ns
+        begun = _int64s(progress, 1) if progress else None
+        times = _int64s(stamps, 2 * len(stream.instructions)) if stamps else None
+        tag = -1
+        try:
+            with torch.inference_mode():
+                for index, (own, instruction) in enumerate(stream.instructions):
+                    tag = own
+                    if begun is not None:
+                        begun[0] = index
+                    if times is not None:
+                        times[2 * index] = time.perf_counter_ns()
+                    instruction()
+                    if times is not None:
+                        times[2 * index + 1] = time.perf_counter_ns()
+        except _Aborted:
+            return False
+        except Exception:
+            if self.failed < 0:
+                self.failed = tag
+            raise
+        if begun is not None:
+            begun[0] = -1
+        return True
+
+    def run_streams(
+        self, streams: Sequence["PythonStream"], *, first: int = 1, passes: int = 1
+    ) -> None:
+        self.failed = -1
+        stop = np.zeros(2, dtype=np.int64)
+        self.current.abort, self.current.spin_ns = int(stop.ctypes.data), 0
+        for done in range(passes):
+            self.current.now = first + done
+            self.run_together(streams)
+
+    def run_together(self, streams: Sequence["PythonStream"]) -> None:
+        """Run streams at the same time, and raise the first error that one of them raised."""
+        abort = self.current.abort
+        before = torch.get_num_threads()
+
+        def begin(stream: "PythonStream") -> Callable[[], None]:
+            def run() -> None:
+                tag = -1
+                try:
+                    with torch.inference_mode():
+                        for own, instruction in stream.instructions:
+                            tag = own
+                            instruction()
+                except _Aborted:
+                    raise
+                except BaseException:
+                    if self.failed < 0:
+                        self.failed = tag
+                    # The others may wait for this stream.
+                    if abort:
+                        publish(abort, 1)
+                    raise
+
+            return run
+
+        torch.set_num_threads(1)
+        try:
+            self.threads.run([begin(stream) for stream in streams])
+        finally:
+            torch.set_num_threads(before)
+
+
+class PythonStream:
+    """A stream of a Python runner: (tag, function without arguments) of each instruction."""
+
+    def __init__(self, runner: PythonRunner) -> None:
+        self._runner = runner
+        self.instructions: list[tuple[int, Bound]] = []
+
+    def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
+        runner = self._runner
+        bound = bind(call, runner.cells, tuple(frees), lambda: runner.seeds[seed])
+        self.instructions.append((tag, bound))
+
+    def function(
+        self,
+        run: Callable[..., Any],
+        takes: Sequence[int],
+        results: Sequence[int],
+        *,
+        tag: int,
+        frees: Sequence[int] = (),
+    ) -> None:
+        cells = self._runner.cells
+
+        def call() -> None:
+            made = run(*[cells[slot] for slot in takes])
+            for slot, value in zip(results, made or (), strict=True):
+                if slot >= 0:
+                    cells[slot] = value
+            for slot in frees:
+                cells[slot] = None
+
+        self.instructions.append((tag, call))
+
+    def wait(self, flag: int, *, tag: int) -> None:
+        run = self._runner.current
+
+        def call() -> None:
+            if wait(flag, run.now, run.abort, run.spin_ns) == ABORTED:
+                raise _Aborted
+
+        self.instructions.append((tag, call))
+
+    def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
+        run, cells, skew, value = self._runner.current, self._runner.cells, 0, place.tensor()
+
+        def call() -> None:
+            nonlocal skew, value
+            reached = wait(flag, run.now, run.abort, run.spin_ns)
+            if reached == ABORTED:
+                raise _Aborted
+            # The flag carries the skew. Only where that has changed is the view made anew.
+            if reached & SKEW != skew:
+                skew = reached & SKEW
+                value = place.tensor(skew)
+            cells[slot] = value
+
+        self.instructions.append((tag, call))
+
+    def publish(self, flag: int, *, tag: int) -> None:
+        run = self._runner.current
+        self.instructions.append((tag, lambda: publish(flag, run.now)))
+
+    def send(
+        self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
+    ) -> None:
+        run, cells = self._runner.current, self._runner.cells
+        may_be_plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
+        skew, copy = -1, place.tensor()
+
+        def call() -> None:
+            nonlocal skew, copy
+            value = cells[slot]
+            source = value.data_ptr()
+            is_plain = may_be_plain and value.shape == place.shape and value.is_contiguous()
+            if is_plain and not (value.is_neg() or value.is_conj()):
+                own, target = source & SKEW, place.address + (source & SKEW)
+                publish_copy(flag, run.now + own, target, source, place.bytes)
+            else:
+                # Addresses mostly stay the same from run to run, so the view is kept.
+                if source & SKEW != skew:
+                    skew = source & SKEW
+                    copy = distinct(place.tensor(skew), place.strides)
+                copy.copy_(distinct(value, place.strides))
+                publish(flag, run.now + skew)
+            for free in frees:
+                cells[free] = None
+
+        self.instructions.append((tag, call))
+
+    def fork(self, streams: Sequence[Self], *, tag: int, frees: Sequence[int] = ()) -> None:
+        runner = self._runner
+
+        def call() -> None:
+            if len(streams) > 1:
+                runner.run_together(streams)
+            else:
+                for own, instruction in streams[0].instructions:
+                    try:
+                        instruction()
+                    except Exception:
+                        runner.failed = own
+                        raise
+            runner.clear(frees)
+
+        self.instructions.append((tag, call))
+
+
+class _Threads:
+    """Threads that run functions at the same time, started when they are first needed. They end
+    with the process."""
+
+    def __init__(self) -> None:
+        self._queues: list[SimpleQueue[Callable[[], None]]] = []  # of each thread
+        self._results: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._one_run = Lock()
+
+    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run each task in a thread of its own. Once all have ended, raise what one raised: not
+        that it gave up, if another raised something else."""
+        with self._one_run:
+            while len(self._queues) < len(tasks):
+                queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+                self._queues.append(queue)
+                Thread(target=self._serve, args=(queue,), daemon=True).start()
+            for queue, task in zip(self._queues, tasks, strict=False):
+                queue.put(task)
+            raised = [error for _ in tasks if (error := self._results.get()) is not None]
+        if raised:
+            raise next((error for error in raised if not isinstance(error, _Aborted)), raised[0])
+
+    def _serve(self, queue: "SimpleQueue[Callable[[], None]]") -> None:
+        set_up_thread(1)
+        while True:
+            try:
+                # The task has no name here, so the thread does not keep it while it waits.
+                queue.get()()
+            # Whatever was raised is raised again by `run`, in the thread that waits there.
+            except BaseException as error:
+                self._results.put(error)
+            else:
+                self._results.put(None)
+
+
+def distinct(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The part of a tensor laid out by `strides` that has each element in memory once.
+
+    Dimensions of stride 0 (expanded ones) are cut to length one, because torch refuses to write to
+    a tensor that has one element in several places.
+    """
+    for dimension, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """True if a tensor of this shape and these strides has its elements one after another."""
+    wanted = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True
+
+
+def _int64s(address: int, count: int) -> Any:
+    """`count` int64 in memory at `address`."""
+    return (ctypes.c_int64 * count).from_address(address)

@@ -1,0 +1,646 @@
+// Runs lists of ATen calls without Python's lock, in one thread or in several.
+//
+//     Python      stream.call(op, arguments) ... stream.wait(flag) ... runner.run([stream])
+//     here        values [ t0 | t1 | t2 ... ]   one instruction after another, lock released
+//
+// A runner has one table of tensors, which all of its streams share. Two streams of one run never
+// touch an entry at the same time: whoever reads what another stream wrote waits for a flag first.
+// `frontends/runners.py` has the same instructions in Python, and says what each of them does.
+
+#include <Python.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <ctime>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/python_arg_parser.h>
+
+namespace {
+
+// Functions of `runtime/waiting.py`, by address: (flag, value, abort, spin_ns) -> what the flag is,
+// or -1; (flag, value); (flag, value, target, source, bytes).
+using Wait = int64_t (*)(int64_t, int64_t, int64_t, int64_t);
+using Publish = void (*)(int64_t, int64_t);
+using PublishCopy = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t);
+
+constexpr int64_t kAborted = -1;
+// The low six bits of a flag hold an address modulo 64.
+constexpr int64_t kSkew = 63;
+
+Wait wait_for = nullptr;
+Publish publish = nullptr;
+PublishCopy publish_copy = nullptr;
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return int64_t{time.tv_sec} * 1000000000 + time.tv_nsec;
+}
+
+// A stream gave up because another stream, or another device, failed.
+struct Aborted : std::exception {
+  const char* what() const noexcept override { return "another device or stream failed"; }
+};
+
+struct Fill {
+  int argument;
+  int element;  // -1: the argument itself, not an element of a list
+  int slot;
+};
+
+struct Result {
+  int place;
+  int slot;
+};
+
+// A tensor in memory that another process reads or writes.
+struct View {
+  int64_t address = 0;
+  std::vector<int64_t> shape, strides;
+  at::ScalarType dtype = at::kFloat;
+
+  at::Tensor at(int64_t skew) const {
+    return at::from_blob(
+        reinterpret_cast<void*>(address + skew), shape, strides, at::TensorOptions().dtype(dtype));
+  }
+};
+
+enum class Kind { Call, Python, Wait, Publish, Send, Fork };
+
+struct Instruction;
+using Instructions = std::deque<Instruction>;
+
+struct Instruction {
+  Kind kind;
+  int tag = -1;            // what the caller calls it; an error is told with it
+  std::vector<int> frees;  // slots that are emptied afterwards
+  // Call
+  std::optional<c10::OperatorHandle> op;
+  std::vector<c10::IValue> arguments;
+  std::vector<Fill> fills;
+  std::vector<Result> results;
+  bool listed = false;  // the operator returns one list of tensors
+  int seed = -1;        // place of its seed; -1: it draws no numbers
+  // Python
+  std::shared_ptr<py::object> function;
+  std::vector<int> takes;
+  // Wait, Publish, Send
+  int64_t flag = 0;
+  int slot = -1;
+  bool viewed = false;
+  bool plain = false;  // the bytes may be copied as they are
+  int64_t bytes = 0;
+  int64_t skew = -1;
+  View view;
+  at::Tensor copy;
+  // Fork
+  std::vector<std::shared_ptr<Instructions>> streams;
+};
+
+// Numbers that all threads draw come from one generator. It is seeded and used under this lock.
+std::mutex generator;
+
+// Elements that have several places in a tensor's shape are written once.
+at::Tensor distinct(at::Tensor tensor, const std::vector<int64_t>& strides) {
+  for (size_t dimension = 0; dimension < strides.size(); dimension++) {
+    if (strides[dimension] == 0 && tensor.size(dimension) > 1) {
+      tensor = tensor.narrow(dimension, 0, 1);
+    }
+  }
+  return tensor;
+}
+
+// What all streams of one run share.
+struct Pass {
+  std::vector<at::Tensor>& values;
+  const std::vector<int64_t>& seeds;
+  int64_t now;
+  int64_t abort;
+  int64_t spin_ns;
+  int* failed;  // the tag of the instruction that failed, if that is known
+};
+
+// Holds the generator, seeded for a call that draws numbers, until it has drawn.
+struct Seeded {
+  Seeded(const Instruction& instruction, const Pass& pass) {
+    if (instruction.seed < 0) {
+      return;
+    }
+    held = std::unique_lock<std::mutex>(generator);
+    at::Generator drawn = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> own(drawn.mutex());
+    drawn.set_current_seed(static_cast<uint64_t>(pass.seeds.at(instruction.seed)));
+  }
+
+  std::unique_lock<std::mutex> held;
+};
+
+void call(Instruction& instruction, Pass& pass) {
+  torch::jit::Stack stack(instruction.arguments);
+  int copied = -1;
+  for (const Fill& fill : instruction.fills) {
+    const at::Tensor& value = pass.values[fill.slot];
+    c10::IValue filled = value.defined() ? c10::IValue(value) : c10::IValue();
+    if (fill.element < 0) {
+      stack[fill.argument] = std::move(filled);
+      continue;
+    }
+    // Copies of a stack share its lists, so a list that is filled is a new one.
+    if (fill.argument != copied) {
+      stack[fill.argument] = stack[fill.argument].toList().copy();
+      copied = fill.argument;
+    }
+    stack[fill.argument].toList().set(fill.element, std::move(filled));
+  }
+  {
+    Seeded seeded(instruction, pass);
+    instruction.op->callBoxed(&stack);
+  }
+  if (instruction.listed) {
+    auto list = stack.at(0).toTensorList();
+    for (const Result& result : instruction.results) {
+      pass.values[result.slot] = list.get(result.place);
+    }
+    return;
+  }
+  for (const Result& result : instruction.results) {
+    const c10::IValue& value = stack.at(result.place);
+    pass.values[result.slot] = value.isTensor() ? value.toTensor() : at::Tensor();
+  }
+}
+
+void run_python(Instruction& instruction, Pass& pass) {
+  // The generator comes before Python's lock, in all threads.
+  Seeded seeded(instruction, pass);
+  py::gil_scoped_acquire held;
+  py::tuple given(instruction.takes.size());
+  for (size_t place = 0; place < instruction.takes.size(); place++) {
+    const at::Tensor& value = pass.values[instruction.takes[place]];
+    given[place] = value.defined() ? py::cast(value) : py::none();
+  }
+  py::object made = (*instruction.function)(*given);
+  if (instruction.results.empty()) {
+    return;
+  }
+  auto returned = py::reinterpret_borrow<py::sequence>(made);
+  for (const Result& result : instruction.results) {
+    py::object value = returned[result.place];
+    pass.values[result.slot] = value.is_none() ? at::Tensor() : value.cast<at::Tensor>();
+  }
+}
+
+void wait(Instruction& instruction, Pass& pass) {
+  int64_t reached = wait_for(instruction.flag, pass.now, pass.abort, pass.spin_ns);
+  if (reached == kAborted) {
+    throw Aborted();
+  }
+  if (instruction.viewed) {
+    // The flag carries the skew. Only where that has changed is the view made anew.
+    int64_t skew = reached & kSkew;
+    if (skew != instruction.skew) {
+      instruction.skew = skew;
+      instruction.copy = instruction.view.at(skew);
+    }
+    pass.values[instruction.slot] = instruction.copy;
+  }
+}
+
+void send(Instruction& instruction, Pass& pass) {
+  const at::Tensor& value = pass.values[instruction.slot];
+  int64_t source = reinterpret_cast<int64_t>(value.const_data_ptr());
+  int64_t skew = source & kSkew;
+  if (instruction.plain && value.is_contiguous() && !value.is_neg() && !value.is_conj() &&
+      value.sizes() == at::IntArrayRef(instruction.view.shape)) {
+    publish_copy(
+        instruction.flag, pass.now + skew, instruction.view.address + skew, source,
+        instruction.bytes);
+    return;
+  }
+  // Addresses mostly stay the same from step to step, so the view is kept.
+  if (skew != instruction.skew) {
+    instruction.skew = skew;
+    instruction.copy = distinct(instruction.view.at(skew), instruction.view.strides);
+  }
+  instruction.copy.copy_(distinct(value, instruction.view.strides));
+  publish(instruction.flag, pass.now + skew);
+}
+
+void fork(Instruction& instruction, Pass& pass);
+
+void run_one(Instruction& instruction, Pass& pass) {
+  switch (instruction.kind) {
+    case Kind::Call: call(instruction, pass); break;
+    case Kind::Python: run_python(instruction, pass); break;
+    case Kind::Wait: wait(instruction, pass); break;
+    case Kind::Publish: publish(instruction.flag, pass.now); break;
+    case Kind::Send: send(instruction, pass); break;
+    case Kind::Fork: fork(instruction, pass); break;
+  }
+  for (int slot : instruction.frees) {
+    pass.values[slot].reset();
+  }
+}
+
+// ---- Threads that run streams beside the caller's ----
+//
+//     caller   publish(seat.begin) ── stream 0 ── wait(seat.end) of all
+//     seat               └──────────── stream 1 ── publish(seat.end)
+//
+// A seat's thread runs its ops alone (one intra-op thread), and so does the caller meanwhile.
+
+// A flag has a cache line of its own, and the eight bytes behind it say whether somebody sleeps.
+struct alignas(64) Flag {
+  int64_t value[8] = {};
+  int64_t address() const { return reinterpret_cast<int64_t>(value); }
+};
+
+constexpr int64_t kSeatSpinNs = 50000;
+Flag never;
+
+struct Failure {
+  std::mutex lock;
+  std::exception_ptr error;
+  int tag = -1;
+
+  // The first failure counts, but any other goes before a stream that only gave up.
+  void add(std::exception_ptr other, int its_tag, bool gave_up) {
+    std::lock_guard<std::mutex> held(lock);
+    if (!error || (has_given_up && !gave_up)) {
+      error = std::move(other);
+      tag = its_tag;
+      has_given_up = gave_up;
+    }
+  }
+
+ private:
+  bool has_given_up = false;
+};
+
+struct Passes {
+  Pass pass;
+  int64_t count;
+  std::deque<Flag> ends;  // of each stream
+  Flag abort;
+  Failure failure;
+};
+
+void run_passes(Instructions& instructions, size_t number, Passes& passes) {
+  c10::InferenceMode guard;
+  int tag = -1;
+  try {
+    Pass pass = passes.pass;
+    pass.abort = passes.abort.address();
+    for (int64_t done = 0; done < passes.count; done++, pass.now++) {
+      for (Instruction& instruction : instructions) {
+        tag = instruction.tag;
+        run_one(instruction, pass);
+      }
+      // The next pass writes over the values, so it begins when all streams have ended this one.
+      publish(passes.ends[number].address(), done + 1);
+      for (size_t other = 0; done + 1 < passes.count && other < passes.ends.size(); other++) {
+        if (wait_for(passes.ends[other].address(), done + 1, pass.abort, pass.spin_ns) ==
+            kAborted) {
+          throw Aborted();
+        }
+      }
+    }
+  } catch (const Aborted&) {
+    passes.failure.add(std::current_exception(), tag, true);
+  } catch (...) {
+    passes.failure.add(std::current_exception(), tag, false);
+    publish(passes.abort.address(), 1);
+  }
+}
+
+class Team {
+ public:
+  // Runs the first stream here and each of the others in a thread of its own. Raises what the
+  // first of them raised, once all have ended.
+  void run(std::vector<std::shared_ptr<Instructions>>& streams, Passes& passes) {
+    std::lock_guard<std::mutex> one_run(lock_);
+    int threads = at::get_num_threads();
+    seat(streams.size() - 1);
+    at::set_num_threads(1);
+    passes.ends.resize(streams.size());
+    for (size_t number = 1; number < streams.size(); number++) {
+      Seat& seat = seats_[number - 1];
+      seat.streams = &streams;
+      seat.passes = &passes;
+      publish(seat.begin.address(), ++seat.runs);
+    }
+    run_passes(*streams[0], 0, passes);
+    for (size_t number = 1; number < streams.size(); number++) {
+      Seat& seat = seats_[number - 1];
+      wait_for(seat.end.address(), seat.runs, never.address(), passes.pass.spin_ns);
+    }
+    at::set_num_threads(threads);
+    if (passes.failure.error) {
+      *passes.pass.failed = passes.failure.tag;
+      std::rethrow_exception(passes.failure.error);
+    }
+  }
+
+ private:
+  struct Seat {
+    Flag begin, end;
+    int64_t runs = 0;
+    std::vector<std::shared_ptr<Instructions>>* streams = nullptr;
+    Passes* passes = nullptr;
+  };
+
+  void seat(size_t count) {
+    if (seats_.size() >= count) {
+      return;
+    }
+    while (seats_.size() < count) {
+      seats_.emplace_back();
+      Seat& seat = seats_.back();
+      std::thread([&seat, number = seats_.size()] { serve(seat, number); }).detach();
+      seat.runs = 1;
+      publish(seat.begin.address(), 1);
+      wait_for(seat.end.address(), 1, never.address(), kSeatSpinNs);
+    }
+    // A new thread takes over the number of threads that any thread set last. The seats have set
+    // it to one, so the caller's number is set again for threads that start later.
+    at::set_num_threads(at::get_num_threads());
+  }
+
+  static void serve(Seat& seat, size_t number) {
+    // At its first use of torch a thread takes over the number that another thread set last. That
+    // use comes first here, so that it does not undo the next line.
+    at::get_num_threads();
+    at::set_num_threads(1);
+    for (int64_t run = 1;; run++) {
+      wait_for(seat.begin.address(), run, never.address(), kSeatSpinNs);
+      if (seat.streams != nullptr) {
+        run_passes(*(*seat.streams)[number], number, *seat.passes);
+      }
+      seat.streams = nullptr;
+      publish(seat.end.address(), run);
+    }
+  }
+
+  std::mutex lock_;
+  std::deque<Seat> seats_;
+};
+
+Team& team() {
+  // Never destroyed: its threads wait for the next run until the process ends.
+  static Team* team = new Team();
+  return *team;
+}
+
+void fork(Instruction& instruction, Pass& pass) {
+  if (instruction.streams.size() == 1) {
+    for (Instruction& one : *instruction.streams[0]) {
+      try {
+        run_one(one, pass);
+      } catch (...) {
+        *pass.failed = one.tag;
+        throw;
+      }
+    }
+    return;
+  }
+  Passes passes{pass, 1, {}, {}, {}};
+  team().run(instruction.streams, passes);
+}
+
+// ---- What Python sees ----
+
+class Stream {
+ public:
+  void add_call(
+      int tag, const std::string& name, const std::string& overload, const py::tuple& arguments,
+      const py::dict& keywords, const std::vector<std::pair<at::Tensor, int>>& standing_for,
+      const std::vector<int>& results, const std::vector<int>& frees, int seed) {
+    c10::OperatorHandle op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    const c10::FunctionSchema& schema = op.schema();
+    // Where Python may pass a number for a tensor, it may here.
+    std::string base = name.substr(name.rfind(':') + 1);
+    torch::jit::ToIValueAllowNumbersAsTensors numbers(torch::should_allow_numbers_as_tensors(base));
+    torch::jit::Stack stack = torch::jit::createStackForSchema(
+        schema, torch::jit::tuple_slice(arguments), py::reinterpret_borrow<py::kwargs>(keywords),
+        std::nullopt);
+    // Nothing fails from here on, so an instruction is added whole or not at all.
+    Instruction& added = add(Kind::Call, tag, frees);
+    added.op = op;
+    added.arguments = std::move(stack);
+    std::unordered_map<const void*, int> slots;
+    for (const auto& [tensor, slot] : standing_for) {
+      slots.emplace(tensor.unsafeGetTensorImpl(), slot);
+    }
+    auto fill = [&](const c10::IValue& value, int argument, int element) {
+      if (value.isTensor() && value.toTensor().defined()) {
+        auto found = slots.find(value.toTensor().unsafeGetTensorImpl());
+        if (found != slots.end()) {
+          added.fills.push_back({argument, element, found->second});
+        }
+      }
+    };
+    for (size_t place = 0; place < added.arguments.size(); place++) {
+      const c10::IValue& value = added.arguments[place];
+      fill(value, place, -1);
+      if (value.isList()) {
+        auto list = value.toListRef();
+        for (size_t element = 0; element < list.size(); element++) {
+          fill(list[element], place, element);
+        }
+      }
+    }
+    added.listed = schema.returns().size() == 1 &&
+        schema.returns()[0].type()->kind() == c10::TypeKind::ListType;
+    for (size_t place = 0; place < results.size(); place++) {
+      if (results[place] >= 0) {
+        added.results.push_back({static_cast<int>(place), results[place]});
+      }
+    }
+    added.seed = seed;
+  }
+
+  void add_python(
+      int tag, const py::object& function, const std::vector<int>& takes,
+      const std::vector<int>& results, const std::vector<int>& frees, int seed) {
+    Instruction& added = add(Kind::Python, tag, frees);
+    added.seed = seed;
+    // The last owner may let go of it without the lock.
+    added.function = std::shared_ptr<py::object>(new py::object(function), [](py::object* object) {
+      py::gil_scoped_acquire held;
+      delete object;
+    });
+    added.takes = takes;
+    for (size_t place = 0; place < results.size(); place++) {
+      if (results[place] >= 0) {
+        added.results.push_back({static_cast<int>(place), results[place]});
+      }
+    }
+  }
+
+  void add_wait(int tag, int64_t flag) { add(Kind::Wait, tag, {}).flag = flag; }
+
+  void add_receive(
+      int tag, int64_t flag, int slot, int64_t address, const std::vector<int64_t>& shape,
+      const std::vector<int64_t>& strides, at::ScalarType dtype) {
+    Instruction& added = add(Kind::Wait, tag, {});
+    added.flag = flag;
+    added.slot = slot;
+    added.viewed = true;
+    added.view = {address, shape, strides, dtype};
+  }
+
+  void add_publish(int tag, int64_t flag) { add(Kind::Publish, tag, {}).flag = flag; }
+
+  void add_send(
+      int tag, int64_t flag, int slot, int64_t address, const std::vector<int64_t>& shape,
+      const std::vector<int64_t>& strides, at::ScalarType dtype, int64_t bytes, bool plain,
+      const std::vector<int>& frees) {
+    Instruction& added = add(Kind::Send, tag, frees);
+    added.flag = flag;
+    added.slot = slot;
+    added.view = {address, shape, strides, dtype};
+    added.bytes = bytes;
+    added.plain = plain;
+  }
+
+  void add_fork(int tag, const std::vector<Stream*>& streams, const std::vector<int>& frees) {
+    Instruction& added = add(Kind::Fork, tag, frees);
+    for (Stream* stream : streams) {
+      added.streams.push_back(stream->instructions);
+    }
+  }
+
+  std::shared_ptr<Instructions> instructions = std::make_shared<Instructions>();
+
+ private:
+  Instruction& add(Kind kind, int tag, const std::vector<int>& frees) {
+    Instruction& added = instructions->emplace_back();
+    added.kind = kind;
+    added.tag = tag;
+    added.frees = frees;
+    return added;
+  }
+};
+
+class Runner {
+ public:
+  explicit Runner(int slots) : values_(slots) {}
+
+  void set(int slot, const std::optional<at::Tensor>& value) {
+    values_.at(slot) = value ? *value : at::Tensor();
+  }
+
+  std::optional<at::Tensor> get(int slot) const {
+    const at::Tensor& value = values_.at(slot);
+    return value.defined() ? std::optional<at::Tensor>(value) : std::nullopt;
+  }
+
+  void clear(const std::vector<int>& slots) {
+    for (int slot : slots) {
+      values_.at(slot).reset();
+    }
+  }
+
+  // False if another device failed. `progress` and `stamps` are addresses, or 0.
+  bool run(
+      const Stream& stream, int64_t now, int64_t abort, int64_t spin_ns,
+      const std::vector<int64_t>& seeds, int64_t progress, int64_t stamps) {
+    failed = -1;
+    py::gil_scoped_release released;
+    c10::InferenceMode guard;
+    Pass pass{values_, seeds, now, abort, spin_ns, &failed};
+    auto begun = reinterpret_cast<volatile int64_t*>(progress);
+    auto times = reinterpret_cast<int64_t*>(stamps);
+    int64_t index = 0;
+    for (Instruction& instruction : *stream.instructions) {
+      if (begun != nullptr) {
+        *begun = index;
+      }
+      if (times != nullptr) {
+        times[2 * index] = now_ns();
+      }
+      try {
+        run_one(instruction, pass);
+      } catch (const Aborted&) {
+        return false;
+      } catch (...) {
+        if (failed < 0) {
+          failed = instruction.tag;
+        }
+        throw;
+      }
+      if (times != nullptr) {
+        times[2 * index + 1] = now_ns();
+      }
+      index++;
+    }
+    if (begun != nullptr) {
+      *begun = -1;
+    }
+    return true;
+  }
+
+  // Runs streams at the same time, `passes` times.
+  void run_streams(
+      const std::vector<Stream*>& streams, int64_t now, int64_t spin_ns,
+      const std::vector<int64_t>& seeds, int64_t passes) {
+    failed = -1;
+    std::vector<std::shared_ptr<Instructions>> instructions;
+    for (Stream* stream : streams) {
+      instructions.push_back(stream->instructions);
+    }
+    py::gil_scoped_release released;
+    Passes all{Pass{values_, seeds, now, never.address(), spin_ns, &failed}, passes, {}, {}, {}};
+    team().run(instructions, all);
+  }
+
+  int failed = -1;
+
+ private:
+  std::vector<at::Tensor> values_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(dovetail_runner, module) {
+  using torch::wrap_pybind_function;
+  module.def("use_waiting", [](int64_t wait, int64_t set, int64_t copy_and_set) {
+    wait_for = reinterpret_cast<Wait>(wait);
+    publish = reinterpret_cast<Publish>(set);
+    publish_copy = reinterpret_cast<PublishCopy>(copy_and_set);
+  });
+  py::class_<Stream>(module, "Stream")
+      .def(py::init<>())
+      .def("add_call", wrap_pybind_function(&Stream::add_call))
+      .def("add_python", &Stream::add_python)
+      .def("add_wait", &Stream::add_wait)
+      .def("add_receive", &Stream::add_receive)
+      .def("add_publish", &Stream::add_publish)
+      .def("add_send", &Stream::add_send)
+      .def("add_fork", &Stream::add_fork);
+  py::class_<Runner>(module, "Runner")
+      .def(py::init<int>())
+      .def("set", &Runner::set)
+      .def("get", &Runner::get)
+      .def("clear", &Runner::clear)
+      .def("run", wrap_pybind_function(&Runner::run))
+      .def("run_streams", wrap_pybind_function(&Runner::run_streams))
+      .def_readonly("failed", &Runner::failed);
+}
