@@ -29,9 +29,6 @@ class _Functions:
     def __init__(self):
         self.example = {}
 
-    def values(self):
-        return []
-
 
 class Stages(CpuStages):
     """Takes `one` [signature] seconds on one thread; two threads halve what one takes, but for what
@@ -286,13 +283,13 @@ def test_what_starting_a_stages_threads_takes_is_no_part_of_it(expected, doubtfu
     now, starts = [0.0], itertools.cycle([100.0, 100.0, 100.0, 100.0, 170.0, 190.0])
 
     class Starting:
-        def run(self, _values, passes=1):
+        def run(self, passes=1):
             now[0] += next(starts) + 3.0 * passes
 
     monkeypatch.setattr(choosing, "clock", lambda: now[0])
     monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 20.0)
     loop = measuring._StageLoop(Starting(), expected)
     for _ in range(8):
-        loop.visit(None)
+        loop.visit()
     assert loop.measured.seconds == pytest.approx(3.0)
     assert loop.is_doubtful == doubtful

@@ -2,18 +2,17 @@ import gc
 import threading
 import weakref
 from collections import namedtuple
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages.cpu import segments_within, stream_threads
-from dovetail.executors.stages.functions import running
+from dovetail.executors.stages import functions
+from dovetail.executors.stages.cpu import StageStreams, segments_within
 from dovetail.executors.stages.phases import SchedulePhase, whole
 from dovetail.executors.stages.segments import Segment
-from dovetail.executors.stages.threads import CompiledStreams, StreamThreads
+from dovetail.frontends.interpret import initial_values, run_step
 from dovetail.schedulers.dataflow import Streams, with_waits
 from tests.support.cpu_steps import Branches, Lookups, Ready
 from tests.support.stages_by_hand import assert_equal_values
@@ -36,6 +35,15 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def held(step):
+    """The entries of a step's table that hold a tensor, but for constants."""
+    return [
+        entry
+        for entry in range(step._entries)
+        if entry not in step._held and step._runner.get(entry) is not None
+    ]
 
 
 def rows():
@@ -89,9 +97,8 @@ def test_nothing_of_a_step_is_kept_but_what_it_returned(branches, make):
     given = rows()
     values = weakref.ref(given)
     found = weakref.ref(step(given)["sum"])
-    assert all(value.numel() == 0 for value in step._values)
+    assert held(step) == []
     del given
-    stream_threads(1)._settle()
     gc.collect()
     assert values() is None
     assert found() is None
@@ -121,7 +128,7 @@ def test_rare_outputs_are_those_of_the_module(count):
         found = step(*given)
         assert isinstance(found[0], Pair)
         assert_equal_values(found, ready.plain(*given), 1e-6)
-    assert all(value.numel() == 0 for value in step._values)
+    assert held(step) == []
 
 
 class Writing(nn.Module):
@@ -170,94 +177,26 @@ def test_a_kernel_that_fails_says_so_and_the_step_runs_again(lookups, bad, count
     for _ in range(2):
         with pytest.raises((RuntimeError, IndexError), match="index out of range"):
             step(*bad)
-        assert all(value.numel() == 0 for value in step._values)
+        assert held(step) == []
         assert torch.get_num_threads() == before
         assert_equal_values(step(GOOD, GOOD), lookups.plain(GOOD, GOOD), 1e-6)
 
 
-def threads_of(ready, count):
-    """(threads, values, what they should make of the example)."""
-    segments = segments_within(ready.block, ready.streams(count), {})
-    values = ready.functions.values()
-    for tensor in ready.prepared.inputs:
-        values[tensor] = ready.functions.example[tensor]
-    return CompiledStreams(segments, ready.functions, stream_threads(len(segments) - 1)), values
+def streams_of_example(ready, count):
+    return StageStreams(segments_within(ready.block, ready.streams(count), {}), ready.functions)
 
 
-def assert_made(ready, values):
+def assert_made(ready, streams):
     for tensor in ready.prepared.returned:
-        assert torch.equal(values[tensor], ready.functions.example[tensor])
-        values[tensor] = torch.empty(0)
+        assert torch.equal(streams.value(tensor), ready.functions.example[tensor])
 
 
-@running()
-def test_many_passes_end_as_one_does(branches):
-    threads, values = threads_of(branches, 2)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_many_passes_end_as_one_does(branches, count):
+    streams = streams_of_example(branches, count)
     for passes in (1, 20, 3):
-        threads.run(values, passes)
-        assert_made(branches, values)
-
-
-@running()
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("place", [0, 1])
-def test_an_interrupt_in_place_of_a_stream_leaves_no_thread_behind(branches, place, error):
-    threads, values = threads_of(branches, 3)
-    own = threads._streams[place]
-
-    def failing(*_):
-        raise error("stop")
-
-    for _ in range(3):
-        threads._streams[place] = failing
-        with pytest.raises(error):
-            threads.run(values)
-        threads._streams[place] = own
-        threads.run(values, 2)
-        assert_made(branches, values)
-
-
-class _Interrupted:
-    """A seat whose thread is not handed its task."""
-
-    def __init__(self, seat):
-        self.seat, self.times = seat, 1
-
-    def put(self, task):
-        if self.times:
-            self.times -= 1
-            raise KeyboardInterrupt
-        self.seat.put(task)
-
-
-@running()
-def test_an_interrupt_before_all_have_started_stops_those_that_have(branches):
-    threads, values = threads_of(branches, 3)
-    crew = threads._threads
-    seat, crew._seats[1] = crew._seats[1], _Interrupted(crew._seats[1])
-    with pytest.raises(KeyboardInterrupt):
-        threads.run(values)
-    crew._seats[1] = seat
-    threads.run(values)
-    assert_made(branches, values)
-
-
-@running()
-def test_a_second_interrupt_while_threads_end_is_made_good_by_the_next_run(branches, monkeypatch):
-    threads, values = threads_of(branches, 3)
-    own = threads._streams[0]
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    threads._streams[0] = interrupt
-    with monkeypatch.context() as patch:
-        patch.setattr(StreamThreads, "_settle", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            threads.run(values)
-    threads._streams[0] = own
-    threads.run(values)
-    assert_made(branches, values)
+        streams.run(passes)
+        assert_made(branches, streams)
 
 
 def test_steps_take_turns_and_come_from_any_thread(branches, lookups, threads):
@@ -288,21 +227,7 @@ def test_steps_take_turns_and_come_from_any_thread(branches, lookups, threads):
     assert torch.get_num_threads() == threads
 
 
-def test_a_crew_leaves_the_callers_threads_alone_and_each_of_its_own_has_one(threads):
-    crew, found = StreamThreads(2), []
-    elsewhere = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    elsewhere.start()
-    elsewhere.join()
-    torch.set_num_threads(5)  # threads that have not computed yet would take this over
-    tasks = [lambda: None, *[lambda: found.append(torch.get_num_threads())] * 2]
-    crew.run(tasks, lambda: None)
-    crew._settle()
-    torch.set_num_threads(threads)
-    assert found == [threads, 1, 1]
-    crew.close()
-
-
-def test_threads_that_end_take_their_traces_with_them():
+def test_steps_that_end_take_their_weights_with_them():
     class Heavy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -338,21 +263,6 @@ def test_a_function_that_takes_nothing_is_run_in_every_step():
         assert_equal_values(step(torch.ones(3)), ready.plain(torch.ones(3)), 1e-6)
 
 
-def test_a_task_that_fails_stops_those_that_wait_for_it():
-    crew, seen = StreamThreads(1), []
-    stopped = threading.Event()
-    with pytest.raises(ValueError, match="real"):
-        crew.run([stopped.wait, partial(_raise, ValueError("real"))], stopped.set)
-    crew.run([lambda: seen.append(1), lambda: seen.append(2)], lambda: None)
-    crew._settle()
-    assert sorted(seen) == [1, 2]
-    crew.close()
-
-
-def _raise(error):
-    raise error
-
-
 class Summed(nn.Module):
     """A sum of products of different sizes, as of a recurrent cell's two inputs."""
 
@@ -375,10 +285,32 @@ def test_sums_of_products_are_not_rewritten():
 
 def test_one_stream_needs_no_thread_but_the_callers(branches):
     order = tuple(range(len(branches.block)))
-    threads = CompiledStreams([[Segment(order)]], branches.functions, stream_threads(0))
-    values = branches.functions.values()
-    for tensor in branches.prepared.inputs:
-        values[tensor] = branches.functions.example[tensor]
-    with running():
-        threads.run(values)
-    assert_made(branches, values)
+    streams = StageStreams([[Segment(order)]], branches.functions)
+    streams.run()
+    assert_made(branches, streams)
+
+
+class Drawing(nn.Module):
+    """Draws numbers in two branches, and in what is read of both."""
+
+    def forward(self, given):
+        one, two = torch.rand_like(given), torch.randn(2, 4)
+        return one + torch.rand_like(two), two.sin() * given
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_streams_draw_the_numbers_of_their_calls_seeds(count):
+    ready = Ready(Drawing(), [torch.ones(2, 4)])
+    alone = ready.by_hand.captured
+    wanted = run_step(alone, initial_values(alone), [torch.ones(2, 4)], seed=0, step=0)
+    step = ready.streamed(count)
+    for _ in range(3):
+        assert_equal_values(step(torch.ones(2, 4)), wanted, 0.0)
+
+
+def test_a_call_that_returns_a_number_is_refused_by_its_name():
+    with (
+        pytest.raises(UsageError, match=r"_local_scalar_dense.* returns no tensor"),
+        functions._CallRecorder({}, {}, 0),
+    ):
+        torch.ones(1).item()

@@ -322,14 +322,3 @@ def test_the_schedules_of_one_scheduler_run_elsewhere_if_it_is_named():
             assert matrix.seconds[place][place] == pytest.approx(seconds)
     with pytest.raises(UsageError, match=r"specialised: 'ios' is not one of sequential, dos"):
         schedules(model, ["v100"], schedulers=both, specialised="ios")
-
-
-def test_a_kernel_that_cannot_be_traced_is_named(cores, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no operator for this\nat a place")
-
-    module, inputs = cell()
-    step = capture(module, *inputs)
-    monkeypatch.setattr(torch._C, "_create_graph_by_tracing", fail)
-    with pytest.raises(UsageError, match=r"trace all of it: no operator for this$"):
-        schedule(step)

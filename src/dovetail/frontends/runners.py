@@ -48,8 +48,6 @@ differently by alignment."""
 PLAIN_BYTES = 2**17
 """Up to this size a plain copy of adjacent bytes is quicker than torch's. Above it, torch's copy
 wins, because it uses several threads."""
-_FORK_SPIN_NS = 1_000_000
-"""A stream that waits for another stream of its process spins this long before it sleeps."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,7 @@ class NativeRunner:
         self, streams: Sequence["NativeStream"], *, first: int = 1, passes: int = 1
     ) -> None:
         inner = [stream.inner for stream in streams]
-        self._runner.run_streams(inner, first, _FORK_SPIN_NS, self.seeds, passes)
+        self._runner.run_streams(inner, first, self.seeds, passes)
 
 
 class NativeStream:
@@ -384,15 +382,17 @@ class PythonRunner:
         self, streams: Sequence["PythonStream"], *, first: int = 1, passes: int = 1
     ) -> None:
         self.failed = -1
-        stop = np.zeros(2, dtype=np.int64)
-        self.current.abort, self.current.spin_ns = int(stop.ctypes.data), 0
+        self.current.spin_ns = 0
         for done in range(passes):
             self.current.now = first + done
             self.run_together(streams)
 
     def run_together(self, streams: Sequence["PythonStream"]) -> None:
         """Run streams at the same time, and raise the first error that one of them raised."""
-        abort = self.current.abort
+        # Streams that fail end those that wait for them, and no other device.
+        stop = np.zeros(2, dtype=np.int64)
+        outer, abort = self.current.abort, int(stop.ctypes.data)
+        self.current.abort = abort
         before = torch.get_num_threads()
 
         def begin(stream: "PythonStream") -> Callable[[], None]:
@@ -409,8 +409,7 @@ class PythonRunner:
                     if self.failed < 0:
                         self.failed = tag
                     # The others may wait for this stream.
-                    if abort:
-                        publish(abort, 1)
+                    publish(abort, 1)
                     raise
 
             return run
@@ -420,6 +419,7 @@ class PythonRunner:
             self.threads.run([begin(stream) for stream in streams])
         finally:
             torch.set_num_threads(before)
+            self.current.abort = outer
 
 
 class PythonStream:

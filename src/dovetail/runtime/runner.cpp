@@ -272,6 +272,8 @@ struct alignas(64) Flag {
 };
 
 constexpr int64_t kSeatSpinNs = 50000;
+// A stream that waits for another stream of its run spins this long before it sleeps.
+constexpr int64_t kStreamSpinNs = 1000000;
 Flag never;
 
 struct Failure {
@@ -307,6 +309,7 @@ void run_passes(Instructions& instructions, size_t number, Passes& passes) {
   try {
     Pass pass = passes.pass;
     pass.abort = passes.abort.address();
+    pass.spin_ns = kStreamSpinNs;
     for (int64_t done = 0; done < passes.count; done++, pass.now++) {
       for (Instruction& instruction : instructions) {
         tag = instruction.tag;
@@ -348,7 +351,7 @@ class Team {
     run_passes(*streams[0], 0, passes);
     for (size_t number = 1; number < streams.size(); number++) {
       Seat& seat = seats_[number - 1];
-      wait_for(seat.end.address(), seat.runs, never.address(), passes.pass.spin_ns);
+      wait_for(seat.end.address(), seat.runs, never.address(), kStreamSpinNs);
     }
     at::set_num_threads(threads);
     if (passes.failure.error) {
@@ -599,15 +602,15 @@ class Runner {
 
   // Runs streams at the same time, `passes` times.
   void run_streams(
-      const std::vector<Stream*>& streams, int64_t now, int64_t spin_ns,
-      const std::vector<int64_t>& seeds, int64_t passes) {
+      const std::vector<Stream*>& streams, int64_t now, const std::vector<int64_t>& seeds,
+      int64_t passes) {
     failed = -1;
     std::vector<std::shared_ptr<Instructions>> instructions;
     for (Stream* stream : streams) {
       instructions.push_back(stream->instructions);
     }
     py::gil_scoped_release released;
-    Passes all{Pass{values_, seeds, now, never.address(), spin_ns, &failed}, passes, {}, {}, {}};
+    Passes all{Pass{values_, seeds, now, never.address(), 0, &failed}, passes, {}, {}, {}};
     team().run(instructions, all);
   }
 

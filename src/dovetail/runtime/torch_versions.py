@@ -42,17 +42,13 @@ __all__ = [
     "autograd_would_have_decomposed",
     "backward_passes_run_by",
     "can_take_data_of",
-    "compile_trace",
     "count_not_finite",
     "has_composite_kernel",
     "in_kernel_invocation_manager",
-    "inline_calls",
     "is_traceable_wrapper_subclass",
-    "jit_optimizes",
     "open_archive",
     "pytree",
     "run_backward",
-    "script_list",
     "sequence_number",
     "unset_fake_temporarily",
     "update_scale",
@@ -192,34 +188,3 @@ def update_scale(
 def can_take_data_of(tensor: Tensor, data: Tensor) -> bool:
     """True if `tensor.data = data` is allowed; `nn.Module.to` decides by this too."""
     return bool(torch._has_compatible_shallow_copy_type(tensor, data))
-
-
-# TorchScript, for streams of kernels that run without Python's lock.
-
-
-def script_list(values: Sequence[Any]) -> Any:
-    """A list that several TorchScript functions share: a Python list would be copied at each call.
-
-    `torch.jit.script` makes one too, but only of a list that it can tell the type of.
-    """
-    return torch._C.ScriptList(list(values))
-
-
-def jit_optimizes() -> bool:
-    """True if TorchScript would optimise what it runs, per thread and by copying the graph."""
-    return bool(torch._C._get_graph_executor_optimize())
-
-
-def inline_calls(function: Any) -> None:
-    """Put what a TorchScript function calls in the place of the calls."""
-    torch._C._jit_pass_inline(function.graph)
-
-
-def compile_trace(run: Callable[..., tuple[Tensor, ...]], example: tuple[Tensor, ...]) -> Any:
-    """The TorchScript function of what `run` does with the example.
-
-    `torch.jit.trace` does the same, but it also keeps all that was ever traced, weights included.
-    Raises `RuntimeError` for ops that TorchScript does not have.
-    """
-    graph, _ = torch._C._create_graph_by_tracing(run, example, lambda _: "", True, False)
-    return torch._C._create_function_from_graph("run", graph)

@@ -7,31 +7,31 @@
 The schedule is checked for races before anything runs.
 """
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages.functions import Functions, Values, running
+from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.phases import SchedulePhase, joined
 from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.executors.stages.segments import Segment, segments_of
-from dovetail.executors.stages.threads import CompiledStreams, StreamThreads
 from dovetail.frontends.program import Ref
+from dovetail.frontends.runners import Runner, Stream, make_runner
 from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.blocks import part_of
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import check_races
 from dovetail.schedulers.records import KernelBlock
 
-
-@cache
-def stream_threads(threads: int) -> StreamThreads:
-    """This process's threads beside the caller's. All steps share them, as steps run in turn."""
-    return StreamThreads(threads)
+_ONE_AT_A_TIME = threading.RLock()
+"""The lock that is held while a step runs: all steps share this process's cores and threads."""
+_FLAG_INT64S = 8
+"""Flags have a cache line each."""
 
 
 class CpuStep:
@@ -54,42 +54,76 @@ class CpuStep:
         self._wanted = [
             (tuple(functions.example[t].shape), functions.example[t].dtype) for t in prepared.inputs
         ]
-        self._values = functions.values()
-        self._nothing = self._values[-1]
-        # Tensors that are still in the list after the last phase. They are dropped from it, so that
-        # only the caller holds what a step returns.
-        self._left = [t for t in (*prepared.inputs, *prepared.returned) if t < functions.size]
-        frees = _frees(prepared, phases)
-        self._phases = [
-            _Whole(functions, phase.kernels, after)
-            if phase.streams is None
-            else _Streamed(functions, block, phase, inside, after)
-            for phase, (inside, after) in zip(phases, frees, strict=True)
+        # [phases] segments of each stream; None: the kernels run one after another.
+        segments: list[list[list[Segment]] | None] = []
+        frees = []
+        for phase, (inside, after) in zip(phases, _frees(prepared, phases), strict=True):
+            own = None if phase.streams is None else segments_within(block, phase.streams, inside)
+            # A tensor that no segment may drop, since none has all its readers behind it, is
+            # dropped at the end of the phase.
+            given_up = {t for stream in own or () for segment in stream for t in segment.frees}
+            segments.append(own)
+            frees.append([*after, *(t for t in inside if own is not None and t not in given_up)])
+        runs = [
+            functions.of(kernels)
+            for phase, own in zip(phases, segments, strict=True)
+            for kernels in (
+                [phase.kernels]
+                if own is None
+                else [segment.kernels for stream in own for segment in stream]
+            )
         ]
+        self._runner = make_runner(functions.entries)
+        functions.fill_constants(self._runner, runs)
+        self._held = frozenset(functions.constants)
+        self._entries = functions.entries
+        # Tensors that are still in the table after the last phase. They are dropped from it, so
+        # that only the caller holds what a step returns.
+        self._left = [t for t in (*prepared.inputs, *prepared.returned) if t not in self._held]
+        self._flags = StageFlags(
+            segment for own in segments for stream in own or () for segment in stream
+        )
+        self._epoch = 0
+        self._stream = self._runner.stream()
+        for phase, own, dropped in zip(phases, segments, frees, strict=True):
+            if own is None:
+                whole = functions.of(phase.kernels)
+                whole.add_to(self._stream, self._runner, frees=dropped)
+            else:
+                streams = streams_of(own, functions, self._runner, self._flags)
+                if len(streams) > 1:
+                    self._stream.fork(streams, tag=0, frees=dropped)
+                else:
+                    self._stream.function(lambda: torch.set_num_threads(1), [], [], tag=0)
+                    self._stream.fork(streams, tag=0, frees=dropped)
+                    self._stream.function(self._take_all_threads, [], [], tag=0)
 
     def __call__(self, *inputs: Tensor) -> Any:
         self._check(inputs)
-        prepared, values = self._prepared, self._values
-        before = torch.get_num_threads()
-        # After an error any tensor may be left in the list, so all are dropped then.
-        left: Iterable[int] = range(len(values))
-        with running():
+        prepared, runner = self._prepared, self._runner
+        # After an error any tensor may be left in the table, so all are dropped then.
+        left: Sequence[int] = [t for t in range(self._entries) if t not in self._held]
+        with _ONE_AT_A_TIME, torch.inference_mode():
+            before = torch.get_num_threads()
+            self._epoch += 1
             try:
+                self._take_all_threads()
                 for tensor, value in zip(prepared.inputs, inputs, strict=True):
-                    values[tensor] = prepared.laid_out(value)
-                for phase in self._phases:
-                    phase.run(values, self._threads)
+                    runner.set(tensor, prepared.laid_out(value))
+                runner.run(self._stream, now=self._epoch)
                 left = self._left
                 return pytree.tree_map_only(Ref, self._result, prepared.outputs)
             finally:
-                for tensor in left:
-                    values[tensor] = self._nothing
+                runner.clear(left)
                 torch.set_num_threads(before)
+
+    def _take_all_threads(self) -> None:
+        torch.set_num_threads(self._threads)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         """Raise `UsageError` for inputs unlike those of the capture.
 
-        TorchScript functions do not check this: they would compute something from any input.
+        Calls do not check this: they would compute something from any input.
         """
         if len(inputs) != len(self._wanted):
             raise UsageError("inputs", f"{len(self._wanted)} are needed, not {len(inputs)}")
@@ -105,57 +139,74 @@ class CpuStep:
                 )
 
     def _result(self, ref: Ref) -> Tensor:
-        found = self._prepared.constants.get(ref.tensor)
-        return self._values[ref.tensor] if found is None else found
+        constant = self._prepared.constants.get(ref.tensor)
+        value = self._runner.get(ref.tensor) if constant is None else constant
+        assert value is not None, "the step has made it"
+        return value
+
+
+class StageFlags:
+    """A flag for each segment that another stream waits for, by the segment's last kernel."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        awaited = [segment.kernels[-1] for segment in segments if segment.event]
+        # A cache line more, so that the first flag can begin where a line does.
+        self._memory = np.zeros(_FLAG_INT64S * (len(awaited) + 1), dtype=np.int64)
+        begin = -(-int(self._memory.ctypes.data) // 64) * 64
+        self.address_of = {kernel: begin + 64 * place for place, kernel in enumerate(awaited)}
+
+
+def streams_of(
+    segments: Sequence[Sequence[Segment]],
+    functions: Functions,
+    runner: Runner,
+    flags: StageFlags,
+) -> list[Stream]:
+    """[streams] what runs the segments of each stream."""
+    streams = []
+    for of_stream in segments:
+        stream = runner.stream()
+        for segment in of_stream:
+            for kernel in segment.waits:
+                stream.wait(flags.address_of[kernel], tag=0)
+            functions.of(segment.kernels).add_to(stream, runner, frees=segment.frees)
+            if segment.event:
+                stream.publish(flags.address_of[segment.kernels[-1]], tag=0)
+        streams.append(stream)
+    return streams
+
+
+class StageStreams:
+    """Streams of segments of an example step, ready to run repeatedly by themselves."""
+
+    def __init__(self, segments: Sequence[Sequence[Segment]], functions: Functions) -> None:
+        runs = [functions.of(segment.kernels) for stream in segments for segment in stream]
+        self._runner = make_runner(functions.entries)
+        functions.fill_constants(self._runner, runs)
+        made = {tensor for function in runs for tensor in function.returns}
+        for function in runs:
+            for tensor in function.takes:
+                if tensor not in made and tensor not in functions.constants:
+                    self._runner.set(tensor, functions.example[tensor])
+        self._flags = StageFlags(segment for stream in segments for segment in stream)
+        self._streams = streams_of(segments, functions, self._runner, self._flags)
+        self._epoch = 0
+
+    def run(self, passes: int = 1) -> None:
+        """Run all streams `passes` times."""
+        first = self._epoch + 1
+        self._epoch += passes
+        with _ONE_AT_A_TIME:
+            self._runner.run_streams(self._streams, first=first, passes=passes)
+
+    def value(self, tensor: int) -> Tensor | None:
+        """What the last pass has left of a tensor."""
+        return self._runner.get(tensor)
 
 
 def check_phases(block: KernelBlock, phases: Sequence[SchedulePhase]) -> None:
     """Raise `RaceError` unless every kernel runs once, after all that it reads."""
     check_races(block, joined(phases))
-
-
-class _Whole:
-    """A phase that runs kernels one after another, each on all threads."""
-
-    def __init__(self, functions: Functions, kernels: Sequence[int], frees: Sequence[int]) -> None:
-        self._function = functions.of(kernels)
-        self._frees = frees
-        self._nothing = torch.empty(0)
-
-    def run(self, values: Values, threads: int) -> None:
-        torch.set_num_threads(threads)
-        function = self._function
-        made = function.run(*[values[tensor] for tensor in function.takes])
-        for tensor, value in zip(function.returns, made, strict=True):
-            values[tensor] = value
-        for tensor in self._frees:
-            values[tensor] = self._nothing
-
-
-class _Streamed:
-    """A phase that runs kernels on streams, each stream on one thread."""
-
-    def __init__(
-        self,
-        functions: Functions,
-        block: KernelBlock,
-        phase: SchedulePhase,
-        inside: Mapping[int, Sequence[int]],
-        after: Sequence[int],
-    ) -> None:
-        assert phase.streams is not None
-        segments = segments_within(block, phase.streams, inside)
-        self._threads = CompiledStreams(segments, functions, stream_threads(len(segments) - 1))
-        # A tensor that no segment may drop, since none has all its readers behind it, is dropped at
-        # the end of the phase.
-        given_up = {t for stream in segments for segment in stream for t in segment.frees}
-        self._frees = (*after, *(t for t in inside if t not in given_up))
-        self._nothing = torch.empty(0)
-
-    def run(self, values: Values, _threads: int) -> None:
-        self._threads.run(values)
-        for tensor in self._frees:
-            values[tensor] = self._nothing
 
 
 def segments_within(

@@ -1,17 +1,15 @@
-"""Compiles kernels to functions that run without Python's lock.
+"""Turns kernels into lists of ATen calls, which runners run without Python's lock.
 
-Python's lock is held between the calls of a captured step, so threads that run them one by one wait
-for each other. A round trip between two such threads took 96 us here. A traced TorchScript function
-holds the lock only as it begins and ends. It is traced with the tensors of an example step, so it
-runs the same ATen calls in the same order and gives the same numbers. `running` keeps TorchScript
-from rewriting the calls, because its rewriting fails on sums of products of different sizes.
+Most calls of a kernel are ATen calls already. Those that are Python functions (a convolution that
+chooses its library, merged kernels) are run once on the tensors of an example step, and the ATen
+calls that they make are recorded. So they must make the same calls for every input of these shapes.
+
+Calls name tensors by entries of a runner's table: the graph's tensors by their numbers, and behind
+them constants and what only a recorded call reads.
 """
 
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,42 +17,54 @@ from torch import Tensor
 
 from dovetail.errors import UsageError
 from dovetail.executors.stages.merging import merged_function
-from dovetail.executors.stages.preparing import PreparedKernels
-from dovetail.runtime.torch_versions import compile_trace, script_list
-
-Values = Any
-"""A `torch.ScriptList` [tensors] of a step's values, shared by Python and TorchScript."""
-Untraced = tuple[Callable[..., tuple[Tensor, ...]], tuple[int, ...], tuple[int, ...]]
-"""(a function, the tensors it takes, the tensors it returns)."""
-_NOTHING = torch.empty(0)
-ONE_AT_A_TIME = threading.RLock()
-"""The lock that is held while streams are prepared, and while functions or streams run."""
-
-
-@contextmanager
-def running() -> Iterator[None]:
-    """A context in which traced functions run as they were traced, one thread of ours at a time."""
-    jit: Any = torch.jit
-    with ONE_AT_A_TIME, torch.inference_mode(), jit.optimized_execution(False):
-        yield
+from dovetail.executors.stages.preparing import Layered, PreparedKernels, Seeded, run_prepared
+from dovetail.frontends.program import Call, Ref, distinct_refs
+from dovetail.frontends.runners import Runner, Stream
+from dovetail.frontends.structures import substitute
+from dovetail.runtime.torch_versions import OpOverload, TorchDispatchMode
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A compiled function: run(*values of `takes`) returns the values of `returns`.
+    """Calls that run one after another: they read `takes` and make `returns`, which others read."""
 
-    `takes` and `returns` are tensors of the graph.
-    """
-
-    run: Callable[..., tuple[Tensor, ...]]
+    calls: tuple[Call, ...]
     takes: tuple[int, ...]
     returns: tuple[int, ...]
 
+    def add_to(
+        self, stream: Stream, runner: Runner, *, tag: int = 0, frees: Sequence[int] = ()
+    ) -> int:
+        """Add the calls to a stream of the runner, and return how many instructions these are.
+
+        frees   entries that are emptied after the last call. Those that only these calls read are
+                emptied after their last use
+        """
+        last: dict[int, int] = {}
+        for index, call in enumerate(self.calls):
+            last |= dict.fromkeys((*distinct_refs((call.args, call.kwargs)), *call.results), index)
+        kept = {*self.takes, *self.returns}
+        made = {entry for call in self.calls for entry in call.results} - kept - {-1}
+        after: dict[int, list[int]] = {}
+        for entry in made:
+            after.setdefault(last[entry], []).append(entry)
+        after.setdefault(len(self.calls) - 1, []).extend(frees)
+        for index, call in enumerate(self.calls):
+            seed = -1
+            if isinstance(call.target, Seeded):
+                runner.seeds.append(call.target.seed)
+                seed = len(runner.seeds) - 1
+                call = replace(call, target=call.target.target, random=True)
+            stream.call(call, tag=tag, frees=after.get(index, ()), seed=seed)
+        if not self.calls and frees:
+            stream.function(tuple, [], [], tag=tag, frees=frees)
+        return len(self.calls) or bool(frees)
+
 
 class Functions:
-    """Traces functions of a prepared step's kernels, each once.
+    """The calls of a prepared step's kernels, each run of kernels made once.
 
-    example   tensor -> its value in an example step; functions are traced with these values
+    example   tensor -> its value in an example step
     merges    groups of kernels that run as one kernel. The kernels of a group follow one another
               in every list of kernels that `of` is asked for
     """
@@ -67,7 +77,15 @@ class Functions:
     ) -> None:
         self.prepared = prepared
         self.example = example
-        self.size = 1 + max(example, default=0)
+        self.constants = dict(prepared.constants)
+        named = {
+            tensor
+            for kernel in prepared.kernels
+            for call in kernel.calls
+            for tensor in (*distinct_refs((call.args, call.kwargs)), *call.results)
+        }
+        self.entries = 1 + max((*named, *example, *self.constants), default=0)
+        """How large a table the calls need that were made so far."""
         self._merges = {merged[0]: merged for merged in merges}
         self._known: dict[tuple[int, ...], Function] = {}
 
@@ -76,85 +94,161 @@ class Functions:
         return Functions(self.prepared, self.example, merges)
 
     def of(self, kernels: Sequence[int]) -> Function:
-        """The traced function that runs these kernels one after another."""
+        """The calls that run these kernels one after another."""
         kernels = tuple(kernels)
         if kernels not in self._known:
-            self._known[kernels] = self.traced(*self._untraced(kernels))
+            self._known[kernels] = self._made(kernels)
         return self._known[kernels]
 
-    def _untraced(self, kernels: Sequence[int]) -> Untraced:
-        # (True, a merged group) or (False, a run of kernels that are not merged), in order.
-        parts: list[tuple[bool, list[int]]] = []
-        place = 0
-        while place < len(kernels):
-            merged = self._merges.get(kernels[place])
-            if merged is not None:
-                assert tuple(kernels[place : place + len(merged)]) == merged
-                parts.append((True, list(merged)))
-            elif parts and not parts[-1][0]:
-                parts[-1][1].append(kernels[place])
-            else:
-                parts.append((False, [kernels[place]]))
-            place += 1 if merged is None else len(merged)
-        if len(parts) == 1 and not parts[0][0]:
-            return self.prepared.function(kernels)
-        return _composed(
-            [
-                merged_function(self.prepared, own) if merged else self.prepared.function(own)
-                for merged, own in parts
-            ]
-        )
+    def fill_constants(self, runner: Runner, functions: Iterable[Function]) -> None:
+        """Set the constants that these functions read in the runner's table."""
+        for function in functions:
+            for call in function.calls:
+                for entry in distinct_refs((call.args, call.kwargs)):
+                    if entry in self.constants:
+                        runner.set(entry, self.constants[entry])
 
-    def traced(
+    def _made(self, kernels: Sequence[int]) -> Function:
+        calls: list[Call] = []
+        takes: dict[int, None] = {}
+        returns: dict[int, None] = {}
+        place = 0
+        with torch.inference_mode():
+            while place < len(kernels):
+                merged = self._merges.get(kernels[place])
+                own = kernels[place : place + 1] if merged is None else merged
+                assert tuple(kernels[place : place + len(own)]) == tuple(own)
+                if merged is None:
+                    _, taken, returned = self.prepared.function(own)
+                    calls += self._calls_of(own[0])
+                else:
+                    run, taken, returned = merged_function(self.prepared, list(own))
+                    calls += self._recorded(run, {t: self.example[t] for t in taken}, returned)[0]
+                takes |= dict.fromkeys(t for t in taken if t not in returns)
+                returns |= dict.fromkeys(returned)
+                place += len(own)
+        # Of several kernels, what only they read is theirs.
+        here = set(kernels)
+        outer = {
+            t
+            for t in returns
+            if t in self.prepared.returned or not self.prepared.readers[t] <= here
+        }
+        return Function(tuple(calls), tuple(takes), tuple(t for t in returns if t in outer))
+
+    def _calls_of(self, kernel: int) -> list[Call]:
+        """The ATen calls of one kernel."""
+        values = Layered(dict(self.example), self.constants)
+        calls: list[Call] = []
+        for call in self.prepared.kernels[kernel].calls:
+            if isinstance(call.target, Seeded):
+                calls.append(call)
+                run_prepared(call, values)
+                continue
+            refs = distinct_refs((call.args, call.kwargs))
+            made = tuple(t for t in call.results if t >= 0)
+
+            def run(*given: Tensor, call: Call = call, refs: Any = refs, made: Any = made) -> Any:
+                inner = dict(zip(refs, given, strict=True))
+                run_prepared(call, inner)
+                return tuple(inner[t] for t in made)
+
+            recorded, found = self._recorded(run, {t: values[t] for t in refs}, made)
+            calls += recorded
+            values |= found
+        return calls
+
+    def _recorded(
         self,
         run: Callable[..., tuple[Tensor, ...]],
-        takes: tuple[int, ...],
-        returns: tuple[int, ...],
-    ) -> Function:
-        """Trace `run` with the example. Raises `UsageError` for an op that TorchScript lacks."""
-        # TorchScript cannot trace a function without arguments. Such a function is given the extra
-        # entry that `values` adds.
-        if not takes:
-            takes = (self.size,)
-            inner = run
-            run = lambda *_: inner()  # noqa: E731
-        given = tuple(self.example.get(tensor, _NOTHING) for tensor in takes)
-        with quiet(), torch.inference_mode():
-            try:
-                compiled = compile_trace(run, given)
-            except RuntimeError as error:
-                said = str(error).partition("\n")[0]
-                raise UsageError("MODEL", f"TorchScript cannot trace all of it: {said}") from error
-            return Function(compiled, takes, returns)
-
-    def values(self) -> Values:
-        """A list of empty values, one per tensor, and one more for functions without arguments."""
-        return script_list([_NOTHING] * (self.size + 1))
+        given: dict[int, Tensor],
+        returns: Sequence[int],
+    ) -> tuple[list[Call], dict[int, Tensor]]:
+        """(the ATen calls that `run` makes of the values `given`, the values of `returns`)."""
+        recorder = _CallRecorder(given, self.constants, self.entries)
+        with recorder:
+            made = run(*given.values())
+        calls = recorder.returning(returns, made)
+        self.entries = recorder.entries
+        return calls, dict(zip(returns, made, strict=True))
 
 
-def _composed(parts: Sequence[Untraced]) -> Untraced:
-    """The parts run one after another; it returns what each of them returns."""
-    takes: dict[int, None] = {}
-    returns: dict[int, None] = {}
-    for _, taken, returned in parts:
-        takes |= dict.fromkeys(t for t in taken if t not in returns)
-        returns |= dict.fromkeys(returned)
+class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as in recording.py
+    """Records the ATen calls that are made within, with entries of a table for tensors.
 
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
-        values = dict(zip(takes, given, strict=True))
-        for part, taken, returned in parts:
-            values |= zip(returned, part(*(values[t] for t in taken)), strict=True)
-        return tuple(values[t] for t in returns)
+    values      entry -> tensor, of what is read
+    constants   entry -> tensor; other tensors that are read are added to it
+    entries     the first entry that is free
+    """
 
-    return run, tuple(takes), tuple(returns)
+    def __init__(
+        self, values: dict[int, Tensor], constants: dict[int, Tensor], entries: int
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries = entries
+        self.calls: list[Call] = []
+        self._constants = constants
+        self._entry_of = {id(tensor): entry for entry, tensor in constants.items()}
+        self._entry_of |= {id(tensor): entry for entry, tensor in values.items()}
+        # An identity is good for as long as its tensor lives.
+        self._alive: list[Tensor] = [*values.values()]
+        self._made: set[int] = set()
 
+    def __torch_dispatch__(
+        self, op: OpOverload, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        made = [result] if isinstance(result, Tensor) else result
+        if not isinstance(made, (list, tuple)) or not all(
+            isinstance(one, (Tensor, type(None))) for one in made
+        ):
+            raise UsageError("MODEL", f"{op} returns no tensor, so it cannot run in a stream")
+        args, kwargs = substitute((tuple(args), dict(kwargs)), Tensor, self._ref)
+        results = tuple(-1 if one is None else self._new(one) for one in made)
+        self.calls.append(Call(op, args, kwargs, results))
+        return result
 
-class quiet(warnings.catch_warnings):
-    """A context without torch's deprecation warnings and those of its tracer."""
+    def returning(self, returns: Sequence[int], made: Sequence[Tensor]) -> list[Call]:
+        """The calls, whose results are the entries `returns` for the tensors `made`."""
+        renamed: dict[int, int] = {}
+        more: list[Call] = []
+        for entry, tensor in zip(returns, made, strict=True):
+            own = self._entry_of.get(id(tensor))
+            own = self._ref(tensor).tensor if own is None else own
+            if own in self._made and own not in renamed:
+                renamed[own] = entry
+            else:  # it is what was read, or was returned before
+                own = renamed.get(own, own)
+                more.append(Call(torch.ops.aten.alias.default, (Ref(own),), results=(entry,)))
 
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        # Public, but torch's type hints do not say so.
-        tracer = torch.jit.TracerWarning  # type: ignore[attr-defined]
-        warnings.filterwarnings("ignore", category=tracer)
+        def name(ref: Ref) -> Ref:
+            return Ref(renamed.get(ref.tensor, ref.tensor))
+
+        calls = [
+            replace(
+                call,
+                args=substitute(call.args, Ref, name),
+                kwargs=substitute(call.kwargs, Ref, name),
+                results=tuple(renamed.get(entry, entry) for entry in call.results),
+            )
+            for call in self.calls
+        ]
+        return calls + more
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        if id(tensor) not in self._entry_of:
+            self._constants[self._add(tensor)] = tensor
+        return Ref(self._entry_of[id(tensor)])
+
+    def _new(self, tensor: Tensor) -> int:
+        """The entry of a result. What an op writes over and returns keeps its own."""
+        if id(tensor) not in self._entry_of:
+            self._made.add(self._add(tensor))
+        return self._entry_of[id(tensor)]
+
+    def _add(self, tensor: Tensor) -> int:
+        entry, self.entries = self.entries, self.entries + 1
+        self._entry_of[id(tensor)] = entry
+        self._alive.append(tensor)
+        return entry

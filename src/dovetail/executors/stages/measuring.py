@@ -24,13 +24,13 @@ import torch
 from dovetail.costs import CostCache
 from dovetail.costs.cache import MeasuredCost
 from dovetail.executors.stages.choosing import timed
-from dovetail.executors.stages.cpu import segments_within, stream_threads
+from dovetail.executors.stages.cpu import StageStreams, segments_within
 from dovetail.executors.stages.cuda import StageClock
-from dovetail.executors.stages.functions import Functions, Values, running
+from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import PreparedKernels
-from dovetail.executors.stages.threads import CompiledStreams
+from dovetail.frontends.runners import make_runner
 from dovetail.runtime.timers import clock, summarise
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
@@ -40,56 +40,57 @@ from dovetail.schedulers.timing import key_of
 #
 # A kernel that is repeated finds its weights and inputs in the caches. In a step other kernels have
 # used the caches since, and large weights, concatenations and poolings take several times as long.
-# The time of a call from Python is subtracted, because a step calls many kernels at once. It is the
-# time of a function that does nothing, which runs last in every pass.
+# The runner itself stamps when each call begins and ends, so that a kernel's time is that of its
+# calls.
 
 
 _WARM_UP_PASSES, _LEAST_PASSES, _MOST_TIMED_PASSES = 2, 5, 100
 _SECONDS = 3.0
 """Passes go on for this long, but there are never fewer than `_LEAST_PASSES` that count."""
 LEAST_SECONDS = 1e-7
-"""The least seconds that any kernel is assumed to take. A kernel that only makes views takes no
-longer than the call that is subtracted."""
+"""The least seconds that any kernel is assumed to take."""
 
 
 def seconds_in_passes(
     functions: Functions,
-    values: Values,
     kernels: int,
     threads: int,
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> list[list[float]]:
     """[kernels][passes] seconds of each kernel, in as many passes as three seconds allow.
 
-    values   all values of a step; the kernels run on them and write them again
+    The kernels run on the values of the example step.
     """
-    nothing = (functions.size,)
     runs = [functions.of([kernel]) for kernel in range(kernels)]
-    runs.append(functions.traced(lambda given: (given,), nothing, nothing))
-    found: list[list[float]] = [[] for _ in runs]
+    runner = make_runner(functions.entries)
+    functions.fill_constants(runner, runs)
+    for tensor, value in functions.example.items():
+        runner.set(tensor, value)
+    stream = runner.stream()
+    ends = np.cumsum([function.add_to(stream, runner) for function in runs])  # [kernels]
+    stamps = np.zeros((int(ends[-1]) if kernels else 0, 2), dtype=np.int64)
+    samples: list[list[float]] = [[] for _ in runs]
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    with running():
+    try:
         began = clock()
         for number in range(_WARM_UP_PASSES + _MOST_TIMED_PASSES):
-            for function, seconds in zip(runs, found, strict=True):
-                given = [values[tensor] for tensor in function.takes]
-                start = clock()
-                made = function.run(*given)
-                seconds.append(clock() - start)
-                for tensor, value in zip(function.returns, made, strict=True):
-                    values[tensor] = value
+            runner.run(stream, stamps=int(stamps.ctypes.data))
+            first = 0
+            for seconds, end in zip(samples, ends.tolist(), strict=True):
+                taken = (stamps[end - 1, 1] - stamps[first, 0]) / 1e9 if end > first else 0.0
+                seconds.append(max(LEAST_SECONDS, float(taken)))
+                first = end
             spent = (clock() - began) / _SECONDS
             progress(min(1.0, max(spent, (number + 1) / (_WARM_UP_PASSES + _MOST_TIMED_PASSES))))
             if spent > 1 and number + 1 >= _WARM_UP_PASSES + _LEAST_PASSES:
                 break
-    call = float(np.median(found.pop()[_WARM_UP_PASSES:]))
-    return [
-        [max(LEAST_SECONDS, taken - call) for taken in seconds[_WARM_UP_PASSES:]]
-        for seconds in found
-    ]
+    finally:
+        torch.set_num_threads(before)
+    return [seconds[_WARM_UP_PASSES:] for seconds in samples]
 
 
-PROTOCOL = 8
+PROTOCOL = 9
 """A part of every cache key. Raise it when what is measured changes: old costs then go unused."""
 _VISITS, _MOST_VISITS = 5, 15
 _DOUBTFUL = 1.1
@@ -247,9 +248,6 @@ class CpuStages(MeasuredStages):
         device = f"{device} | {threads} threads"
         super().__init__(block, signatures, keys, cache, device, progress)
         self._functions, self._threads = functions, threads
-        self._values = functions.values()
-        for tensor, value in functions.example.items():
-            self._values[tensor] = value
         self.alone = AloneSeconds(self._by_themselves(1), self._by_themselves(threads), 0.0)
         # Measuring repeated kernels needs an expectation of their seconds: those within a step.
         self._repeated: Sequence[float] = self.alone.one_thread
@@ -271,21 +269,19 @@ class CpuStages(MeasuredStages):
         expected = [max(sum(self._repeated[k] for k in order) for order in own) for own in orders]
         loops = [_StageLoop(own, seconds) for own, seconds in zip(threads, expected, strict=True)]
         doubtful = loops
-        with running():
-            for visit in range(_MOST_VISITS):
-                for loop in doubtful:
-                    loop.visit(self._values)
-                if visit + 1 >= _VISITS:
-                    doubtful = [loop for loop in doubtful if loop.is_doubtful]
+        for visit in range(_MOST_VISITS):
+            for loop in doubtful:
+                loop.visit()
+            if visit + 1 >= _VISITS:
+                doubtful = [loop for loop in doubtful if loop.is_doubtful]
         return [loop.measured for loop in loops]
 
     def _orders(self, groups: Sequence[Sequence[int]], merged: bool) -> Sequence[Sequence[int]]:
         return groups if merged else spread(groups, self.alone.one_thread, self._threads)
 
-    def _threads_of(self, orders: Sequence[Sequence[int]], merged: bool) -> CompiledStreams:
+    def _threads_of(self, orders: Sequence[Sequence[int]], merged: bool) -> StageStreams:
         functions = self._functions.merging([tuple(orders[0])]) if merged else self._functions
-        segments = segments_within(self._block, barriers([orders]), {})
-        return CompiledStreams(segments, functions, stream_threads(len(segments) - 1))
+        return StageStreams(segments_within(self._block, barriers([orders]), {}), functions)
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone.best(kernel) for kernel in kernels)
@@ -334,7 +330,6 @@ class CpuStages(MeasuredStages):
         """Signature -> the cost of its kernels, from the samples of all kernels that have it."""
         found = seconds_in_passes(
             self._functions,
-            self._values,
             len(self._block),
             threads,
             partial(self._progress, f"measuring kernels, threads: {threads}"),
@@ -355,20 +350,15 @@ class CpuStages(MeasuredStages):
             return MeasuredCost(0.0, 0.0)
         by_seconds = sorted(range(len(self._block)), key=lambda k: self.one_by_one([k]))
         kernel = by_seconds[len(by_seconds) // 2]
-        function = self._functions.of([kernel])
-        given = [self._values[tensor] for tensor in function.takes]
         segments = segments_within(self._block, barriers([[[kernel]]]), {})
         others = [*segments, *([] for _ in range(self._threads - 2))]
-        streams = CompiledStreams([[], *others], self._functions, stream_threads(self._threads - 1))
+        streams = StageStreams([[], *others], self._functions)
         calls = max(1, round(_PHASE_SECONDS / self.alone.all_threads[kernel]))
         passes = max(1, round(_PHASE_SECONDS / self.alone.one_thread[kernel]))
-
-        def whole() -> None:
-            for _ in range(calls):
-                function.run(*given)
+        whole = _repeated(self._functions, kernel, calls)
 
         def streamed(times: int = 1) -> None:
-            streams.run(self._values, times * passes)
+            streams.run(times * passes)
 
         def switch() -> float:
             whole()
@@ -380,11 +370,23 @@ class CpuStages(MeasuredStages):
             return max(0.0, in_turns - alone - (twice - once))
 
         torch.set_num_threads(self._threads)
-        with running():
-            for _ in range(_FIRST_SWITCHES):
-                switch()
-            timing = summarise([switch() for _ in range(_SWITCHES)])
+        for _ in range(_FIRST_SWITCHES):
+            switch()
+        timing = summarise([switch() for _ in range(_SWITCHES)])
         return MeasuredCost(timing.median_seconds, timing.spread)
+
+
+def _repeated(functions: Functions, kernel: int, times: int) -> Callable[[], object]:
+    """A function that runs a kernel of the example step so often."""
+    function = functions.of([kernel])
+    runner = make_runner(functions.entries)
+    functions.fill_constants(runner, [function])
+    for tensor in function.takes:
+        runner.set(tensor, functions.example[tensor])
+    stream = runner.stream()
+    for _ in range(times):
+        function.add_to(stream, runner)
+    return partial(runner.run, stream)
 
 
 class CudaStages(MeasuredStages):
@@ -434,18 +436,18 @@ class CudaStages(MeasuredStages):
 class _StageLoop:
     """Repeats a stage in its threads and collects samples; `expected` seconds guide how often."""
 
-    def __init__(self, threads: CompiledStreams, expected: float) -> None:
+    def __init__(self, threads: StageStreams, expected: float) -> None:
         self._threads, self._expected = threads, expected
         self._passes = min(_MOST_PASSES, max(1, round(_SAMPLE_SECONDS / expected)))
         self._once: list[float] = []
         self._more: list[float] = []
 
-    def visit(self, values: Values) -> None:
-        """Take a sample of one pass, and one of `_passes` more. Call it within `running`."""
+    def visit(self) -> None:
+        """Take a sample of one pass, and one of `_passes` more."""
         run = self._threads.run
-        run(values)
-        self._once.append(timed(partial(run, values)))
-        self._more.append(timed(partial(run, values, 1 + self._passes)))
+        run()
+        self._once.append(timed(run))
+        self._more.append(timed(partial(run, 1 + self._passes)))
 
     @property
     def measured(self) -> MeasuredCost:

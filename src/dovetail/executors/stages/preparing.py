@@ -222,13 +222,21 @@ def _seeded(call: Call | None, op: int) -> Call | None:
         return call
     if draws_nothing(call):
         return replace(call, random=False)
-    target, seed = call.target, seed_for(0, 0, call.seed_index(op))
+    return replace(
+        call, target=Seeded(call.target, seed_for(0, 0, call.seed_index(op))), random=False
+    )
 
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        torch.manual_seed(seed)
-        return target(*args, **kwargs)
 
-    return replace(call, target=draw, random=False)
+@dataclass(frozen=True)
+class Seeded:
+    """A target that draws the numbers of one seed."""
+
+    target: Callable[..., Any]
+    seed: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(self.seed)
+        return self.target(*args, **kwargs)
 
 
 def draws_nothing(call: Call) -> bool:
@@ -338,8 +346,6 @@ def _laid_out(call: Call, graph: Graph, channels_last: bool) -> Call:
     """
     if call.target in (aten.view.default, aten._unsafe_view.default):
         return replace(call, target=aten.reshape.default)
-    if call.target in (aten.fill.Tensor, aten.fill.Scalar):
-        return replace(call, target=_filled)
     if not channels_last or call.target not in _NEEDS_STRIDES:
         return call
     target, tensor = call.target, call.args[0].tensor
@@ -353,13 +359,6 @@ def _laid_out(call: Call, graph: Graph, channels_last: bool) -> Call:
         return target(given, *args)
 
     return replace(call, target=run)
-
-
-def _filled(given: Tensor, value: Tensor | float) -> Tensor:
-    """`aten.fill` in terms of other ops, because TorchScript cannot trace it."""
-    if isinstance(value, Tensor):
-        return torch.zeros_like(given).copy_(value)
-    return torch.full_like(given, value)
 
 
 def _kernel(graph: Graph, kernels: Kernels, number: int, calls: Sequence[Call]) -> Kernel:
