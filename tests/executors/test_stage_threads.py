@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages import functions
 from dovetail.executors.stages.cpu import StageStreams, segments_within
 from dovetail.executors.stages.phases import SchedulePhase, whole
 from dovetail.executors.stages.segments import Segment
 from dovetail.frontends.interpret import initial_values, run_step
+from dovetail.frontends.recorded_calls import CallRecorder
 from dovetail.schedulers.dataflow import Streams, with_waits
 from tests.support.cpu_steps import Branches, Lookups, Ready
 from tests.support.stages_by_hand import assert_equal_values
@@ -311,6 +311,6 @@ def test_streams_draw_the_numbers_of_their_calls_seeds(count):
 def test_a_call_that_returns_a_number_is_refused_by_its_name():
     with (
         pytest.raises(UsageError, match=r"_local_scalar_dense.* returns no tensor"),
-        functions._CallRecorder({}, {}, 0),
+        CallRecorder({}, {}, 0),
     ):
         torch.ones(1).item()

@@ -5,7 +5,7 @@
                       │                time beside its calls ──► how much faster it is
                       └─ there ──────► (nothing)
 
-    device's process: load_code(KEY) ──► a function of tensors
+    device's process: load_code(KEY) ──► instructions of a runner (`executors.generated`)
 
 A file is the Python source that Inductor writes. It is written whole or not at all, so that several
 programs may compile at once. One that is damaged, that another version of torch or another
@@ -18,8 +18,8 @@ import os
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import ProcessDiedError, ProcessError
-from dovetail.frontends.fused import FusedCall
+from dovetail.executors.generated import GeneratedCode, noted
+from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.runtime.files import cache_folder, is_own, write_atomically
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.processes import Channel, Worker, launch, ready
@@ -37,12 +38,11 @@ from dovetail.runtime.timers import clock
 from dovetail.runtime.torch_versions import inductor_source
 
 ENTRY = "dovetail.executors.compiling:serve"
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised where compiled code is called otherwise, or its gain is measured otherwise."""
 _ROUNDS, _ROUND_SECONDS = 7, 2e-3
 FASTER = 0.97
 """Compiled code is used where it takes at most this share of the time of its calls."""
-Code = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -138,32 +138,25 @@ def has_code(key: str, threads: int) -> bool:
     return is_own(_path(key, threads, "py"))
 
 
-def load_code(key: str, threads: int) -> Code | None:
-    """The compiled code of a fused call, as a function of its tensors; None if there is none that
-    can be used."""
+def load_code(key: str, threads: int) -> GeneratedCode | None:
+    """The compiled code of a fused call; None if there is none that can be used."""
     if not has_code(key, threads):
         return None
     use_own_cache()
     try:
-        return _loaded(_path(key, threads, "py"))
+        facts = json.loads(_path(key, threads, "json").read_text())
+        code = _loaded(_path(key, threads, "py"), examples_of(facts["metas"]))
     except Exception:  # whatever a damaged file leads to
         return None
+    return code if facts.get("by_runner") else replace(code, instructions=None)
 
 
-def _loaded(path: Path) -> Code:
+def _loaded(path: Path, examples: Sequence[Tensor]) -> GeneratedCode:
     spec = spec_from_file_location(f"dovetail_compiled_{path.stem.replace('-', '_')}", path)
     assert spec is not None and spec.loader is not None, "it ends with .py"
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    call = module.call  # takes a list, which it empties
-    if not callable(call):
-        raise TypeError("what is called is no function")
-
-    def code(*tensors: Tensor) -> Sequence[Tensor]:
-        made: Sequence[Tensor] = call(list(tensors))
-        return made
-
-    return code
+    return noted(module, examples)
 
 
 def use_own_cache() -> None:
@@ -175,18 +168,44 @@ def _compile(call: FusedCall, threads: int) -> Compiled:
     """Compile a fused call, keep its code, and time it beside its calls."""
     try:
         examples = call.examples()
-        _write(_path(call.key, threads, "py"), inductor_source(call.module(), examples))
-        compiled = Compiled(_share(_loaded(_path(call.key, threads, "py")), call, examples))
-        _write(_path(call.key, threads, "json"), json.dumps({"share": compiled.share}))
+        path = _path(call.key, threads, "py")
+        _write(path, inductor_source(call.module(), examples))
+        code = _loaded(path, examples)
+        by_runner = code.instructions is not None and _is_same_by_runner(code, call)
+        if not by_runner:
+            code = replace(code, instructions=None)
+        compiled = Compiled(_share(code, call, examples))
+        facts = {"share": compiled.share, "metas": call.metas, "by_runner": by_runner}
+        _write(_path(call.key, threads, "json"), json.dumps(facts))
     except Exception:  # whatever Inductor raises, and a disk that is full
         lines = traceback.format_exc().strip().splitlines()
         return Compiled(float("inf"), lines[-1])
     return compiled
 
 
-def _share(code: Code, call: FusedCall, examples: Sequence[Tensor]) -> float:
+def _is_same_by_runner(code: GeneratedCode, call: FusedCall) -> bool:
+    """True if the code computes the same bits by a runner as it does from Python."""
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        example.uniform_(-1, 1, generator=generator) if example.is_floating_point() else example
+        for example in call.examples()
+    ]
+    with torch.inference_mode():
+        wanted = code(*given)
+        runner, run = code.bound(given)
+        run()
+        made = [runner.get(len(given) + number) for number in range(len(wanted))]
+    return all(
+        own is not None
+        and torch.equal(own.isnan(), other.isnan())
+        and torch.equal(own.nan_to_num(), other.nan_to_num())
+        for own, other in zip(made, wanted, strict=True)
+    )
+
+
+def _share(code: GeneratedCode, call: FusedCall, examples: Sequence[Tensor]) -> float:
     """The median, over rounds, of the seconds of the compiled code over those of its calls."""
-    run_code, run_calls = partial(code, *examples), call.bound(examples)
+    (_, run_code), run_calls = code.bound(examples), call.bound(examples)
     with torch.inference_mode():
         counts = {
             run: max(1, round(_ROUND_SECONDS / _seconds(run, 2))) for run in (run_code, run_calls)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.executors.compiling import Code, load_code
+from dovetail.executors.compiling import load_code
+from dovetail.executors.generated import GeneratedCode
 from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
@@ -135,12 +136,20 @@ class _Loaded:
         self.spinning = spinning
         self.share = load.share
         self.seed = load.seed
-        self.codes: dict[str, Code | None] = {}
+        self.codes: dict[str, GeneratedCode | None] = {}
         self.base = int(block.bytes.ctypes.data)
         self.abort = self.base + load.share.abort
         self.progress = block.view(load.share.progress, (3,), np.int64)
         self.progress[0] = -1
-        self.runner = make_runner(load.tensors)
+        # Behind the graph's tensors come those that compiled code makes for itself. Codes run one
+        # after another, so they share them.
+        self.temporaries = load.tensors
+        needed = [
+            code.temporaries(len(i.inputs))
+            for i in load.share.instructions
+            if isinstance(i, RunCompiled) and (code := self._code(i.key, i.threads)) is not None
+        ]
+        self.runner = make_runner(load.tensors + max(needed, default=0))
         # Op of each call that draws numbers, in the order of the runner's seeds.
         self.drawing: list[int] = []
         for tensor, slot in load.share.sources:
@@ -205,7 +214,10 @@ class _Loaded:
             case RunCompiled(ops=ops, inputs=inputs, outputs=outputs, frees=frees) as segment:
                 code = self._code(segment.key, segment.threads)
                 if code is not None:
-                    stream.function(code, inputs, outputs, tag=segment.op, frees=frees)
+                    code.add_to(
+                        stream, self.runner, inputs, outputs, temporaries=self.temporaries,
+                        tag=segment.op, frees=frees,
+                    )  # fmt: skip
                 else:
                     stream.fork([self._stream_of(ops, calls)], tag=segment.op, frees=frees)
             case SendTensor(slot=None) as send:
@@ -237,7 +249,7 @@ class _Loaded:
         address = self.base + slot.offset
         return TensorPlace(address, slot.bytes, slot.shape, slot.strides, slot.dtype)
 
-    def _code(self, key: str, threads: int) -> Code | None:
+    def _code(self, key: str, threads: int) -> GeneratedCode | None:
         """Compiled code, which stages with one key share."""
         if key not in self.codes:
             self.codes[key] = load_code(key, threads)

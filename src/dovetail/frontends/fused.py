@@ -126,10 +126,7 @@ class FusedCall:
 
     def examples(self) -> tuple[Tensor, ...]:
         """Return arguments of zeros."""
-        return tuple(
-            torch.empty_strided(shape, strides, dtype=getattr(torch, dtype)).zero_()
-            for dtype, shape, strides in self.metas
-        )
+        return examples_of(self.metas)
 
     def module(self) -> fx.GraphModule:
         """Return the calls as a graph for Inductor."""
@@ -157,6 +154,14 @@ class Places:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+
+def examples_of(metas: Sequence[Meta]) -> tuple[Tensor, ...]:
+    """Return tensors of zeros with these metas."""
+    return tuple(
+        torch.empty_strided(shape, strides, dtype=getattr(torch, dtype)).zero_()
+        for dtype, shape, strides in metas
+    )
 
 
 def _returns_one(target: Any) -> bool:

@@ -45,6 +45,8 @@ SKEW = 63
 A flag's value is `now`, a multiple of 64, plus that address, so it still grows from run to run. The
 copy keeps the original's address modulo a cache line, because some kernels of BLAS libraries round
 differently by alignment."""
+MOST_POINTERS = 64
+"""A C function that a stream calls takes at most so many pointers."""
 PLAIN_BYTES = 2**17
 """Up to this size a plain copy of adjacent bytes is quicker than torch's. Above it, torch's copy
 wins, because it uses several threads."""
@@ -102,6 +104,16 @@ class Stream(Protocol):
         frees: Sequence[int] = (),
     ) -> None:
         """Run a Python function of the entries `takes`, and store the tensors that it returns."""
+
+    def kernel(
+        self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
+    ) -> None:
+        """Call the C function at an address with pointers to the data of the entries `takes`, at
+        most `MOST_POINTERS`. It writes its results there as well."""
+
+    def expect(self, slot: int, shape: Sequence[int], strides: Sequence[int], *, tag: int) -> None:
+        """Raise `RuntimeError` unless the value of an entry has this shape and these strides.
+        Where a dimension has one element its stride does not count."""
 
     def wait(self, flag: int, *, tag: int) -> None:
         """Wait until the flag is at least `now`."""
@@ -275,6 +287,14 @@ class NativeStream:
         frees: Sequence[int] = (),
     ) -> None:
         self.inner.add_python(tag, run, list(takes), list(results), list(frees), -1)
+
+    def kernel(
+        self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
+    ) -> None:
+        self.inner.add_kernel(tag, address, list(takes), list(frees))
+
+    def expect(self, slot: int, shape: Sequence[int], strides: Sequence[int], *, tag: int) -> None:
+        self.inner.add_expect(tag, slot, list(shape), list(strides))
 
     def wait(self, flag: int, *, tag: int) -> None:
         self.inner.add_wait(tag, flag)
@@ -452,6 +472,37 @@ class PythonStream:
                     cells[slot] = value
             for slot in frees:
                 cells[slot] = None
+
+        self.instructions.append((tag, call))
+
+    def kernel(
+        self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
+    ) -> None:
+        runner = self._runner
+        # ctypes calls it without Python's lock.
+        function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * len(takes))(address)
+
+        def call() -> None:
+            function(*[runner.cells[slot].data_ptr() for slot in takes])
+            runner.clear(frees)
+
+        self.instructions.append((tag, call))
+
+    def expect(self, slot: int, shape: Sequence[int], strides: Sequence[int], *, tag: int) -> None:
+        cells, wanted = self._runner.cells, list(zip(shape, strides, strict=True))
+
+        def call() -> None:
+            value = cells[slot]
+            own = list(zip(value.shape, value.stride(), strict=True))
+            fits = tuple(value.shape) == tuple(shape) and (
+                not value.numel()
+                or all(a == b for a, b in zip(own, wanted, strict=True) if a[0] != 1)
+            )
+            if not fits:
+                raise RuntimeError(
+                    f"compiled code was made for sizes {list(shape)} and strides {list(strides)} "
+                    "of an input, which has others"
+                )
 
         self.instructions.append((tag, call))
 

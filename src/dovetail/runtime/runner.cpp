@@ -9,8 +9,7 @@
 
 #include <Python.h>
 
-#include <algorithm>
-#include <atomic>
+#include <array>
 #include <cstring>
 #include <ctime>
 #include <deque>
@@ -82,7 +81,7 @@ struct View {
   }
 };
 
-enum class Kind { Call, Python, Wait, Publish, Send, Fork };
+enum class Kind { Call, Kernel, Expect, Python, Wait, Publish, Send, Fork };
 
 struct Instruction;
 using Instructions = std::deque<Instruction>;
@@ -98,12 +97,14 @@ struct Instruction {
   std::vector<Result> results;
   bool listed = false;  // the operator returns one list of tensors
   int seed = -1;        // place of its seed; -1: it draws no numbers
+  // Kernel: a C function of pointers to the data of `takes`
+  void* kernel = nullptr;
   // Python
   std::shared_ptr<py::object> function;
   std::vector<int> takes;
   // Wait, Publish, Send
   int64_t flag = 0;
-  int slot = -1;
+  int slot = -1;  // of Expect as well
   bool viewed = false;
   bool plain = false;  // the bytes may be copied as they are
   int64_t bytes = 0;
@@ -186,6 +187,51 @@ void call(Instruction& instruction, Pass& pass) {
   }
 }
 
+// ---- C functions of so many pointers ----
+
+constexpr size_t kMostPointers = 64;
+using CallKernel = void (*)(void*, void* const*);
+
+template <size_t... I>
+void call_kernel(void* kernel, void* const* data, std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(std::enable_if_t<(I >= 0), void*>...)>(kernel)(data[I]...);
+}
+
+template <size_t N>
+void call_with(void* kernel, void* const* data) {
+  call_kernel(kernel, data, std::make_index_sequence<N>());
+}
+
+template <size_t... N>
+constexpr std::array<CallKernel, sizeof...(N)> callers(std::index_sequence<N...>) {
+  return {&call_with<N>...};
+}
+
+constexpr auto kCallers = callers(std::make_index_sequence<kMostPointers + 1>());
+
+void run_kernel(Instruction& instruction, Pass& pass) {
+  void* data[kMostPointers];
+  for (size_t place = 0; place < instruction.takes.size(); place++) {
+    // Kernels write through some of these pointers; `data_ptr` of a tensor that shares its storage
+    // copy-on-write would copy it first, as Python's kernels have it too.
+    data[place] = pass.values[instruction.takes[place]].data_ptr();
+  }
+  kCallers[instruction.takes.size()](instruction.kernel, data);
+}
+
+// Compiled code is made for one layout. Where a dimension has one element its stride does not count.
+void expect(const Instruction& instruction, const Pass& pass) {
+  const at::Tensor& value = pass.values[instruction.slot];
+  const View& view = instruction.view;
+  bool fits = value.defined() && value.sizes() == at::IntArrayRef(view.shape);
+  for (size_t dimension = 0; fits && value.numel() > 0 && dimension < view.shape.size();
+       dimension++) {
+    fits = view.shape[dimension] == 1 || value.stride(dimension) == view.strides[dimension];
+  }
+  TORCH_CHECK(fits, "compiled code was made for sizes ", at::IntArrayRef(view.shape),
+              " and strides ", at::IntArrayRef(view.strides), " of an input, which has others");
+}
+
 void run_python(Instruction& instruction, Pass& pass) {
   // The generator comes before Python's lock, in all threads.
   Seeded seeded(instruction, pass);
@@ -247,6 +293,8 @@ void fork(Instruction& instruction, Pass& pass);
 void run_one(Instruction& instruction, Pass& pass) {
   switch (instruction.kind) {
     case Kind::Call: call(instruction, pass); break;
+    case Kind::Kernel: run_kernel(instruction, pass); break;
+    case Kind::Expect: expect(instruction, pass); break;
     case Kind::Python: run_python(instruction, pass); break;
     case Kind::Wait: wait(instruction, pass); break;
     case Kind::Publish: publish(instruction.flag, pass.now); break;
@@ -497,6 +545,22 @@ class Stream {
     }
   }
 
+  void add_kernel(
+      int tag, int64_t address, const std::vector<int>& takes, const std::vector<int>& frees) {
+    TORCH_CHECK(takes.size() <= kMostPointers, "a kernel of ", takes.size(), " tensors");
+    Instruction& added = add(Kind::Kernel, tag, frees);
+    added.kernel = reinterpret_cast<void*>(address);
+    added.takes = takes;
+  }
+
+  void add_expect(
+      int tag, int slot, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
+    Instruction& added = add(Kind::Expect, tag, {});
+    added.slot = slot;
+    added.view.shape = shape;
+    added.view.strides = strides;
+  }
+
   void add_wait(int tag, int64_t flag) { add(Kind::Wait, tag, {}).flag = flag; }
 
   void add_receive(
@@ -632,6 +696,8 @@ PYBIND11_MODULE(dovetail_runner, module) {
   py::class_<Stream>(module, "Stream")
       .def(py::init<>())
       .def("add_call", wrap_pybind_function(&Stream::add_call))
+      .def("add_kernel", wrap_pybind_function(&Stream::add_kernel))
+      .def("add_expect", &Stream::add_expect)
       .def("add_python", &Stream::add_python)
       .def("add_wait", &Stream::add_wait)
       .def("add_receive", &Stream::add_receive)

@@ -1,0 +1,261 @@
+"""Runs code that Inductor generated without its Python part.
+
+    generated file                                runner's instructions
+      call(x0, x1):
+        assert_size_stride(x0, (16, 8), (8, 1))     expect
+        buf0 = empty_strided_cpu(...)               call   aten.empty_strided
+        extern_kernels.mm(x0, x1, out=buf0)         call   aten.mm.out
+        cpp_fused_tanh_0(buf0)                      kernel, a C function of pointers
+        return (buf0,)
+
+The file's `call` is run once on example tensors, and what it does is noted. It does the same for
+every input: shapes and strides are those of the code, and it looks at no value. Where it does
+anything else than the above, `call` itself is run from Python.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import UsageError
+from dovetail.frontends.program import Call, Ref, distinct_refs, fill_refs
+from dovetail.frontends.recorded_calls import CallRecorder
+from dovetail.frontends.runners import MOST_POINTERS, Runner, Stream, make_runner
+
+_KERNEL = "kernel"
+"""The name of the C function in each library that Inductor builds for a CPU."""
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of the C function at an address on the data of some entries."""
+
+    address: int
+    entries: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The shape and strides that an entry must have."""
+
+    entry: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratedCode:
+    """A function of tensors that Inductor generated.
+
+    call           the function in Python: of a list, which it empties
+    instructions   what it does; the first entries are its arguments. None: not known, so the
+                   function itself is called, and of `outputs` only the number counts
+    outputs        the entries that it returns, of which there are none twice
+    entries        how many entries there are
+    """
+
+    call: Callable[[list[Tensor]], Sequence[Tensor]]
+    instructions: tuple[Call | KernelCall | Expectation, ...] | None = None
+    outputs: tuple[int, ...] = ()
+    entries: int = 0
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.call(list(tensors))
+
+    def temporaries(self, inputs: int) -> int:
+        """How many entries of its own it needs beside its inputs and outputs."""
+        return self.entries - inputs - len(self.outputs) if self.instructions is not None else 0
+
+    def bound(self, tensors: Sequence[Tensor]) -> tuple[Runner, Callable[[], object]]:
+        """(a runner, a function that runs the code there on these tensors). The outputs are the
+        table's entries behind the tensors, and are overwritten by each run."""
+        count = len(tensors)
+        outputs = range(count, count + len(self.outputs))
+        runner = make_runner(outputs.stop + self.temporaries(count))
+        for entry, tensor in enumerate(tensors):
+            runner.set(entry, tensor)
+        stream = runner.stream()
+        self.add_to(stream, runner, range(count), outputs, temporaries=outputs.stop, tag=0)
+        return runner, partial(runner.run, stream)
+
+    def add_to(
+        self,
+        stream: Stream,
+        runner: Runner,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        *,
+        temporaries: int,
+        tag: int,
+        frees: Sequence[int] = (),
+    ) -> None:
+        """Add what it does to a stream of the runner, as one instruction.
+
+        inputs, outputs   the entries of the runner's table that it reads and makes
+        temporaries       the first of the entries that it may use, `self.temporaries` of them
+        frees             the entries that are emptied afterwards
+        """
+        if self.instructions is None:
+            stream.function(self, inputs, outputs, tag=tag, frees=frees)
+            return
+        own = dict(enumerate(inputs)) | dict(zip(self.outputs, outputs, strict=True))
+        for entry in range(self.entries):
+            if entry not in own:
+                own[entry] = temporaries
+                temporaries += 1
+        last = {entry: i for i, done in enumerate(self.instructions) for entry in _touched(done)}
+        kept = {*inputs, *outputs}
+        refs = {entry: Ref(slot) for entry, slot in own.items()}
+        inner = runner.stream()
+        for index, instruction in enumerate(self.instructions):
+            drops = [own[e] for e, when in last.items() if when == index and own[e] not in kept]
+            match instruction:
+                case Call(target, args, kwargs, results):
+                    named = fill_refs(list(args), refs), fill_refs(kwargs, refs)
+                    made = tuple(own[entry] if entry >= 0 else -1 for entry in results)
+                    call = Call(target, tuple(named[0]), named[1], made)
+                    inner.call(call, tag=tag, frees=drops)
+                case KernelCall(address, entries):
+                    inner.kernel(address, [own[e] for e in entries], tag=tag, frees=drops)
+                case Expectation(entry, shape, strides):
+                    inner.expect(own[entry], shape, strides, tag=tag)
+        stream.fork([inner], tag=tag, frees=frees)
+
+
+def noted(module: ModuleType, examples: Sequence[Tensor]) -> GeneratedCode:
+    """The code of a generated module, with what it does on arguments like these.
+
+    Raises what the code raises.
+    """
+    call: Callable[[list[Tensor]], Sequence[Tensor]] = module.call
+    if not callable(call):
+        raise TypeError("what is called is no function")
+    recorder = CallRecorder(dict(enumerate(examples)), {}, len(examples))
+    try:
+        with torch.inference_mode(), recorder, _noting(module, recorder):
+            returned = call(list(examples))
+    except (UsageError, _Unknown):
+        with torch.inference_mode():
+            return GeneratedCode(call, outputs=tuple(range(len(call(list(examples))))))
+    outputs = tuple(recorder.entry_of(tensor) for tensor in returned)
+    distinct = {entry for entry in outputs if entry is not None and entry >= len(examples)}
+    # A constant of the code, or an output that is an argument or stands twice.
+    if recorder.constants or len(distinct) < len(outputs):
+        return GeneratedCode(call, outputs=tuple(range(len(outputs))))
+    done = tuple(recorder.calls)
+    return GeneratedCode(call, done, tuple(e for e in outputs if e is not None), recorder.entries)
+
+
+class _Unknown(Exception):
+    """Raised where code does what runners do not."""
+
+
+@contextmanager
+def _noting(module: ModuleType, recorder: CallRecorder) -> Iterator[None]:
+    """A context in which the functions that the module calls past the dispatcher are noted."""
+    names = vars(module)
+    before = dict(names)
+    for name, value in before.items():
+        if name == "assert_size_stride":
+            names[name] = _noting_expectations(recorder)
+        elif name == "empty_strided_cpu":
+            names[name] = _noting_empty(value, recorder)
+        elif name == "reinterpret_tensor":
+            names[name] = _noting_view(value, recorder)
+        elif name.startswith("cpp_fused"):
+            names[name] = _noting_kernel(value, recorder)
+        elif name.startswith("empty_strided") or name == "alloc_from_pool":
+            names[name] = _refuse
+    try:
+        yield
+    finally:
+        names.clear()
+        names.update(before)
+
+
+def _noting_expectations(recorder: CallRecorder) -> Callable[..., None]:
+    def expect(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *_: Any) -> None:
+        entry = recorder.entry_of(tensor)
+        if entry is None:
+            raise _Unknown
+        recorder.calls.append(Expectation(entry, tuple(shape), tuple(strides)))
+
+    return expect
+
+
+def _noting_empty(empty_strided: Callable[..., Tensor], recorder: CallRecorder) -> Any:
+    def make(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        made = empty_strided(shape, strides, dtype)
+        target, arguments = torch.ops.aten.empty_strided.default, (list(shape), list(strides))
+        results = (recorder.made(made),)
+        recorder.calls.append(Call(target, arguments, {"dtype": dtype}, results))
+        return made
+
+    return make
+
+
+def _noting_view(reinterpret: Callable[..., Tensor], recorder: CallRecorder) -> Any:
+    def view(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        entry = recorder.entry_of(tensor)
+        if entry is None:
+            raise _Unknown
+        made = reinterpret(tensor, shape, strides, offset)
+        # The same as an operator. Its offset counts from where the tensor begins.
+        target = torch.ops.inductor._reinterpret_tensor.default
+        arguments = (Ref(entry), list(shape), list(strides), offset)
+        recorder.calls.append(Call(target, arguments, {}, (recorder.made(made),)))
+        return made
+
+    return view
+
+
+def _noting_kernel(function: Any, recorder: CallRecorder) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        entries = [
+            recorder.entry_of(value) if isinstance(value, Tensor) else None for value in arguments
+        ]
+        library = getattr(getattr(function, "__self__", None), "__file__", None)
+        if (
+            not isinstance(function, BuiltinFunctionType)
+            or library is None
+            or None in entries
+            or len(entries) > MOST_POINTERS
+        ):
+            raise _Unknown
+        function(*arguments)
+        recorder.calls.append(
+            KernelCall(_address_of(library), tuple(e for e in entries if e is not None))
+        )
+
+    return run
+
+
+def _address_of(library: str) -> int:
+    """The address of the C function in a library of Inductor's."""
+    try:
+        function = getattr(ctypes.CDLL(library), _KERNEL)
+    except (OSError, AttributeError) as error:
+        raise _Unknown from error
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise _Unknown
+
+
+def _touched(instruction: Call | KernelCall | Expectation) -> list[int]:
+    """The entries that an instruction reads or makes."""
+    match instruction:
+        case Call(_, args, kwargs, results):
+            return [*distinct_refs((args, kwargs)), *(entry for entry in results if entry >= 0)]
+        case KernelCall(_, entries):
+            return list(entries)
+        case Expectation(entry):
+            return [entry]
