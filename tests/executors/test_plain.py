@@ -1,6 +1,8 @@
 """A step as its user runs it: the numbers are plain PyTorch's, over several steps."""
 
 import copy
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -220,3 +222,47 @@ def test_a_slice_is_sent_without_what_it_is_a_slice_of():
     part = _alone(whole[8:16])
     assert torch.equal(part, whole[8:16]) and part.untyped_storage().nbytes() == 32
     assert _alone(whole).data_ptr() == whole.data_ptr()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import dovetail as dt
+from dovetail.executors import PlainNetwork
+from dovetail.machine import parse_machine
+
+WIDTH = 4
+
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.ModuleList(nn.LSTMCell(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, inputs):
+        zeros = torch.zeros(inputs.shape[1], WIDTH)
+        states = [(zeros, zeros) for _ in self.cells]
+        for x in inputs.unbind(0):
+            for number, cell in enumerate(self.cells):
+                states[number] = cell(x, states[number])
+                x = states[number][0]
+        return torch.stack([x])
+
+def squared(output, target):
+    return ((output - target) ** 2).mean() / WIDTH
+
+if __name__ == "__main__":
+    x = torch.ones(2, 3, WIDTH)
+    step = dt.capture(Cells(), x, targets=torch.zeros(1, 3, WIDTH), loss=squared,
+                      train=dt.Adam())
+    with PlainNetwork(step, parse_machine("here/1"), compiled=True) as network:
+        network.begin()
+        print("compiled")
+"""
+
+
+@pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+def test_a_module_of_a_script_is_compiled(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout == "compiled\n", done.stderr

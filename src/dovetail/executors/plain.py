@@ -10,11 +10,12 @@ Nothing of ours touches the computation: the process has torch's own defaults, b
 threads.
 """
 
+import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -124,6 +125,7 @@ class _Served:
         if not isinstance(module, nn.Module):  # what makes it
             torch.manual_seed(load.seed)
             module = module()
+        _fill_main(module, step.loss)
         self.seed = load.seed
         self.plain = PlainModule(module, signature, step, compiled=load.compiled)
         self.tensors: tuple[Tensor, ...] = ()
@@ -153,6 +155,21 @@ class _Served:
         if not returns:
             return seconds, None
         return seconds, substitute(result, Tensor, _alone)
+
+
+def _fill_main(module: nn.Module, loss: object) -> None:
+    """Give `__main__` the names that the user's functions know, where these come from a script.
+
+    The script does not run here: its classes travel by value, with the names that they use.
+    `torch.compile` looks these up in the module of a function's class, which is `__main__`.
+    """
+    classes = {cls for part in module.modules() for cls in type(part).__mro__}
+    functions = [f for cls in classes for f in vars(cls).values()] + [loss]
+    names = vars(sys.modules["__main__"])
+    for function in functions:
+        if isinstance(function, FunctionType) and function.__module__ == "__main__":
+            for name, value in function.__globals__.items():
+                names.setdefault(name, value)
 
 
 class PlainNetwork:
