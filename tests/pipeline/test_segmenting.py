@@ -19,6 +19,7 @@ from dovetail.executors.shares import (
 )
 from dovetail.frontends import SGD, capture, resolve
 from dovetail.frontends.fused import FusedCall, may_be_fused
+from dovetail.frontends.optimizers import update_sgd
 from dovetail.pipeline import segmenting
 from dovetail.pipeline.opening import verify
 from dovetail.pipeline.segmenting import with_segments
@@ -60,12 +61,13 @@ def training_step():
 
 @pytest.fixture
 def halved(monkeypatch):
-    """Everything compiles, to code that takes half of the time and is nowhere to be found."""
+    """Everything but updates compiles, to code that takes half of the time and is nowhere to be
+    found."""
     asked = []
 
     def compile_all(fused, threads, places, **_options):
         asked.extend(call.key for call in fused)
-        return {call.key: Compiled(SHARE) for call in fused}
+        return {call.key: Compiled(SHARE) for call in fused if not call.is_update}
 
     monkeypatch.setattr(segmenting, "compile_all", compile_all)
     monkeypatch.setattr(segmenting, "has_compiler", lambda: True)
@@ -173,8 +175,11 @@ def test_a_compiled_plan_trains_as_the_plain_module_does_but_for_rounding(monkey
     _, found = with_segments(plan, step, compile_seconds=300, progress=lambda *_: None)
     assert all(any(s.compiled for s in schedule.stages) for schedule in found.schedules)
     for device, ops in compiled_stages(found):
-        key = FusedCall.of(step.graph, step.program, ops)[0].key
-        assert compiling.load_code(key, found.machine.devices[device].op_threads) is not None
+        fused = FusedCall.of(step.graph, step.program, ops)[0]
+        assert (
+            fused.is_update
+            or compiling.load_code(fused.key, found.machine.devices[device].op_threads) is not None
+        )
     assert uncompiled(found, step) == ""
     own = torch.optim.SGD(module.parameters(), lr=0.05)
     with run(found, step) as placed:
@@ -225,3 +230,32 @@ def test_a_plan_whose_segments_do_not_fit_stays_op_by_op(halved):
     bare, found = segmented(capped, step)
     assert found is bare and found.schedules is None
     assert "does not fit" in found.notes[-1]
+
+
+def test_updates_that_are_faster_fused_run_fused(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        segmenting,
+        "compile_all",
+        lambda fused, *_, **__: {call.key: Compiled(SHARE) for call in fused if call.is_update},
+    )
+    monkeypatch.setattr(segmenting, "has_compiler", lambda: True)
+    step = training_step()
+    plan = replace(plan_for(step, random_placement(step.graph, 1)), source=step.source)
+    bare, found = segmented(plan, step)
+    shares = share_out(found, step.graph, step.program).shares
+    fused = [i.op for share in shares for i in share.instructions if getattr(i, "fused", False)]
+    updates = [op for op, call in enumerate(step.program.calls) if call and call.in_place]
+    updates = [op for op in updates if step.program.calls[op].target is update_sgd]
+    assert sorted(fused) == updates and len(updates) == 5
+    assert found.notes[-1] == "0 segments run compiled, and 5 updates fused"
+    assert uncompiled(found, step) == ""
+    found.save(tmp_path / "plan.json")
+    batches = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(4)]
+    states = []
+    for chosen in (bare, load_plan(tmp_path / "plan.json")):
+        with run(chosen, step, seed=3) as placed:
+            for batch in batches:
+                placed.step(*batch)
+            states.append(placed.state_dict() | placed.optimizer_state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-6)

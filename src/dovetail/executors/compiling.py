@@ -168,13 +168,19 @@ def _compile(call: FusedCall, threads: int) -> Compiled:
     """Compile a fused call, keep its code, and time it beside its calls."""
     try:
         examples = call.examples()
+        if call.is_update:
+            fused = call.with_fused_update().bound(examples)
+            compiled = Compiled(_share(fused, call.bound(examples)))
+            facts: dict[str, Any] = {"share": compiled.share, "is_update": True}
+            _write(_path(call.key, threads, "json"), json.dumps(facts))
+            return compiled
         path = _path(call.key, threads, "py")
         _write(path, inductor_source(call.module(), examples))
         code = _loaded(path, examples)
         by_runner = code.instructions is not None and _is_same_by_runner(code, call)
         if not by_runner:
             code = replace(code, instructions=None)
-        compiled = Compiled(_share(code, call, examples))
+        compiled = Compiled(_share(code.bound(examples)[1], call.bound(examples)))
         facts = {"share": compiled.share, "metas": call.metas, "by_runner": by_runner}
         _write(_path(call.key, threads, "json"), json.dumps(facts))
     except Exception:  # whatever Inductor raises, and a disk that is full
@@ -203,9 +209,8 @@ def _is_same_by_runner(code: GeneratedCode, call: FusedCall) -> bool:
     )
 
 
-def _share(code: GeneratedCode, call: FusedCall, examples: Sequence[Tensor]) -> float:
+def _share(run_code: Callable[[], object], run_calls: Callable[[], object]) -> float:
     """The median, over rounds, of the seconds of the compiled code over those of its calls."""
-    (_, run_code), run_calls = code.bound(examples), call.bound(examples)
     with torch.inference_mode():
         counts = {
             run: max(1, round(_ROUND_SECONDS / _seconds(run, 2))) for run in (run_code, run_calls)
@@ -226,12 +231,15 @@ def _seconds(run: Callable[[], Any], times: int) -> float:
 
 def _kept(key: str, threads: int) -> Compiled | None:
     """What is kept of a fused call; None if nothing is, or if its code is gone."""
-    paths = _path(key, threads, "json"), _path(key, threads, "py")
-    if not all(map(is_own, paths)):
+    path = _path(key, threads, "json")
+    if not is_own(path):
         return None
     try:
-        return Compiled(float(json.loads(paths[0].read_text())["share"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        facts = json.loads(path.read_text())
+        if not facts.get("is_update") and not has_code(key, threads):
+            return None
+        return Compiled(float(facts["share"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dovetail.frontends.fused import FusedCall
 from dovetail.frontends.program import Program
-from dovetail.graph import EVERYWHERE, Graph
+from dovetail.graph import EVERYWHERE, Graph, Phase
 from dovetail.plans import Plan, Stages, needs_of, normalise, stages_of
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 from dovetail.units import DTYPE_BYTES
@@ -61,10 +61,14 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class RunOp:
-    """Call the op, and then forget the tensors `frees`."""
+    """Call the op, and then forget the tensors `frees`.
+
+    fused   the op is an update, and its fused form is called
+    """
 
     op: int
     frees: tuple[int, ...] = ()
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -349,6 +353,8 @@ class _InstructionBuilder:
         """The calls of a stage: lanes if it has several groups and the device several cores."""
         cores = len(self.plan.machine.devices[device].cores)
         if (device, stage) in self.compiled:
+            if self.graph.phases[stage[0]] == Phase.UPDATE:
+                return [RunOp(op, fused=True) for op in stage]
             assert self.program is not None, "without it nothing is compiled"
             fused, places = FusedCall.of(self.graph, self.program, stage)
             threads = self.plan.machine.devices[device].op_threads

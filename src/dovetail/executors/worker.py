@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from dovetail.executors.shares import (
     tensor_at,
 )
 from dovetail.frontends.interpret import seed_for
+from dovetail.frontends.optimizers import fused_update
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import SKEW, Stream, TensorPlace, distinct, make_runner
 from dovetail.runtime.neighbours import Spinning
@@ -206,8 +207,10 @@ class _Loaded:
 
     def _add(self, stream: Stream, instruction: Instruction, calls: dict[int, Call]) -> None:
         match instruction:
-            case RunOp(op=op, frees=frees):
-                stream.call(calls[op], tag=op, frees=frees, seed=self._seed_place(op, calls))
+            case RunOp(op=op, frees=frees, fused=fused):
+                call, seed = calls[op], self._seed_place(op, calls)
+                target = (fused_update(call.target) if fused else None) or call.target
+                stream.call(replace(call, target=target), tag=op, frees=frees, seed=seed)
             case RunLanes(lanes=lanes, frees=frees):
                 streams = [self._stream_of(ops, calls) for ops in lanes]
                 stream.fork(streams, tag=instruction.op, frees=frees)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from dovetail.frontends.interpret import run_call
+from dovetail.frontends.optimizers import fused_update
 from dovetail.frontends.program import Call, Program, Ref, distinct_refs, fill_refs
 from dovetail.frontends.runners import make_runner
 from dovetail.graph import Graph, Phase
@@ -40,6 +41,15 @@ def may_be_fused(graph: Graph, program: Program, op: int) -> bool:
         and not (call.random or call.in_place or call.target._schema.is_mutable)
         and graph.phases[op] != Phase.UPDATE
     )
+
+
+def has_fused_update(graph: Graph, program: Program, op: int) -> bool:
+    """True for an update of an optimizer for which torch has a fused kernel."""
+    call = program.calls[op]
+    if call is None or graph.phases[op] != Phase.UPDATE or fused_update(call.target) is None:
+        return False
+    parameter = graph.outputs_of(op)[0]
+    return graph.dtypes[parameter] in ("float32", "float64")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +105,15 @@ class FusedCall:
         lines = [str(self.metas), str(self.outputs)]
         for call in self.calls:
             arguments = f"{call.args!r} {sorted(call.kwargs.items())!r}"
-            lines.append(f"{call.target} {arguments} -> {call.results}")
+            target = call.target
+            name = str(target) if isinstance(target, OpOverload) else target.__qualname__
+            lines.append(f"{name} {arguments} -> {call.results}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    @property
+    def is_update(self) -> bool:
+        """True if it is one update, whose fused form is torch's own and is not compiled."""
+        return len(self.calls) == 1 and fused_update(self.calls[0].target) is not None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the calls one by one."""
@@ -123,6 +140,13 @@ class FusedCall:
             frees = [number for number, last in last_use.items() if last == index]
             stream.call(call, tag=index, frees=frees)
         return partial(runner.run, stream)
+
+    def with_fused_update(self) -> "FusedCall":
+        """The same update in its fused form."""
+        (call,) = self.calls
+        target = fused_update(call.target)
+        assert target is not None, "asked of updates alone"
+        return replace(self, calls=(replace(call, target=target),))
 
     def examples(self) -> tuple[Tensor, ...]:
         """Return arguments of zeros."""

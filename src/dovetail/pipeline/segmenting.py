@@ -6,7 +6,8 @@
 A segment is a run of ops between which the device neither waits nor sends, so that the plan's
 devices wait for each other exactly as before. Long runs are cut further where a cell or a branch of
 the network ends (`graph.cells`): networks repeat these, and equal segments share their code. A
-segment becomes a compiled stage if its code is measured to be faster than its calls.
+segment becomes a compiled stage if its code is measured to be faster than its calls. So does an
+update for which torch has a fused kernel.
 """
 
 from collections import Counter
@@ -19,9 +20,9 @@ from numpy.typing import NDArray
 from dovetail.errors import OutOfMemoryError
 from dovetail.executors.compiling import Compiled, compile_all
 from dovetail.frontends import Captured
-from dovetail.frontends.fused import FusedCall, may_be_fused
+from dovetail.frontends.fused import FusedCall, has_fused_update, may_be_fused
 from dovetail.frontends.program import Program
-from dovetail.graph import EVERYWHERE, Graph
+from dovetail.graph import EVERYWHERE, Graph, Phase
 from dovetail.graph.cells import cells_of
 from dovetail.pipeline.opening import planned, with_schedules
 from dovetail.pipeline.sources import TellProgress
@@ -72,7 +73,9 @@ def with_segments(
     for number, device in enumerate(devices):
         seconds = plan.compute_seconds[:, number]
         schedules.append(_schedule(segments[number], seconds, codes[device.op_threads]))
-    count = sum(stage.compiled for schedule in schedules for stage in schedule.stages)
+    compiled_ops = [s.ops for schedule in schedules for s in schedule.stages if s.compiled]
+    count = len(compiled_ops)
+    updates = sum(captured.graph.phases[ops[0]] == Phase.UPDATE for ops in compiled_ops)
     plan = _noted(plan, _summary_of(segments, codes))
     if not count:
         return plan, plan
@@ -81,7 +84,8 @@ def with_segments(
     except OutOfMemoryError as error:
         plan = _noted(plan, f"no segment runs compiled: what segments hold does not fit ({error})")
         return plan, plan
-    return plan, _noted(segmented, f"{count} segments run compiled")
+    told = f"{count - updates} segments run compiled"
+    return plan, _noted(segmented, told + f", and {updates} updates fused" * bool(updates))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +123,8 @@ def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]
         if run and (op in waits or not fits or piece_of[op] != piece_of[run[-1]]):
             yield from close()
         if not fits:
-            yield _Segment((op,), None)
+            is_update = has_fused_update(graph, program, op)
+            yield _Segment((op,), FusedCall.of(graph, program, (op,))[0] if is_update else None)
             continue
         run.append(op)
         if op in sends or len(run) == MOST_OPS:
@@ -215,7 +220,7 @@ def _summary_of(
     by_key = {key: code for of_threads in codes.values() for key, code in of_threads.items()}
     failed = [code.reason for code in by_key.values() if code.reason]
     faster = sum(code.is_faster for code in by_key.values())
-    told = f"of {len(asked)} distinct segments {faster} are faster compiled"
+    told = f"of {len(asked)} distinct segments and updates {faster} are faster compiled or fused"
     if missing := len(asked - by_key.keys()):
         told += f", and {missing} were not reached within the limit of --compile-budget"
     return told + (f", and {len(failed)} cannot be compiled ({failed[0]})" if failed else "")

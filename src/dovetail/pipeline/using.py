@@ -46,7 +46,8 @@ def uncompiled(plan: Plan, step: Captured) -> str:
     missing = 0
     for device, ops in segments:
         threads = plan.machine.devices[device].op_threads
-        missing += not has_code(FusedCall.of(step.graph, step.program, ops)[0].key, threads)
+        fused = FusedCall.of(step.graph, step.program, ops)[0]
+        missing += not (fused.is_update or has_code(fused.key, threads))
     if not missing:
         return ""
     return (
