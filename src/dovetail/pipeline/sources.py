@@ -10,6 +10,7 @@ MACHINE ──► machine             an instance brings its own
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,6 +21,7 @@ import numpy as np
 from dovetail.costs import CostCache, Costs, analytic_costs, measured_costs, probed_machine
 from dovetail.costs.measured import device_key
 from dovetail.errors import (
+    DovetailError,
     FileFormatError,
     GraphError,
     InfeasibleError,
@@ -36,15 +38,18 @@ from dovetail.graph import Graph, Groups, colocate, group, replicate
 from dovetail.graph.cells import group_cells
 from dovetail.graph.files import graph_from
 from dovetail.graph.replicate import towers_of
+from dovetail.graph.synthetic import layered
 from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import Grouping
+from dovetail.placers import PLACERS, Budget, make_problem
 from dovetail.plans import Plan, Source, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.native import build_native
 from dovetail.runtime.neighbours import Neighbours, disturbs
 from dovetail.runtime.timers import clock
+from dovetail.simulator import Simulator
 from dovetail.units import HERE, format_seconds
 
 # --- The number of threads that ops of `here` use ---
@@ -471,9 +476,28 @@ def resolve_machine(
 
 def _prepare_runner(progress: TellProgress, notes: "Notes") -> None:
     """Build the C++ runner where it is missing. What is measured afterwards is measured with it."""
-    reason = build_native(lambda doing: progress(doing, 0.0, None))
+    reason = build_native(lambda doing: progress(doing, 0.0, None), _compile_search)
     if reason:
         notes.say(f"calls are made from Python, which is slower: {reason}")
+
+
+def _compile_search() -> None:
+    """Run a search on a small graph, so that the code of searches is compiled and kept on disk.
+
+    A search that fails here fails where it is asked for as well, and says so there.
+    """
+    with suppress(DovetailError):
+        graph, machine = layered(_SMALL_OPS, training=True), parse_machine("2 x k80 + haswell")
+        costs = analytic_costs(graph, machine)
+        simulator = Simulator(graph, machine, costs, ranked=True)
+        problem = make_problem(
+            graph, machine, costs, lambda placements: simulator.evaluate(placements, "step"),
+            groups=group(graph), trace=simulator.timeline, ranked=simulator.ranked,
+        )  # fmt: skip
+        PLACERS["auto"](problem, Budget(evaluations=_SMALL_EVALUATIONS))
+
+
+_SMALL_OPS, _SMALL_EVALUATIONS = 300, 40
 
 
 def costs_of(

@@ -45,10 +45,14 @@ def native_runner() -> Any | None:
     return _loaded(path) if is_own(path) else None
 
 
-def build_native(tell: Callable[[str], None] = lambda _doing: None) -> str:
+def build_native(
+    tell: Callable[[str], None] = lambda _doing: None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> str:
     """Build the runner unless it is there, and return why there is none; "" if there is one.
 
-    tell   is called with what is being done, if that takes long
+    tell        is called with what is being done, if that takes long
+    meanwhile   is called while the compiler is at work
     """
     global _reason
     if os.environ.get(SWITCH) == "python":
@@ -57,7 +61,7 @@ def build_native(tell: Callable[[str], None] = lambda _doing: None) -> str:
         return ""
     if not _reason:
         tell("building the C++ runner, once for this version of torch")
-        _reason = _build(_path())
+        _reason = _build(_path(), meanwhile)
     return _reason
 
 
@@ -72,7 +76,7 @@ def has_compiler() -> bool:
     return cxx_compiler() is not None
 
 
-def _build(path: Path) -> str:
+def _build(path: Path, meanwhile: Callable[[], None]) -> str:
     compiler = cxx_compiler()
     if compiler is None:
         return "there is no C++ compiler (g++ or clang++)"
@@ -82,12 +86,16 @@ def _build(path: Path) -> str:
         with TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             command = [compiler, str(_SOURCE), *_flags(), "-o", str(built)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False
-            )
-            if done.returncode:
-                errors = [line for line in done.stderr.splitlines() if "error" in line]
-                told = (errors or done.stderr.splitlines() or ["it says nothing"])[0]
+            # The context ends the compiler, whatever happens meanwhile.
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+                try:
+                    meanwhile()
+                    _, said = running.communicate(timeout=_BUILD_SECONDS)
+                finally:
+                    running.kill()
+            if running.returncode:
+                errors = [line for line in said.splitlines() if "error" in line]
+                told = (errors or said.splitlines() or ["it says nothing"])[0]
                 return f"{compiler} could not build the C++ runner: {told.strip()}"
             built.chmod(0o700)
             built.replace(path)
