@@ -66,7 +66,7 @@ def test_what_code_does_is_noted_as_instructions():
     assert targets == [
         aten.empty_strided.default, torch.ops.inductor._reinterpret_tensor.default, aten.mm.out
     ]  # fmt: skip
-    assert code.temporaries(2) == 1  # the view
+    assert code.temporary_count(2) == 1  # the view
     for _ in range(2):
         x, w = torch.randn(4, 8), torch.randn(8, 8)
         (made,) = results(code, x, w)

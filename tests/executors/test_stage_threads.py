@@ -13,6 +13,7 @@ from dovetail.executors.stages.phases import SchedulePhase, whole
 from dovetail.executors.stages.segments import Segment
 from dovetail.frontends.interpret import initial_values, run_step
 from dovetail.frontends.recorded_calls import CallRecorder
+from dovetail.frontends.runners import make_runner
 from dovetail.schedulers.dataflow import Streams, with_waits
 from tests.support.cpu_steps import Branches, Lookups, Ready
 from tests.support.stages_by_hand import assert_equal_values
@@ -314,3 +315,83 @@ def test_a_call_that_returns_a_number_is_refused_by_its_name():
         CallRecorder({}, {}, 0),
     ):
         torch.ones(1).item()
+
+
+class Twice(nn.Module):
+    """Reads two inputs, in calls of their own and together."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, left, right):
+        return self.one(left * right).tanh() + self.two(left - right)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_tensor_for_two_inputs_of_the_capture_is_two_in_a_step(count):
+    same, other = rows(), rows()
+    ready = Ready(Twice(), [same, same])
+    step = ready.streamed(count)
+    assert_equal_values(step(same, other), ready.plain(same, other), 1e-6)
+    assert_equal_values(step(other, same), ready.plain(other, same), 1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_that_is_dropped_frees_its_weights(count):
+    ready = Ready(Branches(), [torch.randn(2, 4)])
+    step = ready.streamed(count)
+    step(rows())
+    weights = [weakref.ref(value) for value in ready.prepared.constants.values()]
+    gone = weakref.ref(step)
+    del step, ready
+    gc.collect()
+    assert gone() is None and all(weight() is None for weight in weights)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, given):
+        self.count.add_(1)
+        return given * self.count, given.sin()
+
+
+def test_a_constant_that_a_step_writes_stays_for_the_next():
+    ready = Ready(Counting(), [torch.ones(2, 4)])
+    written = [f for k in range(len(ready.block)) for f in [ready.functions.of([k])] if f.calls]
+    for function in written:
+        runner = make_runner(ready.functions.entries)
+        ready.functions.fill_constants(runner, [function])
+        for tensor in function.takes:
+            runner.set(tensor, ready.functions.example[tensor])
+        stream = runner.stream()
+        function.add_to(stream, runner)
+        for _ in range(2):
+            runner.run(stream)
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_streams_treat_denormals_as_the_caller_does(flushes):
+    class Halving(nn.Module):
+        def forward(self, given):
+            return given * 0.5, given * 0.25
+
+    tiny = torch.full((2, 4), 2e-38)
+    ready = Ready(Halving(), [torch.ones(2, 4)])
+    step = ready.streamed(2)
+    torch.set_flush_denormal(flushes)
+    try:
+        half, quarter = step(tiny)
+        assert bool((half == 0).all()) == bool((quarter == 0).all()) == flushes
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_the_callers_autocast_does_not_reach_a_step(branches):
+    step = branches.streamed(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = step(rows())
+    assert {value.dtype for value in (made["sum"], *made["ends"])} == {torch.float32}

@@ -205,6 +205,18 @@ def test_a_negated_view_is_sent_by_its_values(make):
     assert torch.equal(place.tensor((runner.get(0).data_ptr()) % 64), -A)
 
 
+def test_a_value_of_another_dtype_is_converted_when_it_is_sent(make):
+    _, (flag, abort) = flags(2)
+    block = np.zeros(256, dtype=np.uint8)
+    place = TensorPlace(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
+    runner = make(1)
+    stream = runner.stream()
+    stream.send(flag, 0, place, tag=0)
+    runner.set(0, A.double())
+    assert runner.run(stream, now=64, abort=abort)
+    assert torch.equal(place.tensor(runner.get(0).data_ptr() % 64), A)
+
+
 def test_a_wait_ends_when_its_flag_is_set_or_the_abort_flag_is(make):
     memory, (flag, abort) = flags(2)
     runner = make(1)

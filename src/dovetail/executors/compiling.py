@@ -19,7 +19,6 @@ import statistics
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch import Tensor
 from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.executors.generated import GeneratedCode, noted
 from dovetail.frontends.fused import FusedCall, examples_of
+from dovetail.frontends.runners import runner_kind
 from dovetail.runtime.files import cache_folder, is_own, write_atomically
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.processes import Channel, Worker, launch, ready
@@ -135,7 +135,7 @@ def serve(channel: Channel) -> None:
 
 def has_code(key: str, threads: int) -> bool:
     """True if compiled code of a fused call is kept here."""
-    return is_own(_path(key, threads, "py"))
+    return all(is_own(_path(key, threads, kind)) for kind in ("py", "json"))
 
 
 def load_code(key: str, threads: int) -> GeneratedCode | None:
@@ -239,7 +239,7 @@ def _kept(key: str, threads: int) -> Compiled | None:
         if not facts.get("is_update") and not has_code(key, threads):
             return None
         return Compiled(float(facts["share"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 
@@ -259,8 +259,8 @@ def _folder() -> Path:
     return cache_folder() / "compiled"
 
 
-@cache
 def _version() -> str:
-    """What compiled code depends on beside its calls: torch, the processor, and how we call it."""
+    """What compiled code and its gain depend on beside its calls: torch, the processor, and the
+    runner."""
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
-    return f"{PROTOCOL}-{torch.__version__}-{capability}"
+    return f"{PROTOCOL}-{torch.__version__}-{capability}-{runner_kind()}"

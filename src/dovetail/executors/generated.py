@@ -69,7 +69,7 @@ class GeneratedCode:
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.call(list(tensors))
 
-    def temporaries(self, inputs: int) -> int:
+    def temporary_count(self, inputs: int) -> int:
         """How many entries of its own it needs beside its inputs and outputs."""
         return self.entries - inputs - len(self.outputs) if self.instructions is not None else 0
 
@@ -78,11 +78,11 @@ class GeneratedCode:
         table's entries behind the tensors, and are overwritten by each run."""
         count = len(tensors)
         outputs = range(count, count + len(self.outputs))
-        runner = make_runner(outputs.stop + self.temporaries(count))
+        runner = make_runner(outputs.stop + self.temporary_count(count))
         for entry, tensor in enumerate(tensors):
             runner.set(entry, tensor)
         stream = runner.stream()
-        self.add_to(stream, runner, range(count), outputs, temporaries=outputs.stop, tag=0)
+        self.add_to(stream, runner, range(count), outputs, first_temporary=outputs.stop, tag=0)
         return runner, partial(runner.run, stream)
 
     def add_to(
@@ -92,14 +92,14 @@ class GeneratedCode:
         inputs: Sequence[int],
         outputs: Sequence[int],
         *,
-        temporaries: int,
+        first_temporary: int,
         tag: int,
         frees: Sequence[int] = (),
     ) -> None:
-        """Add what it does to a stream of the runner, as one instruction.
+        """Add the code to a stream of the runner, as one instruction.
 
         inputs, outputs   the entries of the runner's table that it reads and makes
-        temporaries       the first of the entries that it may use, `self.temporaries` of them
+        first_temporary   the first of the `temporary_count` entries that it may use
         frees             the entries that are emptied afterwards
         """
         if self.instructions is None:
@@ -108,8 +108,8 @@ class GeneratedCode:
         own = dict(enumerate(inputs)) | dict(zip(self.outputs, outputs, strict=True))
         for entry in range(self.entries):
             if entry not in own:
-                own[entry] = temporaries
-                temporaries += 1
+                own[entry] = first_temporary
+                first_temporary += 1
         last = {entry: i for i, done in enumerate(self.instructions) for entry in _touched(done)}
         kept = {*inputs, *outputs}
         refs = {entry: Ref(slot) for entry, slot in own.items()}

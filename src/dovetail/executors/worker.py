@@ -144,13 +144,13 @@ class _Loaded:
         self.progress[0] = -1
         # Behind the graph's tensors come those that compiled code makes for itself. Codes run one
         # after another, so they share them.
-        self.temporaries = load.tensors
         needed = [
-            code.temporaries(len(i.inputs))
+            code.temporary_count(len(i.inputs))
             for i in load.share.instructions
             if isinstance(i, RunCompiled) and (code := self._code(i.key, i.threads)) is not None
         ]
-        self.runner = make_runner(load.tensors + max(needed, default=0))
+        self.tensors = load.tensors
+        self.runner = make_runner(self.tensors + max(needed, default=0))
         # Op of each call that draws numbers, in the order of the runner's seeds.
         self.drawing: list[int] = []
         for tensor, slot in load.share.sources:
@@ -218,7 +218,7 @@ class _Loaded:
                 code = self._code(segment.key, segment.threads)
                 if code is not None:
                     code.add_to(
-                        stream, self.runner, inputs, outputs, temporaries=self.temporaries,
+                        stream, self.runner, inputs, outputs, first_temporary=self.tensors,
                         tag=segment.op, frees=frees,
                     )  # fmt: skip
                 else:

@@ -2,7 +2,7 @@
 
     calls of ops 7, 8, 9 ──► FusedCall ──► key: equal calls on equal inputs have one piece of code
                                    │
-                                   └──► fx graph ──► `torch._inductor.standalone_compile`
+                                   └──► fx graph ──► Inductor (`executors.compiling`)
 
 The calls are of ATen already, so nothing is traced again. A fused call also runs without being
 compiled, call by call, with the same bits as its ops.
@@ -123,8 +123,8 @@ class FusedCall:
         return tuple(values[number] for number in self.outputs)
 
     def bound(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
-        """The calls on these tensors as a device runs them: bound once, and each result dropped
-        after its last use."""
+        """Return a function that runs the calls on these tensors as a device does, by a runner,
+        which drops each result after its last use."""
         last_use = {number: -1 for call in self.calls for number in call.results if number >= 0}
         for index, call in enumerate(self.calls):
             last_use |= {

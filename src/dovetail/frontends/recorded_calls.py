@@ -16,7 +16,7 @@ from dovetail.runtime.torch_versions import OpOverload, TorchDispatchMode
 class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as in recording.py
     """Records the ATen calls that are made within, with entries of a table for tensors.
 
-    values      entry -> tensor, of what is read
+    values      entry -> tensor, of what is read. No two entries have the same object
     constants   entry -> tensor; other tensors that are read are added to it
     entries     the first entry that is free
     """
@@ -30,6 +30,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as in
         self.constants = constants
         self._entry_of = {id(tensor): entry for entry, tensor in constants.items()}
         self._entry_of |= {id(tensor): entry for entry, tensor in values.items()}
+        assert len({id(tensor) for tensor in values.values()}) == len(values), "distinct objects"
         # An identity is good for as long as its tensor lives.
         self._alive: list[Tensor] = [*values.values()]
         self._made: set[int] = set()

@@ -103,7 +103,10 @@ class Stream(Protocol):
         tag: int,
         frees: Sequence[int] = (),
     ) -> None:
-        """Run a Python function of the entries `takes`, and store the tensors that it returns."""
+        """Run a Python function of the entries `takes`, and store the tensors that it returns.
+
+        It must not refer to what holds the runner: garbage collection does not see through C++.
+        """
 
     def kernel(
         self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
@@ -190,7 +193,8 @@ def make_runner(slots: int) -> Runner:
 
 
 def runner_kind() -> str:
-    """What `make_runner` makes, in a word. Calls cost less by the one than by the other."""
+    """Return "C++" or "Python", the kind of runner that `make_runner` returns. Calls cost less by
+    the first."""
     return "Python" if native_runner() is None else "C++"
 
 
@@ -413,11 +417,12 @@ class PythonRunner:
         stop = np.zeros(2, dtype=np.int64)
         outer, abort = self.current.abort, int(stop.ctypes.data)
         self.current.abort = abort
-        before = torch.get_num_threads()
+        before, flushes = torch.get_num_threads(), _flushes_denormals()
 
         def begin(stream: "PythonStream") -> Callable[[], None]:
             def run() -> None:
                 tag = -1
+                torch.set_flush_denormal(flushes)
                 try:
                     with torch.inference_mode():
                         for own, instruction in stream.instructions:
@@ -540,13 +545,18 @@ class PythonStream:
     ) -> None:
         run, cells = self._runner.current, self._runner.cells
         may_be_plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
-        skew, copy = -1, place.tensor()
+        skew, copy, dtype = -1, place.tensor(), getattr(torch, place.dtype)
 
         def call() -> None:
             nonlocal skew, copy
             value = cells[slot]
             source = value.data_ptr()
-            is_plain = may_be_plain and value.shape == place.shape and value.is_contiguous()
+            is_plain = (
+                may_be_plain
+                and value.dtype == dtype
+                and value.shape == place.shape
+                and value.is_contiguous()
+            )
             if is_plain and not (value.is_neg() or value.is_conj()):
                 own, target = source & SKEW, place.address + (source & SKEW)
                 publish_copy(flag, run.now + own, target, source, place.bytes)
@@ -636,6 +646,11 @@ def _contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> boo
             return False
         wanted *= size
     return True
+
+
+def _flushes_denormals() -> bool:
+    """True if the calling thread counts denormals as zero."""
+    return not (torch.tensor(1e-40) * 1.0).item()
 
 
 def _int64s(address: int, count: int) -> Any:

@@ -12,11 +12,14 @@ runner left out.
 
 import hashlib
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -66,9 +69,11 @@ def build_native(
 
 
 def cxx_compiler() -> str | None:
-    """The path of the C++ compiler that torch would take; None if there is none."""
+    """The command of the C++ compiler that torch would take; None if there is none."""
     usual = "clang++" if sys.platform == "darwin" else "g++"
-    return shutil.which(os.environ.get("CXX") or usual)
+    command = os.environ.get("CXX") or usual
+    name = shlex.split(command)[:1]
+    return command if name and shutil.which(name[0]) else None
 
 
 def has_compiler() -> bool:
@@ -85,14 +90,17 @@ def _build(path: Path, meanwhile: Callable[[], None]) -> str:
         # Several processes may build at once: each builds a file of its own and puts it in place.
         with TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
-            command = [compiler, str(_SOURCE), *_flags(), "-o", str(built)]
-            # The context ends the compiler, whatever happens meanwhile.
-            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+            command = [*shlex.split(compiler), str(_SOURCE), *_flags(), "-o", str(built)]
+            # In a session of its own, so that the compiler's own processes end with it.
+            with subprocess.Popen(
+                command, stderr=subprocess.PIPE, text=True, start_new_session=True
+            ) as running:
                 try:
                     meanwhile()
                     _, said = running.communicate(timeout=_BUILD_SECONDS)
                 finally:
-                    running.kill()
+                    with suppress(ProcessLookupError):
+                        os.killpg(running.pid, signal.SIGKILL)
             if running.returncode:
                 errors = [line for line in said.splitlines() if "error" in line]
                 told = (errors or said.splitlines() or ["it says nothing"])[0]
@@ -109,8 +117,10 @@ def _build(path: Path, meanwhile: Callable[[], None]) -> str:
 
 def _flags() -> list[str]:
     import torch
-    from torch.utils.cpp_extension import include_paths, library_paths
 
+    # Those of `torch.utils.cpp_extension`, which needs setuptools to be imported.
+    root = Path(torch.__file__).parent
+    headers = root / "include", root / "include" / "torch" / "csrc" / "api" / "include"
     # Libraries come after the source: a linker may leave out those that nothing needs so far.
     python = sysconfig.get_paths()["include"]
     abi = int(torch.compiled_with_cxx11_abi())
@@ -118,8 +128,8 @@ def _flags() -> list[str]:
     return [
         "-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", *undefined,
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-        *(f"-I{folder}" for folder in (*include_paths(), python)),
-        *(f"-L{folder}" for folder in library_paths()),
+        *(f"-I{folder}" for folder in (*headers, python)),
+        f"-L{root / 'lib'}",
         "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10",
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@
 #include <Python.h>
 
 #include <array>
+#include <cfenv>
 #include <cstring>
 #include <ctime>
 #include <deque>
@@ -33,8 +34,9 @@
 
 namespace {
 
-// Functions of `runtime/waiting.py`, by address: (flag, value, abort, spin_ns) -> what the flag is,
-// or -1; (flag, value); (flag, value, target, source, bytes).
+// Functions of `runtime/waiting.py`, by address. They take (flag, value, abort, spin_ns) and return
+// the flag's new value, or -1 if the abort flag was set; (flag, value); and (flag, value, target,
+// source, bytes).
 using Wait = int64_t (*)(int64_t, int64_t, int64_t, int64_t);
 using Publish = void (*)(int64_t, int64_t);
 using PublishCopy = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t);
@@ -58,12 +60,15 @@ struct Aborted : std::exception {
   const char* what() const noexcept override { return "another device or stream failed"; }
 };
 
+// Says where a call's argument comes from: before each call the tensor of entry `slot` is put in
+// place of the argument, or of one element of it.
 struct Fill {
   int argument;
   int element;  // -1: the argument itself, not an element of a list
   int slot;
 };
 
+// Says where a returned value goes: the one at `place` becomes the tensor of entry `slot`.
 struct Result {
   int place;
   int slot;
@@ -86,9 +91,10 @@ enum class Kind { Call, Kernel, Expect, Python, Wait, Publish, Send, Fork };
 struct Instruction;
 using Instructions = std::deque<Instruction>;
 
+// One instruction. Of the fields below only those of its kind are used.
 struct Instruction {
   Kind kind;
-  int tag = -1;            // what the caller calls it; an error is told with it
+  int tag = -1;            // the caller's number for it, which `failed` reports after an error
   std::vector<int> frees;  // slots that are emptied afterwards
   // Call
   std::optional<c10::OperatorHandle> op;
@@ -118,7 +124,8 @@ struct Instruction {
 // Numbers that all threads draw come from one generator. It is seeded and used under this lock.
 std::mutex generator;
 
-// Elements that have several places in a tensor's shape are written once.
+// Cuts dimensions of stride 0 to length one: torch refuses to write to a tensor that has one element
+// in several places.
 at::Tensor distinct(at::Tensor tensor, const std::vector<int64_t>& strides) {
   for (size_t dimension = 0; dimension < strides.size(); dimension++) {
     if (strides[dimension] == 0 && tensor.size(dimension) > 1) {
@@ -272,7 +279,7 @@ void send(Instruction& instruction, Pass& pass) {
   const at::Tensor& value = pass.values[instruction.slot];
   int64_t source = reinterpret_cast<int64_t>(value.const_data_ptr());
   int64_t skew = source & kSkew;
-  if (instruction.plain && value.is_contiguous() && !value.is_neg() && !value.is_conj() &&
+  if (instruction.plain && value.scalar_type() == instruction.view.dtype && value.is_contiguous() && !value.is_neg() && !value.is_conj() &&
       value.sizes() == at::IntArrayRef(instruction.view.shape)) {
     publish_copy(
         instruction.flag, pass.now + skew, instruction.view.address + skew, source,
@@ -308,10 +315,10 @@ void run_one(Instruction& instruction, Pass& pass) {
 
 // ---- Threads that run streams beside the caller's ----
 //
-//     caller   publish(seat.begin) ── stream 0 ── wait(seat.end) of all
-//     seat               └──────────── stream 1 ── publish(seat.end)
+//     caller   publish(worker.begin) ── stream 0 ── wait(worker.end) of all
+//     worker               └──────────── stream 1 ── publish(worker.end)
 //
-// A seat's thread runs its ops alone (one intra-op thread), and so does the caller meanwhile.
+// A worker's thread runs each op alone (one intra-op thread), and so does the caller meanwhile.
 
 // A flag has a cache line of its own, and the eight bytes behind it say whether somebody sleeps.
 struct alignas(64) Flag {
@@ -319,7 +326,7 @@ struct alignas(64) Flag {
   int64_t address() const { return reinterpret_cast<int64_t>(value); }
 };
 
-constexpr int64_t kSeatSpinNs = 50000;
+constexpr int64_t kIdleSpinNs = 50000;
 // A stream that waits for another stream of its run spins this long before it sleeps.
 constexpr int64_t kStreamSpinNs = 1000000;
 Flag never;
@@ -347,6 +354,7 @@ struct Passes {
   Pass pass;
   int64_t count;
   std::deque<Flag> ends;  // of each stream
+  std::fenv_t environment;  // how the caller's thread rounds and treats denormals
   Flag abort;
   Failure failure;
 };
@@ -380,26 +388,27 @@ void run_passes(Instructions& instructions, size_t number, Passes& passes) {
   }
 }
 
-class Team {
+class ThreadPool {
  public:
   // Runs the first stream here and each of the others in a thread of its own. Raises what the
   // first of them raised, once all have ended.
   void run(std::vector<std::shared_ptr<Instructions>>& streams, Passes& passes) {
     std::lock_guard<std::mutex> one_run(lock_);
     int threads = at::get_num_threads();
-    seat(streams.size() - 1);
+    grow(streams.size() - 1);
     at::set_num_threads(1);
     passes.ends.resize(streams.size());
+    std::fegetenv(&passes.environment);
     for (size_t number = 1; number < streams.size(); number++) {
-      Seat& seat = seats_[number - 1];
-      seat.streams = &streams;
-      seat.passes = &passes;
-      publish(seat.begin.address(), ++seat.runs);
+      Worker& worker = workers_[number - 1];
+      worker.streams = &streams;
+      worker.passes = &passes;
+      publish(worker.begin.address(), ++worker.runs);
     }
     run_passes(*streams[0], 0, passes);
     for (size_t number = 1; number < streams.size(); number++) {
-      Seat& seat = seats_[number - 1];
-      wait_for(seat.end.address(), seat.runs, never.address(), kStreamSpinNs);
+      Worker& worker = workers_[number - 1];
+      wait_for(worker.end.address(), worker.runs, never.address(), kStreamSpinNs);
     }
     at::set_num_threads(threads);
     if (passes.failure.error) {
@@ -409,53 +418,59 @@ class Team {
   }
 
  private:
-  struct Seat {
+  struct Worker {
     Flag begin, end;
     int64_t runs = 0;
     std::vector<std::shared_ptr<Instructions>>* streams = nullptr;
     Passes* passes = nullptr;
   };
 
-  void seat(size_t count) {
-    if (seats_.size() >= count) {
+  void grow(size_t count) {
+    if (workers_.size() >= count) {
       return;
     }
-    while (seats_.size() < count) {
-      seats_.emplace_back();
-      Seat& seat = seats_.back();
-      std::thread([&seat, number = seats_.size()] { serve(seat, number); }).detach();
-      seat.runs = 1;
-      publish(seat.begin.address(), 1);
-      wait_for(seat.end.address(), 1, never.address(), kSeatSpinNs);
+    while (workers_.size() < count) {
+      workers_.emplace_back();
+      Worker& worker = workers_.back();
+      try {
+        std::thread([&worker, number = workers_.size()] { serve(worker, number); }).detach();
+      } catch (...) {
+        workers_.pop_back();
+        throw;
+      }
+      worker.runs = 1;
+      publish(worker.begin.address(), 1);
+      wait_for(worker.end.address(), 1, never.address(), kIdleSpinNs);
     }
     // A new thread takes over the number of threads that any thread set last. The seats have set
     // it to one, so the caller's number is set again for threads that start later.
     at::set_num_threads(at::get_num_threads());
   }
 
-  static void serve(Seat& seat, size_t number) {
+  static void serve(Worker& worker, size_t number) {
     // At its first use of torch a thread takes over the number that another thread set last. That
     // use comes first here, so that it does not undo the next line.
     at::get_num_threads();
     at::set_num_threads(1);
     for (int64_t run = 1;; run++) {
-      wait_for(seat.begin.address(), run, never.address(), kSeatSpinNs);
-      if (seat.streams != nullptr) {
-        run_passes(*(*seat.streams)[number], number, *seat.passes);
+      wait_for(worker.begin.address(), run, never.address(), kIdleSpinNs);
+      if (worker.streams != nullptr) {
+        std::fesetenv(&worker.passes->environment);
+        run_passes(*(*worker.streams)[number], number, *worker.passes);
       }
-      seat.streams = nullptr;
-      publish(seat.end.address(), run);
+      worker.streams = nullptr;
+      publish(worker.end.address(), run);
     }
   }
 
   std::mutex lock_;
-  std::deque<Seat> seats_;
+  std::deque<Worker> workers_;
 };
 
-Team& team() {
+ThreadPool& pool() {
   // Never destroyed: its threads wait for the next run until the process ends.
-  static Team* team = new Team();
-  return *team;
+  static ThreadPool* pool = new ThreadPool();
+  return *pool;
 }
 
 void fork(Instruction& instruction, Pass& pass) {
@@ -470,8 +485,8 @@ void fork(Instruction& instruction, Pass& pass) {
     }
     return;
   }
-  Passes passes{pass, 1, {}, {}, {}};
-  team().run(instruction.streams, passes);
+  Passes passes{pass, 1, {}, {}, {}, {}};
+  pool().run(instruction.streams, passes);
 }
 
 // ---- What Python sees ----
@@ -674,8 +689,8 @@ class Runner {
       instructions.push_back(stream->instructions);
     }
     py::gil_scoped_release released;
-    Passes all{Pass{values_, seeds, now, never.address(), 0, &failed}, passes, {}, {}, {}};
-    team().run(instructions, all);
+    Passes all{Pass{values_, seeds, now, never.address(), 0, &failed}, passes, {}, {}, {}, {}};
+    pool().run(instructions, all);
   }
 
   int failed = -1;

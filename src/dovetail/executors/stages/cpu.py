@@ -9,6 +9,7 @@ The schedule is checked for races before anything runs.
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.executors.stages.segments import Segment, segments_of
 from dovetail.frontends.program import Ref
 from dovetail.frontends.runners import Runner, Stream, make_runner
-from dovetail.runtime.torch_versions import pytree
+from dovetail.runtime.torch_versions import pytree, without_autocast
 from dovetail.schedulers.blocks import part_of
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import check_races
@@ -94,20 +95,21 @@ class CpuStep:
                 if len(streams) > 1:
                     self._stream.fork(streams, tag=0, frees=dropped)
                 else:
-                    self._stream.function(lambda: torch.set_num_threads(1), [], [], tag=0)
+                    self._set_threads_in_stream(1)
                     self._stream.fork(streams, tag=0, frees=dropped)
-                    self._stream.function(self._take_all_threads, [], [], tag=0)
+                    self._set_threads_in_stream(threads)
 
     def __call__(self, *inputs: Tensor) -> Any:
         self._check(inputs)
         prepared, runner = self._prepared, self._runner
         # After an error any tensor may be left in the table, so all are dropped then.
         left: Sequence[int] = [t for t in range(self._entries) if t not in self._held]
-        with _ONE_AT_A_TIME, torch.inference_mode():
+        # The capture has settled the dtypes, and threads of streams would not see an autocast.
+        with _ONE_AT_A_TIME, torch.inference_mode(), without_autocast():
             before = torch.get_num_threads()
             self._epoch += 1
             try:
-                self._take_all_threads()
+                torch.set_num_threads(self._threads)
                 for tensor, value in zip(prepared.inputs, inputs, strict=True):
                     runner.set(tensor, prepared.laid_out(value))
                 runner.run(self._stream, now=self._epoch)
@@ -117,8 +119,10 @@ class CpuStep:
                 runner.clear(left)
                 torch.set_num_threads(before)
 
-    def _take_all_threads(self) -> None:
-        torch.set_num_threads(self._threads)
+    def _set_threads_in_stream(self, threads: int) -> None:
+        # The function must not refer to this object, which holds the stream: a C++ stream takes no
+        # part in garbage collection.
+        self._stream.function(partial(torch.set_num_threads, threads), [], [], tag=0)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         """Raise `UsageError` for inputs unlike those of the capture.

@@ -24,11 +24,15 @@ from dovetail.frontends.runners import Runner, Stream
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """Calls that run one after another: they read `takes` and make `returns`, which others read."""
+    """Calls that run one after another: they read `takes` and make `returns`, which others read.
+
+    constants   the entries that hold constants. They stay, also where a call writes over one
+    """
 
     calls: tuple[Call, ...]
     takes: tuple[int, ...]
     returns: tuple[int, ...]
+    constants: frozenset[int] = frozenset()
 
     def add_to(
         self, stream: Stream, runner: Runner, *, tag: int = 0, frees: Sequence[int] = ()
@@ -41,7 +45,7 @@ class Function:
         last: dict[int, int] = {}
         for index, call in enumerate(self.calls):
             last |= dict.fromkeys((*distinct_refs((call.args, call.kwargs)), *call.results), index)
-        kept = {*self.takes, *self.returns}
+        kept = {*self.takes, *self.returns, *self.constants}
         made = {entry for call in self.calls for entry in call.results} - kept - {-1}
         after: dict[int, list[int]] = {}
         for entry in made:
@@ -132,7 +136,8 @@ class Functions:
             for t in returns
             if t in self.prepared.returned or not self.prepared.readers[t] <= here
         }
-        return Function(tuple(calls), tuple(takes), tuple(t for t in returns if t in outer))
+        returned = tuple(t for t in returns if t in outer)
+        return Function(tuple(calls), tuple(takes), returned, frozenset(self.constants))
 
     def _calls_of(self, kernel: int) -> list[Call]:
         """The ATen calls of one kernel."""
@@ -163,6 +168,13 @@ class Functions:
         returns: Sequence[int],
     ) -> tuple[list[Call], dict[int, Tensor]]:
         """(the ATen calls that `run` makes of the values `given`, the values of `returns`)."""
+        # A call names its tensors by their objects. A step may be captured with one tensor as two
+        # of its inputs, which are two tensors in later steps.
+        objects = {id(value) for value in self.constants.values()}
+        for entry, value in given.items():
+            if id(value) in objects:
+                given[entry] = value.view_as(value)
+            objects.add(id(given[entry]))
         recorder = CallRecorder(given, self.constants, self.entries)
         with recorder:
             made = run(*given.values())

@@ -30,7 +30,7 @@ from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import PreparedKernels
-from dovetail.frontends.runners import make_runner
+from dovetail.frontends.runners import make_runner, runner_kind
 from dovetail.runtime.timers import clock, summarise
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
@@ -129,7 +129,7 @@ class MeasuredStages:
     ) -> None:
         self._block, self._signatures, self._keys = block, signatures, keys
         self._cache, self._progress = cache, progress
-        self._device = f"{device} | torch {torch.__version__} | stages {PROTOCOL}"
+        self._device = f"{device} | torch {torch.__version__} | {runner_kind()} | stages {PROTOCOL}"
         self._known: dict[str, MeasuredCost] = {}
         self.asked = self.timed = 0
         self.seconds = 0.0
