@@ -17,10 +17,13 @@ from rich.console import Console
 from rich.progress import track
 from scipy.stats import kendalltau
 
-import dovetail as dt
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
+from dovetail.graph.duplicates import duplicate
 from dovetail.pipeline import costs_of, resolve_machine, resolve_model
+from dovetail.pipeline.planning import search_plan
+from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.sources import silent
 from dovetail.simulator import Simulator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -64,12 +67,15 @@ def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Ca
     step = resolve_model(model, train)
     graph = step.graph
     machine = resolve_machine("here/2")
-    base = dt.plan(step, machine, placer="single")
+    base = search_plan(PlanRequest(step, machine, placer="single"), silent)
     methods = (("expert", 0), ("balanced", 0), ("etf", 0), *(("local_search", s) for s in range(3)))
-    planned = [
-        dt.plan(step, machine, placer=placer, seed=s, budget="1500e").placement
-        for placer, s in methods
-    ]
+    planned = []
+    for placer, s in methods:
+        request = PlanRequest(step, machine, placer=placer, seed=s, budget="1500e")
+        plan = search_plan(request, silent)
+        # Ops that a plan runs on both devices count where the search has put them.
+        originals = duplicate(graph, plan.copies).copy_of < 0
+        planned.append(plan.placement[originals])
     chosen = placements(graph, planned, np.random.default_rng(arguments.seed))
     simulator = Simulator(graph, machine, costs_of(step, machine))
     rows = []

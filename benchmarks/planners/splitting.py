@@ -1,12 +1,13 @@
 """What it brings that `auto` splits groups, on the rows of GDP's table. Prints Markdown.
 
-    python benchmarks/planners/splitting.py [--rows inception-2gpu,...] [--evaluations 5000]
+    python benchmarks/planners/splitting.py [--rows inception-2gpu,...] [--budget 5000e]
 
     rule     auto on the groups of RL17's rule, at most 1/32 of the work each
     finest   auto on the smallest groups, what must stay together
     split    auto as the tool runs it: units of the rule first, then ever smaller ones
 
-All three get the same number of evaluations, on one thread, and one seed gives one result.
+All three get the same budget. With a number of evaluations they run on one thread, and one seed
+gives one result. With seconds (`--budget 10s`) they run as the tool does, on all cores.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from dovetail.bench.records import Case
 from dovetail.bench.store import Store
 from dovetail.graph import Graph
 from dovetail.machine import parse_machine
-from dovetail.placers import PLACERS, Budget
+from dovetail.placers import PLACERS, parse_budget
 from dovetail.placers.problem import PlacementProblem
 
 COLUMNS = (
@@ -35,7 +36,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="", help="keys of rows, with commas; by default all")
-    parser.add_argument("--evaluations", type=int, default=5000)
+    parser.add_argument("--budget", default="5000e", help="evaluations (5000e) or seconds (10s)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
     options = parser.parse_args()
@@ -50,11 +51,11 @@ def main() -> None:
         for case in GDP_CASES:
             if case.key in keys:
                 graph = graphs.graph_for(store, case)
-                cells = row_of(case, graph, options.evaluations, options.seeds)
+                cells = row_of(case, graph, options.budget, options.seeds)
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def row_of(case: Case, graph: Graph, evaluations: int, seeds: int) -> list[str]:
+def row_of(case: Case, graph: Graph, budget: str, seeds: int) -> list[str]:
     """The cells of a row: seconds of a step as median (least to most) of all seeds."""
     machine, began = parse_machine(case.machine), time.perf_counter()
     found: dict[str, list[float]] = {"rule": [], "finest": [], "split": []}
@@ -62,7 +63,7 @@ def row_of(case: Case, graph: Graph, evaluations: int, seeds: int) -> list[str]:
         ground = lay_ground(graph, machine, PLAIN, seed)
         unsplit = replace(ground.splitting, coarser=())
         for name, problem in zip(found, (ground.problem, unsplit, ground.splitting), strict=True):
-            found[name].append(value_of(problem, evaluations))
+            found[name].append(value_of(problem, budget))
     middle = {name: statistics.median(values) for name, values in found.items()}
     return [
         case.title,
@@ -74,9 +75,11 @@ def row_of(case: Case, graph: Graph, evaluations: int, seeds: int) -> list[str]:
     ]
 
 
-def value_of(problem: PlacementProblem, evaluations: int) -> float:
+def value_of(problem: PlacementProblem, text: str) -> float:
     """Seconds of a step by auto's best placement."""
-    budget = Budget(evaluations=evaluations, threads=1)
+    budget = parse_budget(text)
+    if text.endswith("e"):
+        budget = replace(budget, threads=1)
     PLACERS["auto"](problem, budget)
     return min(score.value for score, _ in budget.found.values())
 

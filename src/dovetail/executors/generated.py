@@ -28,6 +28,7 @@ from dovetail.errors import UsageError
 from dovetail.frontends.program import Call, Ref, distinct_refs, fill_refs
 from dovetail.frontends.recorded_calls import CallRecorder
 from dovetail.frontends.runners import MOST_POINTERS, Runner, Stream, make_runner
+from dovetail.runtime.torch_versions import view_operator
 
 _KERNEL = "kernel"
 """The name of the C function in each library that Inductor builds for a CPU."""
@@ -207,10 +208,8 @@ def _noting_view(reinterpret: Callable[..., Tensor], recorder: CallRecorder) -> 
         if entry is None:
             raise _Unknown
         made = reinterpret(tensor, shape, strides, offset)
-        # The same as an operator. Its offset counts from where the tensor begins.
-        target = torch.ops.inductor._reinterpret_tensor.default
         arguments = (Ref(entry), list(shape), list(strides), offset)
-        recorder.calls.append(Call(target, arguments, {}, (recorder.made(made),)))
+        recorder.calls.append(Call(view_operator(), arguments, {}, (recorder.made(made),)))
         return made
 
     return view

@@ -54,6 +54,7 @@ __all__ = [
     "sequence_number",
     "unset_fake_temporarily",
     "update_scale",
+    "view_operator",
     "with_real_dtypes",
     "without_autocast",
     "without_dispatch",
@@ -167,6 +168,13 @@ def inductor_source(module: fx.GraphModule, examples: Sequence[Tensor]) -> str:
         compile_fx(module, list(examples), inner_compile=keep_source)
     (source,) = sources
     return source
+
+
+def view_operator() -> OpOverload:
+    """The operator (tensor, shape, strides, offset) of the views in Inductor's code. The offset
+    counts from where the tensor begins."""
+    operator: OpOverload = torch.ops.inductor._reinterpret_tensor.default
+    return operator
 
 
 # Scaled losses: the ops of `torch.amp.GradScaler`, which has no functional form.
