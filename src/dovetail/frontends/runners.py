@@ -6,7 +6,7 @@
 
 `NativeRunner` runs them in C++ and holds Python's lock only within calls of Python functions.
 `PythonRunner` does the same without a C++ compiler, call by call from Python. Both give the same
-bits. A C++ runner takes .6 to .95 of the time of the Python one, since a call from Python costs as
+bits. A C++ runner takes .53 to .93 of the time of the Python one, since a call from Python costs as
 much as a small kernel (benchmarks/compiled).
 
 Two streams that run at the same time never touch one entry of the table at once: whoever reads what
