@@ -125,7 +125,8 @@ def test_code_that_another_user_can_write_is_not_run(cache, call):
 
 def test_calls_that_are_bound_compute_and_drop_what_nobody_reads(call):
     inputs = call.examples()
-    call.bound(inputs)()
+    run = call.bound(inputs)
+    assert run() and run()  # a result that was dropped too early would be missing
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dovetail.executors.stages.cpu import StageStreams, segments_within
 from dovetail.executors.stages.phases import SchedulePhase, whole
 from dovetail.executors.stages.segments import Segment
 from dovetail.frontends.interpret import initial_values, run_step
+from dovetail.frontends.program import distinct_refs
 from dovetail.frontends.recorded_calls import CallRecorder
 from dovetail.frontends.runners import make_runner
 from dovetail.schedulers.dataflow import Streams, with_waits
@@ -370,7 +371,9 @@ def test_a_constant_that_a_step_writes_stays_for_the_next():
         stream = runner.stream()
         function.add_to(stream, runner)
         for _ in range(2):
-            runner.run(stream)
+            assert runner.run(stream)
+        read = {entry for call in function.calls for entry in distinct_refs(call.args)}
+        assert all(runner.get(entry) is not None for entry in read & function.constants)
 
 
 @pytest.mark.parametrize("flushes", [False, True])
