@@ -35,8 +35,10 @@ def repeated(options, count, generator):
 
 @pytest.mark.parametrize("way", IMAGES.ways)
 def test_inception_learns_a_few_digits_in_every_way(way):
-    losses = losses_of(replace(few(IMAGES, 5, batch=4, width=0.0625), data=repeated), way, 0)
-    assert losses[-1] < losses[0] - 0.2
+    losses = losses_of(replace(few(IMAGES, 12, batch=4, width=0.0625), data=repeated), way, 0)
+    # Batch norm over four images amplifies what one processor rounds unlike another: a single
+    # step's loss is not alike everywhere, the mean of three is.
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.2
 
 
 def test_all_ways_begin_alike_and_the_same_seed_gives_the_same_losses():
