@@ -1,14 +1,18 @@
 """`dovetail schedule`, in process: what it prints and writes, and what it says of wrong input."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from dovetail.executors.stages.targets import AnalyticTarget
 from dovetail.frontends import resolve
+from dovetail.graph.kernels import fuse
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import schedules
+from dovetail.pipeline.opening import verify
 from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of, with_batch
+from dovetail.pipeline.staging import plan_of_stages
 
 TINY = "zoo:squeezenet_1_1?size=64&batch=1"
 
@@ -134,3 +138,40 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_runs(dovetail, tm
     status, _, err = dovetail("schedule", TINY, "--report", tmp_path / "none" / "page.html")
     assert status == 2
     assert "none" in err
+
+
+def test_out_writes_a_plan_with_the_stages_which_runs(dovetail, tmp_path):
+    out = tmp_path / "plan.json"
+    command = ("schedule", TINY, "--rounds", "2", "--scheduler", "dos", "--out", out)
+    status, printed, err = dovetail(*command)
+    assert status == 0, err
+    assert f"wrote {out}" in err + printed
+    status, printed, err = dovetail("run", out, "--steps", "2", "--json")
+    assert status == 0, err
+    assert json.loads(printed)["median_seconds"] > 0
+
+
+def test_a_chosen_schedule_becomes_the_stages_of_a_plan():
+    step = resolve(TINY)
+    ((found,),) = (one.results for one in schedules(step, schedulers=("dos",), rounds=2))
+    staged = replace(found, chosen="dos")
+    together = [stage for stage in staged.best.stages if len(stage.groups) > 1]
+    plan = plan_of_stages(staged, step)
+    verify(plan, step.graph)
+    if not together:
+        assert plan.schedules is None
+        return
+    (schedule,) = plan.schedules
+    of_several = [stage for stage in schedule.stages if len(stage.ops) > 1]
+    kernels = fuse(step.graph).of_op
+    assert [sorted({int(kernels[op]) for op in stage.ops}) for stage in of_several] == [
+        list(stage.kernels) for stage in together
+    ]
+    assert plan.placer == "dos+stages"
+
+
+@pytest.mark.parametrize("more", [("--device", "v100"), ("--batch", "1,2")])
+def test_a_plan_is_of_one_batch_size_on_the_cpu(dovetail, tmp_path, more):
+    status, _, err = dovetail("schedule", TINY, "--out", tmp_path / "plan.json", *more)
+    assert status == 2
+    assert "--device cpu" in err

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from dovetail.cli.arguments import MODEL_HELP, Json, check_outputs, option
 from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
 from dovetail.methods import SCHEDULERS
-from dovetail.pipeline.requests import ScheduleRequest
+from dovetail.pipeline.requests import CPU, ScheduleRequest
 
 
 def schedule(  # noqa: PLR0913  one option each
@@ -40,6 +41,13 @@ def schedule(  # noqa: PLR0913  one option each
         Path | None,
         typer.Option(help="Write the page (HTML). With several devices, a page for each"),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a plan with the stages, which `dovetail run` runs. For cpu alone and one "
+            "batch size"
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find which operations to run at the same time on one device, and measure what that gains."""
@@ -57,9 +65,15 @@ def schedule(  # noqa: PLR0913  one option each
         model, devices, _names(scheduler), _batches(batch), rounds, sampled, specialised, seed
     )
     pages = [None] * len(devices) if report is None else _pages(report, devices)
-    check_outputs(*pages, inputs=[model])
+    check_outputs(*pages, out, inputs=[model])
+    if out is not None:
+        request = _with_step(request)
     with progress_bar() as progress:
         found = find_schedules(request, progress=progress)
+        if out is not None:
+            _save_plan(request, found, out, progress)
+    if out is not None:
+        say(f"wrote {out}")
     for of_device, path in zip(found, pages, strict=True):
         if path is not None:
             write_stages_page(of_device, path, made=typed())
@@ -71,6 +85,25 @@ def schedule(  # noqa: PLR0913  one option each
         show_json(objects[0] if len(objects) == 1 else {"model": model, "devices": objects})
     if report is None:
         say("for a page that draws the stages, add --report schedule.html")
+
+
+def _with_step(request: ScheduleRequest) -> ScheduleRequest:
+    """The request with its step captured, so that a plan can be made of it. Raises `UsageError` for
+    several devices or batch sizes."""
+    from dovetail.pipeline.scheduling import step_of
+
+    if request.devices != (CPU,) or len(request.batches) > 1:
+        raise UsageError("--out", "a plan is of one device and batch size; use --device cpu")
+    batch = request.batches[0] if request.batches else 0
+    return replace(request, model=step_of(request.model, batch), batches=())
+
+
+def _save_plan(request: ScheduleRequest, found: Any, out: Path, progress: Any) -> None:
+    from dovetail.pipeline.staging import plan_of_stages
+
+    ((scheduled,),) = (of_device.results for of_device in found)
+    assert not isinstance(request.model, str), "its step was captured"
+    plan_of_stages(scheduled, request.model, progress=progress).save(out)
 
 
 def _object(one: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 @_seldom_collecting()
-def capture_call(
+def capture_call(  # noqa: PLR0913  one argument each
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -111,9 +112,13 @@ def capture_call(
     targets: Any = (),
     train: Optimizer | None = None,
     scaler: GradScaler | None = None,
+    chunks: int = 0,
 ) -> Captured:
     """Capture as `capture` does, also a module whose own keywords are called `loss`, `targets`,
-    `train` or `scaler`."""
+    `train` or `scaler`.
+
+    chunks   as `Source.recurrent_chunks`
+    """
     name = type(model).__name__
     if is_keras(model):
         model = keras_module(model, train is not None)
@@ -147,6 +152,7 @@ def capture_call(
         training=train is not None,
         trainable=tuple(key for key, value in parameters.items() if train and value.requires_grad),
         owners=_owners(parameters, buffers, signature),
+        chunks=chunks,
         holds_fakes=any(map(is_fake, (*originals.values(), *inputs, *targets))),
     )
     try:
@@ -168,6 +174,7 @@ def capture_call(
     if scaler is None and not traced.written_inputs:
         casts = torch.is_autocast_enabled("cpu")
         plain = PlainStep(loss, train, torch.get_autocast_dtype("cpu") if casts else None)
+    fused_steps = traced.fused_steps
     # A function of the model may have cached a value that follows from constants, and such a value
     # is fake. Once this capture's own references are gone, whatever is alive is in such a cache.
     maybe_cached = [weakref.ref(value) for value in traced.follow_from_constants]
@@ -181,8 +188,34 @@ def capture_call(
         shapes=tuple(tuple(value.shape) for value in inputs),
         torch_version=torch.__version__,
         constants=signature.constants,
+        recurrent_chunks=chunks,
     )
-    return Captured(graph, program, source, model, signature, notes=notes, plain=plain)
+    return Captured(
+        graph, program, source, model, signature, notes=notes, plain=plain, fused_steps=fused_steps
+    )
+
+
+def with_fused_recurrence(step: Captured, chunks: int) -> Captured:
+    """Return the step captured again, its recurrent layers by fused kernels, each of a layer in so
+    many chunks of time steps; 0: by the ops of each time step.
+
+    Raises `ModelError` for a step that is not of one module alone, and `CaptureError`.
+    """
+    name = step.source.model
+    if step.plain is None:
+        raise ModelError(name, "cannot be captured again, as it has several towers or a scaler")
+    args, kwargs = step.signature.call(step.inputs)
+    found = capture_call(
+        step.module,
+        args,
+        kwargs,
+        loss=step.plain.loss,
+        targets=step.signature.loss_arguments(step.targets),
+        train=step.plain.optimizer,
+        chunks=chunks,
+    )
+    source = replace(step.source, recurrent_chunks=chunks)
+    return replace(found, source=source, make=step.make, examples=step.examples, notes=step.notes)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

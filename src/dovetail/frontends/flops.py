@@ -54,6 +54,11 @@ def _attention_backward_flops(_: Any, query: Any, key: Any, value: Any, **__: An
     return int(2 * pairs * (3 * query[-1] + 2 * value[-1]))
 
 
+def _recurrent_flops(values: Any, inputs: Any, hidden: Any, *_: Any) -> int:
+    """Return the FLOPs of a recurrent layer's products, whose weights are `inputs` and `hidden`."""
+    return int(2 * math.prod(values[:-1]) * (math.prod(inputs) + math.prod(hidden)))
+
+
 def _rule_on_tensors(rule: Callable[..., int]) -> Callable[..., int]:
     """Return the rule on shapes as one on tensors, called as those of torch's registry are."""
 
@@ -75,6 +80,9 @@ _OURS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _rule_on_tensors(
         lambda g, q, k, v, *_: _attention_backward_flops(g, q, k, v)
     ),
+    aten.mkldnn_rnn_layer: _rule_on_tensors(_recurrent_flops),
+    # A product for the gradient of each factor.
+    aten.mkldnn_rnn_layer_backward: _rule_on_tensors(lambda *given: 2 * _recurrent_flops(*given)),
 }
 
 _MATRIX = set(flop_registry) | set(_OURS)

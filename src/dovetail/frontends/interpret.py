@@ -145,7 +145,8 @@ def run_call(call: Call, tensors: Values, seed: int) -> None:
     if call.random:
         torch.manual_seed(seed)
     args, kwargs = call_arguments(call, tensors)
-    result = call.target(*args, **kwargs)
+    with torch.set_grad_enabled(call.in_grad_mode):
+        result = call.target(*args, **kwargs)
     for tensor, value in zip(
         call.results, (result,) if isinstance(result, Tensor) else result, strict=True
     ):
@@ -195,6 +196,8 @@ def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], i
     is called before each run.
     """
     invoke = _invocation(call, values)
+    if call.in_grad_mode:
+        invoke = torch.enable_grad()(invoke)
     if call.random:
         invoke = _with_seed(invoke, seed)
     if len(call.results) == 1:

@@ -21,6 +21,8 @@ from dovetail.graph.duplicates import Copies, duplicate
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import OpOverload, pytree
 
+_RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -48,6 +50,12 @@ class Call:
     random: bool = False
     in_place: bool = False
     draws_of: int = -1
+
+    @property
+    def in_grad_mode(self) -> bool:
+        """True if the call must run in grad mode. Only there oneDNN's recurrent kernel keeps the
+        workspace that the kernel of its gradient reads."""
+        return self.target is _RECURRENT and self.args[-1] is True
 
     def seed_index(self, op: int) -> int:
         """Return the op index that goes into the seed; `op` is the index of the call's own op."""
@@ -235,6 +243,8 @@ class Captured:
     examples   draws real (inputs, targets), if the example tensors are fake; or None
     notes      sentences for the user about how the module was captured
     plain      how the step runs without a plan; None: it cannot, as the step of several towers
+    fused_steps   the most time steps of a recurrent layer for which torch has a fused kernel; 0:
+               there is none
     """
 
     graph: Graph
@@ -246,6 +256,7 @@ class Captured:
     examples: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None = None
     notes: tuple[str, ...] = ()
     plain: PlainStep | None = None
+    fused_steps: int = 0
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ from dovetail.runtime.torch_versions import (
     in_kernel_invocation_manager,
     pytree,
     unset_fake_temporarily,
-    with_real_dtypes,
+    with_real_forms,
     without_dispatch,
 )
 
@@ -390,13 +390,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if form is not None:
             outputs = [_new_fake(*item) for item in form[1]]
             return tuple(outputs) if form[0] else outputs[0]
-        result = with_real_dtypes(target, target(*args, **kwargs))
+        result = with_real_forms(target, args, target(*args, **kwargs))
         values = result if isinstance(result, tuple) else (result,)
-        # A result may share memory with an argument although its schema does not say so. Then a
-        # remembered result would be wrong: it has memory of its own, so writes to one of the two
-        # would not reach the other.
+        # A result may share memory with an argument although its schema does not say so, or two
+        # results may be one tensor. Then a remembered result would be wrong: it has memory of its
+        # own, so writes to one of the two would not reach the other.
         given = {storage_of(value) for value in tensors_of((args, kwargs))} - {0}
-        apart = not any(storage_of(value) in given for value in values)
+        storages = [storage_of(value) for value in values]
+        apart = given.isdisjoint(storages) and len(set(storages)) == len(storages)
         if key is not None and apart and all(map(_is_plain_fake, values)):
             mode = values[0].fake_mode
             forms = [(mode, tuple(v.shape), v.stride(), v.dtype, v.device) for v in values]

@@ -205,7 +205,8 @@ def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
 
     def run(*tensors: Tensor) -> Any:
         args, kwargs = call_arguments(call, dict(zip(refs, tensors, strict=True)))
-        result = call.target(*args, **kwargs)
+        with torch.set_grad_enabled(call.in_grad_mode):
+            result = call.target(*args, **kwargs)
         return (result,) if isinstance(result, Tensor) else result
 
     return run, tuple(refs)
@@ -278,7 +279,7 @@ class NativeStream:
         self.inner.add_call(
             tag, target._schema.name, target._schema.overload_name, args,
             fill_refs(call.kwargs, values), [(value, tensor) for tensor, value in values.items()],
-            list(call.results), list(frees), seed,
+            list(call.results), list(frees), seed, call.in_grad_mode,
         )  # fmt: skip
 
     def function(

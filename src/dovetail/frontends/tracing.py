@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
+from dovetail.frontends import recurrent
 from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
@@ -338,6 +339,8 @@ class Request:
     owners      description, such as "parameter a.weight" -> that tensor of the module or of the
                 examples, as the caller gave it
     scale       the factor of the loss before the backward pass; None: no factor
+    chunks      recurrent layers are computed by fused kernels, each of a layer in so many chunks of
+                time steps, where torch has such kernels; 0: by the ops of each time step
     holds_fakes   True if the caller's module or examples were fake, so that constants may be fake
     """
 
@@ -355,6 +358,7 @@ class Request:
     owners: dict[str, Tensor]
     holds_fakes: bool
     scale: Tensor | None = None
+    chunks: int = 0
 
 
 class Origin(NamedTuple):
@@ -379,6 +383,7 @@ class Trace:
     draws       random call node -> the call node whose random numbers it draws. That is the node
                 itself, except where a checkpoint computes an earlier draw again
     written_inputs   indices of the inputs that the model writes over
+    fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or frozen parameter -> node of its new value
     """
@@ -393,6 +398,7 @@ class Trace:
     draws: dict[fx.Node, fx.Node]
     follow_from_constants: list[Tensor]
     written_inputs: tuple[int, ...] = ()
+    fused_steps: int = 0
 
 
 TRACED_TWICE = 2000
@@ -408,6 +414,7 @@ def trace(request: Request) -> Trace:
     back in either case.
     """
     layout: list[Any] = []
+    steps: list[int] = []
     flat = [
         *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets
     ]  # fmt: skip
@@ -416,7 +423,7 @@ def trace(request: Request) -> Trace:
 
     def one_step(stale: Mapping[int, bool]) -> Recording:
         at = _Position()
-        step = _flat_step(request, at, layout)
+        step = _flat_step(request, at, layout, steps)
         rules = {aten.native_batch_norm.default: _batch_norm}
         outside = Outside(request.owners, stale, None if request.holds_fakes else request.mode)
         return record(step, flat, at.mark, rules, outside)
@@ -441,7 +448,7 @@ def trace(request: Request) -> Trace:
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
     traced = _clean(request, second, origins, layout, first.draws, kept)
-    traced = replace(traced, written_inputs=written_inputs)
+    traced = replace(traced, written_inputs=written_inputs, fused_steps=max(steps, default=0))
     left = set(traced.graph.nodes)
     for node in recorded:
         if node not in left:
@@ -705,10 +712,13 @@ def _silence_log() -> Iterator[None]:
         logger.disabled = disabled
 
 
-def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[..., list[Any]]:
+def _flat_step(
+    request: Request, at: _Position, layout: list[Any], steps: list[int]
+) -> Callable[..., list[Any]]:
     """Return the step as a function of flat tensors.
 
-    Each run of it appends to `layout` the number of its results and their template.
+    Each run of it appends to `layout` the number of its results and their template, and to `steps`
+    the numbers of time steps of recurrent layers that have fused kernels.
     """
 
     def step(*flat: Tensor) -> list[Any]:
@@ -723,7 +733,8 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
         grad = torch.enable_grad() if differentiated else torch.no_grad()
         # The twins stay in place until the backward pass has ended, because gradient checkpointing
         # computes parts of the forward pass again in it and reads the parameters there.
-        with grad, without_fused_kernels(), _standing_in(request, leaves | buffers) as slots:
+        standing_in = _standing_in(request, leaves | buffers, steps)
+        with grad, without_fused_kernels(), standing_in as slots:
             with _module_paths(at, request.module):
                 with _place(at, Phase.FORWARD):
                     output = request.module(*args, **kwargs)
@@ -794,9 +805,11 @@ class _Twins(TorchFunctionMode):
     module. The mode acts above autograd, so that gradients flow to the twin.
     """
 
-    def __init__(self, twins: dict[int, Tensor]) -> None:
+    def __init__(self, twins: dict[int, Tensor], chunks: int, steps: list[int]) -> None:
         super().__init__()
         self.twins = twins
+        self.chunks = chunks
+        self.steps = steps
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -812,6 +825,10 @@ class _Twins(TorchFunctionMode):
             args = tuple(map(self._twin_of, args))
         if kwargs and any(map(self._reads_original, kwargs.values())):
             kwargs = {key: self._twin_of(value) for key, value in kwargs.items()}
+        if func is torch.lstm and not kwargs and recurrent.has_fused_kernel(args):
+            self.steps.append(recurrent.time_steps(args))
+            if self.chunks:
+                return recurrent.lstm(args, self.chunks)
         return func(*args, **(kwargs or {}))
 
     def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -935,8 +952,13 @@ class _Held:
 
 
 @contextlib.contextmanager
-def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_Held]]:
-    """Put the twins of parameters and buffers into the modules, and the originals back at exit."""
+def _standing_in(
+    request: Request, twins: dict[str, Tensor], steps: list[int]
+) -> Iterator[list[_Held]]:
+    """Put the twins of parameters and buffers into the modules, and the originals back at exit.
+
+    `steps` gets the number of time steps of each recurrent layer that has fused kernels.
+    """
     name_of = {id(value): name for name, value in request.originals.items()}
     held = [
         _Held(f"{path}.{key}" if path else key, name, table, key, twins[name])
@@ -949,7 +971,8 @@ def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_H
     for slot in held:
         slot.table[slot.key] = slot.twin
     try:
-        with _Twins({id(value): twins[name] for name, value in request.originals.items()}):
+        of_original = {id(value): twins[name] for name, value in request.originals.items()}
+        with _Twins(of_original, request.chunks, steps):
             yield held
     finally:
         for table, key, value in before:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from dovetail.errors import (
 )
 from dovetail.exports import device_map, split_points
 from dovetail.frontends import Captured, duplicated
+from dovetail.frontends.capturing import with_fused_recurrence
 from dovetail.frontends.transformers_configs import PREFIX
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate, origins_in, shareable
@@ -85,8 +87,8 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     shapes = saved.source.shapes if names_onnx(text) else None
     step = resolve_model(text, saved.source.training, shapes)
     step = replicated(step, saved.source.replicas, saved.source.asynchronous)
-    # The plan's ops are those of the graph with its copies, so the copies are made first.
-    if saved.copies:
+    # The plan's ops are those of the graph as it runs it, so that is made first.
+    if saved.copies or saved.source.recurrent_chunks:
         step = planned(saved, step)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
@@ -294,13 +296,29 @@ def planned(plan: Plan, step: Captured) -> Captured: ...
 @overload
 def planned(plan: Plan, step: Step) -> Step: ...
 def planned(plan: Plan, step: Step) -> Step:
-    """The step as the plan runs it: with the plan's copies, if it has some."""
+    """The step as the plan runs it: with its recurrent layers as the plan has them, and with the
+    plan's copies, if it has some."""
+    if isinstance(step, Captured):
+        step = _with_chunks(step, plan.source.recurrent_chunks)
     graph = step if isinstance(step, Graph) else step.graph
     if planned_graph(plan, graph) is graph:
         return step
     if isinstance(step, Captured):
         return duplicated(step, plan.copies)
     return planned_graph(plan, graph)
+
+
+_RECAPTURED: WeakKeyDictionary[Captured, dict[int, Captured]] = WeakKeyDictionary()
+
+
+def _with_chunks(step: Captured, chunks: int) -> Captured:
+    """The step with its recurrent layers in so many chunks, captured once for each number."""
+    if step.source.recurrent_chunks == chunks:
+        return step
+    captured = _RECAPTURED.setdefault(step, {})
+    if chunks not in captured:
+        captured[chunks] = with_fused_recurrence(step, chunks)
+    return captured[chunks]
 
 
 def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import (
+    CaptureError,
     CostError,
     FileFormatError,
     GraphMismatchError,
@@ -25,6 +26,7 @@ from dovetail.errors import (
 from dovetail.exports import DeviceMap
 from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
+from dovetail.frontends.capturing import with_fused_recurrence
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
@@ -52,6 +54,7 @@ from dovetail.placers import (
     keeping_interrupts,
     make_problem,
     parse_budget,
+    part_of_budget,
     permitted,
 )
 from dovetail.placers import place as run_placer
@@ -66,7 +69,7 @@ from dovetail.plans import (
 )
 from dovetail.runtime.files import read_json
 from dovetail.simulator import LowerBound, Simulator
-from dovetail.units import HERE
+from dovetail.units import HERE, format_seconds
 
 MOST_SPLIT_OPS = 100_000
 """The groups of a larger graph are not split: too few placements of it are simulated in a usual
@@ -107,6 +110,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
     chosen = search_plan(request, progress)
     try:
+        request, chosen = _with_recurrence(request, chosen, progress)
         if request.stages:
             chosen = _compare_with_all_cores(chosen, request, progress)
         compared = _with_fastest_way(chosen, request, progress)
@@ -223,6 +227,60 @@ def to_plan(
         sent_bytes=costs.sent_bytes,
         graph=graph,
     )
+
+
+CHUNKS = (1, 4, 8)
+"""The numbers of chunks of time steps in which fused recurrent kernels are tried on several
+devices. On one device a layer is one kernel."""
+
+
+def _with_recurrence(
+    request: PlanRequest, chosen: Plan, progress: TellProgress
+) -> tuple[PlanRequest, Plan]:
+    """(request, plan) of the step with its recurrent layers by fused kernels, if a plan of those is
+    predicted to be faster than `chosen`, in which they are unrolled; else both as they are given.
+
+    The searches have the budget of one search together. What a step with fused kernels costs is
+    known where ops are measured alone. Plans with stages, for a format and of a given placement are
+    of the unrolled step.
+    """
+    step = request.planned_step
+    if not isinstance(step, Captured) or step.plain is None or step.source.recurrent_chunks:
+        return request, chosen
+    given = request.stages or request.format or request.place is not None or request.per_op
+    automatic = request.placer == "auto" and request.method is None and not request.contiguous
+    if given or not automatic or not chosen.machine.local or chosen.interrupted:
+        return request, chosen
+    most = step.fused_steps if len(chosen.machine.devices) > 1 else min(1, step.fused_steps)
+    counts = [count for count in CHUNKS if count <= most]
+    best, told = (request, chosen), [f"unrolled {format_seconds(chosen.value)}"]
+    for count in counts:
+        name = f"{count} fused kernel{'s' * (count > 1)} a layer"
+        try:
+            fused = replace(
+                request,
+                step=with_fused_recurrence(step, count),
+                budget=part_of_budget(str(request.budget), len(counts)),
+            )
+            found = search_plan(fused, _prefixed(f"recurrent layers of {name}: ", progress))
+        except (CaptureError, InfeasibleError) as error:
+            told.append(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        told.append(f"{name} {format_seconds(found.value)}")
+        if found.value < best[1].value:
+            best = fused, found
+        if found.interrupted:
+            best = best[0], replace(best[1], interrupted=True)
+            break
+    if counts:
+        note = f"recurrent layers, predicted: {', '.join(told)}"
+        best = best[0], replace(best[1], notes=(*best[1].notes, note))
+    return best
+
+
+def _prefixed(prefix: str, progress: TellProgress) -> TellProgress:
+    """`progress`, told with a prefix before what is being done."""
+    return lambda doing, done, value: progress(f"{prefix}{doing}", done, value)
 
 
 # --- The steps of the flow, in its order ---

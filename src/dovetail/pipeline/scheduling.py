@@ -358,7 +358,7 @@ def find_schedules(
     request: ScheduleRequest, *, cache: CostCache | None = None, progress: TellProgress = silent
 ) -> list[Schedules]:
     """The fastest stages of a network: for each device, at each batch size."""
-    steps = [_step(request.model, batch, progress) for batch in request.batches or (0,)]
+    steps = [step_of(request.model, batch, progress) for batch in request.batches or (0,)]
     by_device, targets = [], []
     for device in request.devices:
         of_device = [
@@ -414,7 +414,7 @@ def with_batch(model: str, batch: int) -> str:
     return f"{name}?{'&'.join([*kept, f'batch={batch}'])}"
 
 
-def _step(model: str | Captured, batch: int, progress: TellProgress) -> Captured:
+def step_of(model: str | Captured, batch: int = 0, progress: TellProgress = silent) -> Captured:
     """The captured step of a model at a batch size, or at its own for 0."""
     if isinstance(model, Captured):
         if batch:

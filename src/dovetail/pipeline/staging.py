@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from dovetail.costs import CostCache
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
-from dovetail.errors import MachineError
+from dovetail.errors import MachineError, UsageError
 from dovetail.executors import PlacedNetwork, Workers, run
 from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
@@ -39,20 +39,20 @@ from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies
-from dovetail.graph.kernels import CONVOLUTION, Kernels, fuse
+from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
 from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import costs_in, planned, timeline_of, with_schedules
-from dovetail.pipeline.requests import ScheduleRequest
-from dovetail.pipeline.scheduling import check_repeats
-from dovetail.pipeline.sources import Notes, TellProgress
+from dovetail.pipeline.requests import PlanRequest, ScheduleRequest
+from dovetail.pipeline.scheduling import check_repeats, works_of
+from dovetail.pipeline.sources import Notes, TellProgress, silent
 from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
 from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
-from dovetail.schedulers.results import SEQUENTIAL
+from dovetail.schedulers.results import SEQUENTIAL, Scheduled
 from dovetail.schedulers.timing import block_of, signatures_of
 from dovetail.simulator import Simulator
-from dovetail.units import format_seconds
+from dovetail.units import HERE, format_seconds
 
 SCHEDULERS = ("dos", "ios")
 """The schedulers that choose stages for a placement. The better result counts."""
@@ -440,6 +440,51 @@ def stages_together(plan: Plan) -> dict[str, int]:
         name: sum(len(stage.ops) > 1 for stage in schedule.stages) if schedule else 0
         for name, schedule in zip(plan.machine.device_names, schedules, strict=True)
     }
+
+
+# --- Stages that were found for one device, as a plan ---
+
+
+def plan_of_stages(found: Scheduled, step: Captured, *, progress: TellProgress = silent) -> Plan:
+    """A plan to run the step in the chosen stages on all cores of this machine, as one device.
+
+    found   the schedules of the step on `cpu`. If the chosen one has no stages, as a greedy one,
+            the fastest one that has is taken
+
+    The ops of a plan run as they were captured: kernels of a stage are not merged, and nothing is
+    folded into weights. So a stage takes the same share of the seconds of its ops as it takes of
+    its kernels one after another in the schedule, and the plan's own seconds are its promise.
+    """
+    from dovetail.pipeline.planning import search_plan
+
+    graph, kernels = step.graph, fuse(step.graph)
+    if works_of(graph, kernels) != found.kernels:
+        raise UsageError("found", "is of another step")
+    staged = [c for c in found.candidates if c.stages]
+    chosen = found.best
+    if not chosen.stages:
+        chosen = min(staged, key=lambda c: c.step_seconds)
+    plan = search_plan(PlanRequest(step, HERE, placer="single"), progress)
+    ops_of: list[list[int]] = [[] for _ in range(kernels.count)]
+    for op, kernel in enumerate(kernels.of_op.tolist()):
+        if kernel != FOLDED:
+            ops_of[kernel].append(op)
+    alone = {stage.kernels: stage.seconds for stage in found.candidate(SEQUENTIAL).stages}
+    stages = []
+    for stage in chosen.stages:
+        if len(stage.groups) < 2:
+            continue
+        ops = sorted(op for kernel in stage.kernels for op in ops_of[kernel])
+        share = stage.seconds / max(sum(alone[kernel,] for kernel in stage.kernels), 1e-12)
+        seconds = float(plan.compute_seconds[ops, 0].sum()) * share
+        stages.append((0, Stage(tuple(ops), seconds)))
+    if not stages:
+        return replace(plan, notes=(*plan.notes, "no stage of several ops is faster here"))
+    schedules = schedules_of(
+        graph, plan.placement, plan.compute_seconds, stages, _starts(plan, graph)
+    )
+    plan = with_schedules(plan, graph, schedules)
+    return replace(plan, placer=f"{chosen.scheduler}{WITH_STAGES}")
 
 
 # --- Measured side by side ---

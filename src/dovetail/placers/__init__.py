@@ -2,7 +2,13 @@
 
 from dovetail.methods import PLACERS
 from dovetail.placers.baselines import BASELINES, Placer
-from dovetail.placers.budget import Budget, Score, keeping_interrupts, parse_budget
+from dovetail.placers.budget import (
+    Budget,
+    Score,
+    keeping_interrupts,
+    parse_budget,
+    part_of_budget,
+)
 from dovetail.placers.placing import PlacerOutcome, place
 from dovetail.placers.problem import GroupPlacement, PlacementProblem, make_problem, permitted
 
@@ -18,6 +24,7 @@ __all__ = [
     "keeping_interrupts",
     "make_problem",
     "parse_budget",
+    "part_of_budget",
     "permitted",
     "place",
 ]

@@ -359,6 +359,14 @@ def parse_budget(text: str, clock: Callable[[], float] = working_clock) -> Budge
     return Budget(seconds=amount, clock=clock)
 
 
+def part_of_budget(text: str, parts: int) -> str:
+    """The text of one of so many equal parts of a budget. A part has an evaluation at least."""
+    budget = parse_budget(text)
+    if budget.evaluations < np.inf:
+        return f"{max(1, int(budget.evaluations) // parts)}e"
+    return f"{budget.seconds / parts:.6f}s"
+
+
 @contextmanager
 def keeping_interrupts(budget: Budget) -> Iterator[None]:
     """Within this context a first Ctrl-C only sets `budget.interrupted`, wherever it arrives. A

@@ -91,6 +91,8 @@ class Source:
     asynchronous   True if each tower updates by itself
     constants  (name, value as text) of the model's arguments that are no tensors; the plan holds
                for these values alone
+    recurrent_chunks   recurrent layers are captured by fused kernels, each of a layer in so many
+               chunks of time steps; 0: by the ops of each time step
     """
 
     model: str
@@ -100,6 +102,7 @@ class Source:
     replicas: Annotated[int, Field(ge=1)] = 1
     asynchronous: bool = False
     constants: tuple[tuple[str, str], ...] = ()
+    recurrent_chunks: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass(frozen=True, eq=False)

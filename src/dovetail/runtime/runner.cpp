@@ -27,6 +27,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
@@ -103,6 +104,7 @@ struct Instruction {
   std::vector<Result> results;
   bool listed = false;  // the operator returns one list of tensors
   int seed = -1;        // place of its seed; -1: it draws no numbers
+  bool graded = false;  // it runs in grad mode, which some kernels ask for
   // Kernel: a C function of pointers to the data of `takes`
   void* kernel = nullptr;
   // Python
@@ -179,6 +181,10 @@ void call(Instruction& instruction, Pass& pass) {
   }
   {
     Seeded seeded(instruction, pass);
+    std::optional<c10::AutoGradMode> graded;
+    if (instruction.graded) {
+      graded.emplace(true);
+    }
     instruction.op->callBoxed(&stack);
   }
   if (instruction.listed) {
@@ -496,7 +502,7 @@ class Stream {
   void add_call(
       int tag, const std::string& name, const std::string& overload, const py::tuple& arguments,
       const py::dict& keywords, const std::vector<std::pair<at::Tensor, int>>& standing_for,
-      const std::vector<int>& results, const std::vector<int>& frees, int seed) {
+      const std::vector<int>& results, const std::vector<int>& frees, int seed, bool graded) {
     c10::OperatorHandle op =
         c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
     const c10::FunctionSchema& schema = op.schema();
@@ -540,6 +546,7 @@ class Stream {
       }
     }
     added.seed = seed;
+    added.graded = graded;
   }
 
   void add_python(

@@ -2,7 +2,7 @@
 
 Tried: torch 2.11, 2.13 and 2.15. Other modules import these names from here, so that a difference
 between versions is settled here too, with the version and the reason beside it. So far there is
-one, `with_real_dtypes`. On 2.15 two tests fail that compare a recording with what `make_fx`
+one, `with_real_forms`. On 2.15 two tests fail that compare a recording with what `make_fx`
 records.
 
 Two private names are used elsewhere: the attributes `_schema` and `py_kernels` of `OpOverload`.
@@ -11,6 +11,7 @@ Two private names are used elsewhere: the attributes `_schema` and `py_kernels` 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ __all__ = [
     "unset_fake_temporarily",
     "update_scale",
     "view_operator",
-    "with_real_dtypes",
+    "with_real_forms",
     "without_autocast",
     "without_dispatch",
     "without_fused_kernels",
@@ -89,18 +90,49 @@ def backward_passes_run_by(run: Callable[..., Any]) -> Iterator[None]:
         torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
 
-def with_real_dtypes(op: OpOverload, outputs: Any) -> Any:
-    """The outputs of an op on fake tensors, with the dtypes that real tensors would give.
+def with_real_forms(op: OpOverload, args: Sequence[Any], outputs: Any) -> Any:
+    """The outputs of an op on fake tensors, with the shapes, dtypes and identities that real
+    tensors would give.
 
     In torch 2.11 the fake attention of CPUs says float32 of its logarithms of sums, where the
     kernel returns float64 for inputs of float64. A device that got them from another one then read
     them as float32.
+
+    The fake recurrent kernel of oneDNN says that its workspace is empty, and that of its gradient
+    returns one tensor for the gradients of both biases at its first call alone.
     """
-    if op is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+    aten = torch.ops.aten
+    if op is aten._scaled_dot_product_flash_attention_for_cpu.default:
         attention, logarithms = outputs
         if attention.dtype == torch.float64 != logarithms.dtype:
             return attention, logarithms.to(torch.float64)
+    if op is aten.mkldnn_rnn_layer.default:
+        if not args[-1]:
+            return outputs
+        *results, workspace = outputs
+        forms = tuple((tuple(value.shape), value.dtype) for value in args[:7])
+        return *results, workspace.new_empty(_workspace_bytes(forms, tuple(map(_hashed, args[7:]))))
+    if op is aten.mkldnn_rnn_layer_backward.default:
+        return *outputs[:4], outputs[3], *outputs[5:]
     return outputs
+
+
+def _hashed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.lru_cache(maxsize=1000)
+def _workspace_bytes(forms: tuple[tuple[Any, torch.dtype], ...], rest: tuple[Any, ...]) -> int:
+    """The bytes of the workspace of a recurrent kernel. Only a call of the kernel tells.
+
+    forms   shape and dtype of each of its tensors
+    rest    its other arguments, with tuples for lists
+    """
+    with unset_fake_temporarily(), without_dispatch(), torch.enable_grad():
+        tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in forms]
+        given = [list(value) if isinstance(value, tuple) else value for value in rest]
+        results = torch.ops.aten.mkldnn_rnn_layer.default(*tensors, *given)
+    return int(results[3].numel())
 
 
 def sequence_number() -> int:

@@ -1,0 +1,147 @@
+"""Plans of recurrent layers by fused kernels: chosen by their costs, saved, and run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import dovetail as dt
+from dovetail.errors import CaptureError
+from dovetail.executors import run as execute
+from dovetail.frontends import resolve
+from dovetail.frontends.capturing import with_fused_recurrence
+from dovetail.pipeline import planning
+from dovetail.pipeline.opening import open_plan, planned, verify
+from dovetail.pipeline.planning import search_plan
+from dovetail.pipeline.requests import PlanRequest
+from dovetail.placers import part_of_budget
+from tests.support.placing import plan_for, random_placement
+
+KERNEL = "aten.mkldnn_rnn_layer"
+BUDGET = "60e"
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.LSTM(16, 16, 2)
+
+    def forward(self, x):
+        return self.layers(x)[0]
+
+
+def example():
+    torch.manual_seed(1)
+    return torch.randn(12, 4, 16)
+
+
+def trained():
+    return dt.capture(
+        Layers(), example(), loss=mse_loss, targets=torch.zeros(12, 4, 16), train=dt.Adam(lr=0.01)
+    )
+
+
+@pytest.fixture(scope="module")
+def step():
+    return dt.capture(Layers().eval(), example())
+
+
+def recurrence(request):
+    chosen = search_plan(request, lambda *_: None)
+    return planning._with_recurrence(request, chosen, lambda *_: None)
+
+
+def test_fused_kernels_are_taken_where_they_are_predicted_to_be_faster(step):
+    request, plan = recurrence(PlanRequest(step, "here/1", budget=BUDGET))
+    # A small layer of 12 steps takes 2 kernels instead of some hundreds of calls.
+    assert plan.source.recurrent_chunks == 1
+    assert request.step.graph.kinds.count(KERNEL) == 2
+    assert any("recurrent layers, predicted: unrolled" in note for note in plan.notes)
+    verify(plan, request.step.graph)
+
+
+def test_chunks_are_tried_on_several_devices_alone(step, monkeypatch):
+    tried = []
+
+    def note(captured, chunks):
+        tried.append(chunks)
+        raise CaptureError("Layers", "it is not tried here", "")
+
+    monkeypatch.setattr(planning, "with_fused_recurrence", note)
+    for machine, wanted in (("here/1", [1]), ("here/2", [1, 4, 8])):
+        tried.clear()
+        _, plan = recurrence(PlanRequest(step, machine, budget=BUDGET))
+        assert tried == wanted
+        assert plan.source.recurrent_chunks == 0
+        assert "it is not tried here" in plan.notes[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placer": "heft"},
+        {"machine": "2 x v100 + haswell"},
+        {"stages": True},
+        {"per_op": True, "placer": "gdp"},
+    ],
+    ids=["another placer", "a machine of data sheets", "stages", "per op"],
+)
+def test_other_requests_stay_unrolled(step, options, monkeypatch):
+    monkeypatch.setattr(planning, "with_fused_recurrence", None)
+    request = PlanRequest(step, **{"machine": "here/2", "budget": BUDGET, **options})
+    chosen = search_plan(replace(request, stages=False), lambda *_: None)
+    assert planning._with_recurrence(request, chosen, lambda *_: None) == (request, chosen)
+
+
+def test_a_plan_runs_the_step_as_it_was_captured_from_the_users_own(step):
+    fused = with_fused_recurrence(step, 3)
+    plan = search_plan(PlanRequest(fused, "here/2", budget=BUDGET), lambda *_: None)
+    assert planned(plan, step).source.recurrent_chunks == 3
+    assert planned(plan, step) is planned(plan, step)
+    with dt.run(plan, step) as placed:
+        own = placed.step(example())
+    with torch.no_grad():
+        torch.testing.assert_close(own, step.module(example()), rtol=1e-5, atol=1e-6)
+
+
+def test_random_placements_train_as_the_module_does():
+    step = trained()
+    fused = with_fused_recurrence(step, 3)
+    for seed in range(2):
+        plan = plan_for(fused, random_placement(fused.graph, seed))
+        assert len(set(plan.placement.tolist())) == 2
+        module = Layers()
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        with execute(plan, planned(plan, step)) as placed:
+            placed.load_state_dict(module.state_dict())
+            for _ in range(4):
+                loss = mse_loss(module(example()), torch.zeros(12, 4, 16))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                own = placed.step(example(), torch.zeros(12, 4, 16))
+                torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_saved_plan_is_opened_with_its_chunks(tmp_path):
+    model = "tests.pipeline.test_recurrent_plans:made"
+    fused = with_fused_recurrence(resolve(model), 3)
+    plan = search_plan(PlanRequest(fused, "here/2", budget=BUDGET), lambda *_: None)
+    plan.save(tmp_path / "plan.json")
+    opened, step = open_plan(tmp_path / "plan.json", model)
+    assert opened.source.recurrent_chunks == 3
+    assert step.graph.kinds.count(KERNEL) == 6
+
+
+def made():
+    return Layers().eval(), (example(),)
+
+
+def test_parts_of_a_budget():
+    assert part_of_budget("10s", 4) == "2.500000s"
+    assert part_of_budget("10", 4) == "2.500000s"
+    assert part_of_budget("5000e", 3) == "1666e"
+    assert part_of_budget("2e", 3) == "1e"
