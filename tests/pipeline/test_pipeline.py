@@ -47,6 +47,7 @@ def op_seconds(monkeypatch):
         return Costs(table, "measured")
 
     monkeypatch.setattr(sources, "measured_costs", measured_costs)
+    monkeypatch.setattr(sources, "costs_in_step", lambda *_, **__: None)
     monkeypatch.setattr(sources, "probed_machine", lambda machine, _cache, fresh, beside: machine)
     return given
 

@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 
 from dovetail.costs.cache import CostCache, MeasuredCost
 from dovetail.costs.records import Costs
-from dovetail.errors import CostError, MachineError
-from dovetail.frontends import Program
+from dovetail.errors import CostError, MachineError, ModelError
+from dovetail.frontends import Captured, Program
+from dovetail.frontends.interpret import example_values, initial_values, last_uses
 from dovetail.frontends.program import Call, distinct_refs
 from dovetail.frontends.runners import Runner, Stream, make_runner, runner_kind
 from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
+from dovetail.machine.local import available_bytes
 from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.runtime.setup import set_up
@@ -311,6 +313,75 @@ class _Hops:
         return seconds
 
 
+# ---- Ops within a step ----
+#
+# An op that is timed by itself finds its inputs and its results' memory in the caches. In a step it
+# does not: products and sums of a megabyte took 1.2 to 1.4 times as long there, small elementwise
+# ops twice. So the whole step runs, on all devices at once, and the runner stamps every op.
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step to time, op by op.
+
+    calls     op -> call, in running order
+    frees     op -> tensors that nobody reads after it
+    values    tensor -> value of the step's sources
+    tensors   how many tensors the step has
+    """
+
+    calls: dict[int, Call]
+    frees: dict[int, tuple[int, ...]]
+    values: dict[int, torch.Tensor]
+    tensors: int
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The reply with the seconds [passes, ops] of each op, in the order of `TimedStep.calls`."""
+
+    seconds: NDArray[np.float64]
+    others_cores: float
+
+
+_WARM_UP_SECONDS, _STEPS_SECONDS = 0.3, 3.0
+"""The first steps, for so long, do not count. Then steps are timed for so long, but at least
+`_LEAST_STEPS` and at most `_MOST_STEPS` of them."""
+_LEAST_STEPS, _MOST_STEPS = 3, 60
+
+
+def time_step(step: TimedStep) -> StepTimes | FailedCall:
+    """Run a step repeatedly, and time its ops. Returns a `FailedCall` for an op that raises."""
+    runner = make_runner(step.tensors)
+    for tensor, value in step.values.items():
+        runner.set(tensor, value)
+    stream = runner.stream()
+    for op, call in step.calls.items():
+        seed = -1
+        if call.random:
+            seed = len(runner.seeds)
+            runner.seeds.append(seed)
+        stream.call(call, tag=op, frees=step.frees.get(op, ()), seed=seed)
+    stamps = np.zeros((len(step.calls), 2), dtype=np.int64)
+    samples: list[NDArray[np.float64]] = []
+    neighbours = Neighbours(os.sched_getaffinity(0))
+    try:
+        began = clock()
+        runner.run(stream)
+        while clock() - began < _WARM_UP_SECONDS:
+            runner.run(stream)
+        began = clock()
+        while len(samples) < _LEAST_STEPS or (
+            len(samples) < _MOST_STEPS and clock() - began < _STEPS_SECONDS
+        ):
+            runner.run(stream, stamps=address_of(stamps.reshape(-1)))
+            samples.append((stamps[:, 1] - stamps[:, 0]) / 1e9)
+    except Exception:
+        return FailedCall(runner.failed, traceback.format_exc())
+    gc.collect()
+    return StepTimes(np.array(samples), neighbours.settled() or 0.0)
+
+
 def _random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
     """Return a random tensor of this layout for a call with these `layouts`.
 
@@ -337,6 +408,7 @@ _hops = _Hops()
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "set up": set_up_device,
     "time": time_calls,
+    "step": time_step,
     "rates": measure_rates,
     "block": _hops.map,
     "hops": _hops.play,
@@ -418,6 +490,106 @@ def measured_costs(
                 seconds[ops, d] = column
                 seconds[~graph.runs_on(device.kind), d] = np.inf
     return Costs(seconds, "measured")
+
+
+def costs_in_step(
+    step: Captured | Graph,
+    machine: Machine,
+    cache: CostCache,
+    *,
+    progress: Progress = lambda _fraction: None,
+    beside: Callable[[float], None] = lambda _cores: None,
+) -> Costs | None:
+    """Return costs [ops, devices] in seconds that ops take within the step. None if the step cannot
+    run on every device at once, for lack of memory, of weights or of kinds of device, or since an
+    op fails; or for a graph without a program, unless the cache has its costs.
+
+    Ops of one signature cost the same: the median over all of them and all steps. The cache keeps
+    costs for this step alone, since they depend on the ops around. `beside` is as in
+    `measured_costs`.
+    """
+    graph = step if isinstance(step, Graph) else step.graph
+    seconds = np.zeros((len(graph), len(machine.devices)))
+    ops = np.flatnonzero(~graph.is_source)
+    cold = _cold_tensors(graph)
+    keys = [_signature_key(graph, cold, op) for op in ops.tolist()]
+    kinds = _kinds(machine)
+    within = f"step {graph.fingerprint}"
+    names = {kind: f"{device_key(of[0], machine)} | {within}" for kind, of in kinds.items()}
+    costs = {kind: cache.costs(name, keys) for kind, name in names.items()}
+    if any(key not in known for known in costs.values() for key in keys):
+        if isinstance(step, Graph) or not _may_run_everywhere(graph, machine):
+            return None
+        progress(0.0)
+        replies = _run_everywhere(step, machine)
+        if replies is None:
+            return None
+        others_cores = max(reply.others_cores for reply in replies)
+        if disturbs(others_cores):
+            beside(others_cores)
+        for kind in kinds:
+            samples: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
+            for device, reply in zip(machine.devices, replies, strict=True):
+                if _kind(device) == kind:
+                    for place, key in enumerate(keys):
+                        samples[key].append(reply.seconds[:, place])
+            costs[kind] = {
+                key: MeasuredCost(timing.median_seconds, timing.spread)
+                for key, of_key in samples.items()
+                if (timing := summarise(np.concatenate(of_key).tolist()))
+            }
+            if not disturbs(others_cores):
+                cache.add_costs(names[kind], costs[kind])
+    for d, device in enumerate(machine.devices):
+        seconds[ops, d] = [costs[_kind(device)][key].seconds for key in keys]
+        seconds[~graph.runs_on(device.kind), d] = np.inf
+    return Costs(seconds, "measured")
+
+
+def _may_run_everywhere(graph: Graph, machine: Machine) -> bool:
+    """True if every op may run on every device, and all its tensors fit into memory twice for each
+    device: once here or on the way, and once there."""
+    held_bytes = int(graph.tensor_bytes.sum()) * len(machine.devices)
+    runs = all(bool(graph.runs_on(device.kind).all()) for device in machine.devices)
+    return runs and 2 * held_bytes <= available_bytes()
+
+
+def timed_step(captured: Captured) -> TimedStep:
+    """The step to time, on its first weights and its examples. Raises `ModelError` if these are
+    fake and cannot be drawn."""
+    graph, program = captured.graph, captured.program
+    values = initial_values(captured)
+    inputs, targets = example_values(captured)
+    given = {f"input.{i}": value for i, value in enumerate(inputs)}
+    given |= {f"target.{i}": value for i, value in enumerate(targets)}
+    for op, source in enumerate(program.sources):
+        if source is not None and source.role == "input":
+            values[graph.outputs_of(op)[0]] = given[source.name]
+    calls = {op: call for op, call in enumerate(program.calls) if call is not None}
+    # Values of sources stay for the next step.
+    frees = {
+        op: tuple(t for t in tensors if not graph.is_source[graph.producers[t]])
+        for op, tensors in enumerate(last_uses(graph))
+    }
+    return TimedStep(calls, frees, values, graph.tensors)
+
+
+def _run_everywhere(captured: Captured, machine: Machine) -> list[StepTimes] | None:
+    """[devices] times of the step's ops, with all devices at work at once; None if one fails, or if
+    weights or examples are fake and cannot be drawn."""
+    try:
+        step = timed_step(captured)
+    except ModelError:
+        return None
+    with ExitStack() as stack:
+        workers = [stack.enter_context(start_worker(device)) for device in machine.devices]
+        for worker in workers:
+            worker.receive()
+        for worker in workers:
+            worker.send(("step", step))
+        replies: list[StepTimes | FailedCall] = [worker.receive() for worker in workers]
+    times = [reply for reply in replies if isinstance(reply, StepTimes)]
+    return times if len(times) == len(replies) else None
 
 
 def _threads_of(device: Device) -> str:

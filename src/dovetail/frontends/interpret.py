@@ -128,14 +128,14 @@ def run_step(
     for op, source in enumerate(program.sources):
         if source is not None and source.role == "input":
             tensors[graph.outputs_of(op)[0]] = given[source.name]
-    last_uses = _last_uses(graph)
+    no_longer_used = last_uses(graph)
     with torch.no_grad():
         for op, call in enumerate(program.calls):
             if call is not None:
                 run_call(
                     call, tensors, seed_for(seed, step, call.seed_index(op)) if call.random else 0
                 )
-            for tensor in last_uses[op]:
+            for tensor in no_longer_used[op]:
                 tensors.pop(tensor, None)
     return substitute(program.outputs, Ref, lambda ref: tensors[ref.tensor])
 
@@ -154,7 +154,7 @@ def run_call(call: Call, tensors: Values, seed: int) -> None:
             tensors[tensor] = value
 
 
-def _last_uses(graph: Graph) -> list[list[int]]:
+def last_uses(graph: Graph) -> list[list[int]]:
     """Return [ops] the tensors that no later op or output needs once the op has run."""
     last = graph.producers.tolist()
     for reader, tensor in zip(graph.readers.tolist(), graph.input_tensors.tolist(), strict=True):

@@ -19,7 +19,7 @@ from importlib.metadata import version
 import numpy as np
 
 from dovetail.costs import CostCache, Costs, analytic_costs, measured_costs, probed_machine
-from dovetail.costs.measured import device_key
+from dovetail.costs.measured import costs_in_step, device_key
 from dovetail.errors import (
     DovetailError,
     FileFormatError,
@@ -508,8 +508,9 @@ def costs_of(
 ) -> Costs:
     """The costs of a step on a machine.
 
-    An instance has costs of its own. On this machine costs are measured, on any other they are
-    analytic. A graph from ONNX has no calls to measure, so its costs are always analytic.
+    An instance has costs of its own. On this machine costs are measured: within the step where it
+    can run on all devices at once, else op by op. On any other machine they are analytic. A graph
+    from ONNX has no calls to measure, so its costs are always analytic.
 
     notes   collects whether other programs disturbed the measuring
     """
@@ -531,6 +532,15 @@ def costs_of(
         done = f"{round(fraction * distinct):,} of {distinct:,}"
         progress(f"measuring ops: {done} kinds on {machine.name}{meanwhile}", fraction, None)
 
+    in_step = costs_in_step(
+        step,
+        machine,
+        CostCache(),
+        progress=lambda done: progress(f"measuring a step on {machine.name}", done, None),
+        beside=disturbed,
+    )
+    if in_step is not None:
+        return in_step
     return measured_costs(graph, program, machine, CostCache(), progress=tell, beside=disturbed)
 
 
