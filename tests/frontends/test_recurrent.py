@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 from dovetail.errors import ModelError
 from dovetail.frontends import Adam, capture
-from dovetail.frontends.capturing import with_fused_recurrence
+from dovetail.frontends.capturing import recaptured
 from dovetail.frontends.interpret import initial_values, run_step
 from dovetail.frontends.runners import make_runner
 
@@ -59,7 +59,7 @@ def kinds_of(step):
 def test_inference_equals_the_module(kind, chunks):
     model = Tagger(**KINDS[kind]).eval()
     x, _ = example(model)
-    step = with_fused_recurrence(capture(model, x), chunks)
+    step = recaptured(capture(model, x), chunks=chunks)
     of_one_layer = min(chunks, STEPS) * (1 + model.layers.bidirectional)
     assert kinds_of(step) == [KERNEL] * of_one_layer * model.layers.num_layers
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_several_training_steps_equal_plain_ones(kind, chunks):
     model = Tagger(**KINDS[kind])
     x, y = example(model)
     step = capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01))
-    step = with_fused_recurrence(step, chunks)
+    step = recaptured(step, chunks=chunks)
     assert GRADIENT in kinds_of(step)
     values, plain = initial_values(step), copy.deepcopy(model)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
@@ -90,7 +90,7 @@ def test_several_training_steps_equal_plain_ones(kind, chunks):
 def test_the_workspace_has_the_bytes_that_the_kernel_writes():
     model = Tagger()
     x, y = example(model)
-    step = with_fused_recurrence(capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01)), 2)
+    step = recaptured(capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01)), chunks=2)
     graph = step.graph
     for op, call in enumerate(step.program.calls):
         if graph.kinds[op] != KERNEL:
@@ -106,7 +106,7 @@ def test_the_workspace_has_the_bytes_that_the_kernel_writes():
 def test_a_runner_keeps_the_workspace_and_repeats_its_bits():
     model = Tagger()
     x, y = example(model)
-    step = with_fused_recurrence(capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01)), 2)
+    step = recaptured(capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01)), chunks=2)
     graph, program = step.graph, step.program
     found = []
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_dropout_between_layers_draws_for_all_time_steps_at_once():
     x, _ = example(model)
     unrolled = capture(model, x)
     draws = [kind for kind in unrolled.graph.kinds if "dropout" in kind or "bernoulli" in kind]
-    fused = with_fused_recurrence(unrolled, 3)
+    fused = recaptured(unrolled, chunks=3)
     assert [k for k in fused.graph.kinds if "dropout" in k or "bernoulli" in k] == draws
 
 
@@ -152,7 +152,7 @@ def test_layers_without_a_fused_kernel_stay_unrolled(model):
     x = torch.randn(STEPS, BATCH, FEATURES, dtype=next(model.parameters()).dtype)
     step = capture(model, x)
     assert step.fused_steps == 0
-    assert kinds_of(with_fused_recurrence(step, 1)) == []
+    assert kinds_of(recaptured(step, chunks=1)) == []
 
 
 def test_packed_sequences_stay_unrolled():
@@ -166,7 +166,7 @@ def test_packed_sequences_stay_unrolled():
             return nn.utils.rnn.pad_packed_sequence(self.layers(packed)[0])[0]
 
     model, x = Packed(), torch.randn(5, 3, FEATURES)
-    step = with_fused_recurrence(capture(model, x), 1)
+    step = recaptured(capture(model, x), chunks=1)
     assert step.fused_steps == 0
     torch.testing.assert_close(
         run_step(step, initial_values(step), [x]), model(x).detach(), rtol=1e-5, atol=1e-6
@@ -186,7 +186,7 @@ def test_a_step_says_how_many_time_steps_could_be_fused():
     step = capture(model, x)
     assert step.fused_steps == STEPS
     assert step.source.recurrent_chunks == 0
-    assert with_fused_recurrence(step, 2).source.recurrent_chunks == 2
+    assert recaptured(step, chunks=2).source.recurrent_chunks == 2
 
 
 def test_towers_cannot_be_captured_again():
@@ -196,14 +196,14 @@ def test_towers_cannot_be_captured_again():
     x, y = example(model)
     step = towers(capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01)), 2)
     with pytest.raises(ModelError, match="several towers"):
-        with_fused_recurrence(step, 2)
+        recaptured(step, chunks=2)
 
 
 def test_chunks_of_two_layers_form_a_wavefront():
     """A kernel of the second layer needs the first layer's chunks only up to its own."""
     model = Tagger().eval()
     x, _ = example(model)
-    graph = with_fused_recurrence(capture(model, x), 4).graph
+    graph = recaptured(capture(model, x), chunks=4).graph
     kernels = [op for op, kind in enumerate(graph.kinds) if kind == KERNEL]
     before = {op: set() for op in range(len(graph))}
     for op in range(len(graph)):

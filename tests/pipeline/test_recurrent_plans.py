@@ -11,7 +11,7 @@ import dovetail as dt
 from dovetail.errors import CaptureError
 from dovetail.executors import run as execute
 from dovetail.frontends import resolve
-from dovetail.frontends.capturing import with_fused_recurrence
+from dovetail.frontends.capturing import recaptured
 from dovetail.pipeline import planning
 from dovetail.pipeline.opening import open_plan, planned, verify
 from dovetail.pipeline.planning import search_plan
@@ -51,7 +51,7 @@ def step():
 
 def recurrence(request):
     chosen = search_plan(request, lambda *_: None)
-    return planning._with_recurrence(request, chosen, lambda *_: None)
+    return planning._in_best_form(request, chosen, lambda *_: None)
 
 
 def test_fused_kernels_are_taken_where_they_are_predicted_to_be_faster(step):
@@ -59,18 +59,18 @@ def test_fused_kernels_are_taken_where_they_are_predicted_to_be_faster(step):
     # A small layer of 12 steps takes 2 kernels instead of some hundreds of calls.
     assert plan.source.recurrent_chunks == 1
     assert request.step.graph.kinds.count(KERNEL) == 2
-    assert any("recurrent layers, predicted: unrolled" in note for note in plan.notes)
+    assert any("the step as predicted: as it is" in note for note in plan.notes)
     verify(plan, request.step.graph)
 
 
 def test_chunks_are_tried_on_several_devices_alone(step, monkeypatch):
     tried = []
 
-    def note(captured, chunks):
+    def note(captured, *, chunks):
         tried.append(chunks)
         raise CaptureError("Layers", "it is not tried here", "")
 
-    monkeypatch.setattr(planning, "with_fused_recurrence", note)
+    monkeypatch.setattr(planning, "recaptured", note)
     for machine, wanted in (("here/1", [1]), ("here/2", [1, 4, 8])):
         tried.clear()
         _, plan = recurrence(PlanRequest(step, machine, budget=BUDGET))
@@ -90,14 +90,14 @@ def test_chunks_are_tried_on_several_devices_alone(step, monkeypatch):
     ids=["another placer", "a machine of data sheets", "stages", "per op"],
 )
 def test_other_requests_stay_unrolled(step, options, monkeypatch):
-    monkeypatch.setattr(planning, "with_fused_recurrence", None)
+    monkeypatch.setattr(planning, "recaptured", None)
     request = PlanRequest(step, **{"machine": "here/2", "budget": BUDGET, **options})
     chosen = search_plan(replace(request, stages=False), lambda *_: None)
-    assert planning._with_recurrence(request, chosen, lambda *_: None) == (request, chosen)
+    assert planning._in_best_form(request, chosen, lambda *_: None) == (request, chosen)
 
 
 def test_a_plan_runs_the_step_as_it_was_captured_from_the_users_own(step):
-    fused = with_fused_recurrence(step, 3)
+    fused = recaptured(step, chunks=3)
     plan = search_plan(PlanRequest(fused, "here/2", budget=BUDGET), lambda *_: None)
     assert planned(plan, step).source.recurrent_chunks == 3
     assert planned(plan, step) is planned(plan, step)
@@ -109,7 +109,7 @@ def test_a_plan_runs_the_step_as_it_was_captured_from_the_users_own(step):
 
 def test_random_placements_train_as_the_module_does():
     step = trained()
-    fused = with_fused_recurrence(step, 3)
+    fused = recaptured(step, chunks=3)
     for seed in range(2):
         plan = plan_for(fused, random_placement(fused.graph, seed))
         assert len(set(plan.placement.tolist())) == 2
@@ -128,7 +128,7 @@ def test_random_placements_train_as_the_module_does():
 
 def test_a_saved_plan_is_opened_with_its_chunks(tmp_path):
     model = "tests.pipeline.test_recurrent_plans:made"
-    fused = with_fused_recurrence(resolve(model), 3)
+    fused = recaptured(resolve(model), chunks=3)
     plan = search_plan(PlanRequest(fused, "here/2", budget=BUDGET), lambda *_: None)
     plan.save(tmp_path / "plan.json")
     opened, step = open_plan(tmp_path / "plan.json", model)

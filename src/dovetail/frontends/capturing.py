@@ -27,7 +27,7 @@ from dovetail.frontends.keras_models import KerasModule, keras_loss, keras_modul
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, PlainStep, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
-from dovetail.frontends.tracing import Request, forget, trace
+from dovetail.frontends.tracing import Request, forget, last_of_channels, trace
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
 from dovetail.training.keras_models import is_keras
@@ -113,11 +113,12 @@ def capture_call(  # noqa: PLR0913  one argument each
     train: Optimizer | None = None,
     scaler: GradScaler | None = None,
     chunks: int = 0,
+    channels_last: bool = False,
 ) -> Captured:
     """Capture as `capture` does, also a module whose own keywords are called `loss`, `targets`,
     `train` or `scaler`.
 
-    chunks   as `Source.recurrent_chunks`
+    chunks, channels_last   as `Source.recurrent_chunks` and `Source.channels_last`
     """
     name = type(model).__name__
     if is_keras(model):
@@ -138,12 +139,13 @@ def capture_call(  # noqa: PLR0913  one argument each
     inputs = signature.inputs
     targets = signature.targets if train else ()  # an inference step computes no loss
     mode = fake_mode_of([*originals.values(), *inputs, *targets])
+    twin = last_of_channels if channels_last else lambda value: value
     request = Request(
         module=model,
         mode=mode,
         originals=originals,
-        parameters={key: fake(value, mode) for key, value in parameters.items()},
-        buffers={key: fake(value, mode) for key, value in buffers.items()},
+        parameters={key: twin(fake(value, mode)) for key, value in parameters.items()},
+        buffers={key: twin(fake(value, mode)) for key, value in buffers.items()},
         inputs=tuple(_fake_input(value, mode) for value in inputs),
         targets=tuple(fake(value, mode) for value in targets),
         signature=signature,
@@ -153,6 +155,7 @@ def capture_call(  # noqa: PLR0913  one argument each
         trainable=tuple(key for key, value in parameters.items() if train and value.requires_grad),
         owners=_owners(parameters, buffers, signature),
         chunks=chunks,
+        channels_last=channels_last,
         holds_fakes=any(map(is_fake, (*originals.values(), *inputs, *targets))),
     )
     try:
@@ -189,15 +192,15 @@ def capture_call(  # noqa: PLR0913  one argument each
         torch_version=torch.__version__,
         constants=signature.constants,
         recurrent_chunks=chunks,
+        channels_last=channels_last,
     )
     return Captured(
         graph, program, source, model, signature, notes=notes, plain=plain, fused_steps=fused_steps
     )
 
 
-def with_fused_recurrence(step: Captured, chunks: int) -> Captured:
-    """Return the step captured again, its recurrent layers by fused kernels, each of a layer in so
-    many chunks of time steps; 0: by the ops of each time step.
+def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) -> Captured:
+    """Return the step captured again in another form; the arguments are as in `Source`.
 
     Raises `ModelError` for a step that is not of one module alone, and `CaptureError`.
     """
@@ -205,16 +208,19 @@ def with_fused_recurrence(step: Captured, chunks: int) -> Captured:
     if step.plain is None:
         raise ModelError(name, "cannot be captured again, as it has several towers or a scaler")
     args, kwargs = step.signature.call(step.inputs)
-    found = capture_call(
-        step.module,
-        args,
-        kwargs,
-        loss=step.plain.loss,
-        targets=step.signature.loss_arguments(step.targets),
-        train=step.plain.optimizer,
-        chunks=chunks,
-    )
-    source = replace(step.source, recurrent_chunks=chunks)
+    casts = step.plain.autocast
+    with torch.autocast("cpu", dtype=casts) if casts else contextlib.nullcontext():
+        found = capture_call(
+            step.module,
+            args,
+            kwargs,
+            loss=step.plain.loss,
+            targets=step.signature.loss_arguments(step.targets),
+            train=step.plain.optimizer,
+            chunks=chunks,
+            channels_last=channels_last,
+        )
+    source = replace(step.source, recurrent_chunks=chunks, channels_last=channels_last)
     return replace(found, source=source, make=step.make, examples=step.examples, notes=step.notes)
 
 

@@ -59,9 +59,13 @@ def initial_values(captured: Captured, seed: int = 0) -> Values:
             continue
         tensor = captured.graph.outputs_of(op)[0]
         if source.role in ("parameter", "buffer"):
-            # `clone` keeps the strides. They matter, because a signature, and so a measured cost,
-            # holds for one layout.
-            values[tensor] = held[source.name].detach().clone()
+            # The strides matter, because a signature, and so a measured cost, holds for one layout.
+            value, strides = held[source.name].detach(), captured.graph.strides[tensor]
+            if value.stride() == strides:
+                values[tensor] = value.clone()
+            else:
+                empty = torch.empty_strided(value.shape, strides, dtype=value.dtype)
+                values[tensor] = empty.copy_(value)
         else:
             values[tensor] = source_value(captured.graph, tensor, source)
     return values

@@ -339,6 +339,7 @@ class Request:
     owners      description, such as "parameter a.weight" -> that tensor of the module or of the
                 examples, as the caller gave it
     scale       the factor of the loss before the backward pass; None: no factor
+    channels_last   inputs of four dimensions are laid out so before the module reads them
     chunks      recurrent layers are computed by fused kernels, each of a layer in so many chunks of
                 time steps, where torch has such kernels; 0: by the ops of each time step
     holds_fakes   True if the caller's module or examples were fake, so that constants may be fake
@@ -359,6 +360,7 @@ class Request:
     holds_fakes: bool
     scale: Tensor | None = None
     chunks: int = 0
+    channels_last: bool = False
 
 
 class Origin(NamedTuple):
@@ -726,7 +728,7 @@ def _flat_step(
         leaves = {name: _leaf(request, name, next(rest)) for name in request.parameters}
         frozen = {name: leaf for name, leaf in leaves.items() if name not in trainable}
         buffers = {name: next(rest).clone() for name in request.buffers}
-        inputs = [_input(next(rest), like) for like in request.inputs]
+        inputs = [_input(next(rest), like, request.channels_last) for like in request.inputs]
         targets = [next(rest).clone() for _ in request.targets]
         args, kwargs = request.signature.call(inputs)
         differentiated = request.training or any(value.requires_grad for value in inputs)
@@ -774,9 +776,18 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
     return leaf
 
 
-def _input(value: Tensor, like: Tensor) -> Tensor:
+def last_of_channels(value: Tensor) -> Tensor:
+    """Return the tensor with its channels last in memory if it has four dimensions; else itself."""
+    if value.dim() != 4:
+        return value
+    return value.contiguous(memory_format=torch.channels_last)
+
+
+def _input(value: Tensor, like: Tensor, channels_last: bool) -> Tensor:
     """Return a copy that the model may write over; it requires gradients if `like` does."""
     copied = value.clone()
+    if channels_last:
+        copied = last_of_channels(copied)
     return copied.requires_grad_() if like.requires_grad else copied
 
 

@@ -24,7 +24,7 @@ from dovetail.errors import (
 )
 from dovetail.exports import device_map, split_points
 from dovetail.frontends import Captured, duplicated
-from dovetail.frontends.capturing import with_fused_recurrence
+from dovetail.frontends.capturing import recaptured
 from dovetail.frontends.transformers_configs import PREFIX
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate, origins_in, shareable
@@ -44,6 +44,7 @@ from dovetail.plans import (
     SEARCH_PROOFS,
     Plan,
     Schedule,
+    Source,
     capacities_of,
     check,
     load_plan,
@@ -88,7 +89,7 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     step = resolve_model(text, saved.source.training, shapes)
     step = replicated(step, saved.source.replicas, saved.source.asynchronous)
     # The plan's ops are those of the graph as it runs it, so that is made first.
-    if saved.copies or saved.source.recurrent_chunks:
+    if saved.copies or form_of(saved.source) != AS_CAPTURED:
         step = planned(saved, step)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
@@ -296,10 +297,10 @@ def planned(plan: Plan, step: Captured) -> Captured: ...
 @overload
 def planned(plan: Plan, step: Step) -> Step: ...
 def planned(plan: Plan, step: Step) -> Step:
-    """The step as the plan runs it: with its recurrent layers as the plan has them, and with the
-    plan's copies, if it has some."""
+    """The step as the plan runs it: captured in the form that the plan is of, and with the plan's
+    copies, if it has some."""
     if isinstance(step, Captured):
-        step = _with_chunks(step, plan.source.recurrent_chunks)
+        step = _in_form(step, *form_of(plan.source))
     graph = step if isinstance(step, Graph) else step.graph
     if planned_graph(plan, graph) is graph:
         return step
@@ -308,17 +309,26 @@ def planned(plan: Plan, step: Step) -> Step:
     return planned_graph(plan, graph)
 
 
-_RECAPTURED: WeakKeyDictionary[Captured, dict[int, Captured]] = WeakKeyDictionary()
+AS_CAPTURED = (0, False)
 
 
-def _with_chunks(step: Captured, chunks: int) -> Captured:
-    """The step with its recurrent layers in so many chunks, captured once for each number."""
-    if step.source.recurrent_chunks == chunks:
+def form_of(source: Source) -> tuple[int, bool]:
+    """(chunks of recurrent layers, channels last) of a captured step."""
+    return source.recurrent_chunks, source.channels_last
+
+
+_RECAPTURED: WeakKeyDictionary[Captured, dict[tuple[int, bool], Captured]] = WeakKeyDictionary()
+
+
+def _in_form(step: Captured, chunks: int, channels_last: bool) -> Captured:
+    """The step in another form, captured once for each."""
+    form = chunks, channels_last
+    if form_of(step.source) == form:
         return step
     captured = _RECAPTURED.setdefault(step, {})
-    if chunks not in captured:
-        captured[chunks] = with_fused_recurrence(step, chunks)
-    return captured[chunks]
+    if form not in captured:
+        captured[form] = recaptured(step, chunks=chunks, channels_last=channels_last)
+    return captured[form]
 
 
 def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:

@@ -26,13 +26,14 @@ from dovetail.errors import (
 from dovetail.exports import DeviceMap
 from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
-from dovetail.frontends.capturing import with_fused_recurrence
+from dovetail.frontends.capturing import recaptured
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
+from dovetail.graph.kernels import CONVOLUTION
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import PLACERS, imported
-from dovetail.pipeline.opening import bound_of, with_copies
+from dovetail.pipeline.opening import AS_CAPTURED, bound_of, form_of, with_copies
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import (
     Notes,
@@ -110,7 +111,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
     chosen = search_plan(request, progress)
     try:
-        request, chosen = _with_recurrence(request, chosen, progress)
+        request, chosen = _in_best_form(request, chosen, progress)
         if request.stages:
             chosen = _compare_with_all_cores(chosen, request, progress)
         compared = _with_fastest_way(chosen, request, progress)
@@ -234,48 +235,68 @@ CHUNKS = (1, 4, 8)
 devices. On one device a layer is one kernel."""
 
 
-def _with_recurrence(
+def _in_best_form(
     request: PlanRequest, chosen: Plan, progress: TellProgress
 ) -> tuple[PlanRequest, Plan]:
-    """(request, plan) of the step with its recurrent layers by fused kernels, if a plan of those is
-    predicted to be faster than `chosen`, in which they are unrolled; else both as they are given.
+    """(request, plan) of the step captured in another form, if a plan of that is predicted to be
+    faster than `chosen`; else both as they are given.
 
-    The searches have the budget of one search together. What a step with fused kernels costs is
-    known where ops are measured alone. Plans with stages, for a format and of a given placement are
-    of the unrolled step.
+    Recurrent layers have the form of their fused kernels, networks with convolutions that of
+    channels last in memory. The searches have the budget of one search together. What a step costs
+    in another form is known where it is measured. Plans with stages, for a format and of a given
+    placement are of the step as it was captured.
     """
     step = request.planned_step
-    if not isinstance(step, Captured) or step.plain is None or step.source.recurrent_chunks:
+    if not isinstance(step, Captured) or step.plain is None or form_of(step.source) != AS_CAPTURED:
         return request, chosen
     given = request.stages or request.format or request.place is not None or request.per_op
     automatic = request.placer == "auto" and request.method is None and not request.contiguous
     if given or not automatic or not chosen.machine.local or chosen.interrupted:
         return request, chosen
-    most = step.fused_steps if len(chosen.machine.devices) > 1 else min(1, step.fused_steps)
-    counts = [count for count in CHUNKS if count <= most]
-    best, told = (request, chosen), [f"unrolled {format_seconds(chosen.value)}"]
-    for count in counts:
-        name = f"{count} fused kernel{'s' * (count > 1)} a layer"
+    forms = _forms(step, len(chosen.machine.devices))
+    best, told = (request, chosen), [f"as it is {format_seconds(chosen.value)}"]
+    for name, form in forms.items():
         try:
-            fused = replace(
+            other = replace(
                 request,
-                step=with_fused_recurrence(step, count),
-                budget=part_of_budget(str(request.budget), len(counts)),
+                step=recaptured(step, **form),
+                budget=part_of_budget(str(request.budget), len(forms)),
             )
-            found = search_plan(fused, _prefixed(f"recurrent layers of {name}: ", progress))
+            found = search_plan(other, _prefixed(f"with {name}: ", progress))
         except (CaptureError, InfeasibleError) as error:
-            told.append(f"{name}: {str(error).splitlines()[0]}")
+            told.append(f"with {name}: {str(error).splitlines()[0]}")
             continue
-        told.append(f"{name} {format_seconds(found.value)}")
+        told.append(f"with {name} {format_seconds(found.value)}")
         if found.value < best[1].value:
-            best = fused, found
+            best = other, found
         if found.interrupted:
             best = best[0], replace(best[1], interrupted=True)
             break
-    if counts:
-        note = f"recurrent layers, predicted: {', '.join(told)}"
+    if forms:
+        note = f"the step as predicted: {', '.join(told)}"
         best = best[0], replace(best[1], notes=(*best[1].notes, note))
     return best
+
+
+def _forms(step: Captured, devices: int) -> dict[str, dict[str, Any]]:
+    """name -> arguments of `recaptured`, of each form that the step may have beside its own."""
+    forms: dict[str, dict[str, Any]] = {}
+    most = step.fused_steps if devices > 1 else min(1, step.fused_steps)
+    for count in CHUNKS:
+        if count <= most:
+            of_each = "one fused kernel" if count == 1 else f"{count} fused kernels"
+            forms[f"{of_each} a recurrent layer"] = {"chunks": count}
+    if _has_images(step.graph):
+        forms["channels last"] = {"channels_last": True}
+    return forms
+
+
+def _has_images(graph: Graph) -> bool:
+    """True if a convolution reads a tensor of four dimensions."""
+    return any(
+        kind == CONVOLUTION and any(len(graph.shapes[t]) == 4 for t in graph.inputs_of(op))
+        for op, kind in enumerate(graph.kinds)
+    )
 
 
 def _prefixed(prefix: str, progress: TellProgress) -> TellProgress:

@@ -93,6 +93,7 @@ class Source:
                for these values alone
     recurrent_chunks   recurrent layers are captured by fused kernels, each of a layer in so many
                chunks of time steps; 0: by the ops of each time step
+    channels_last      parameters, buffers and inputs of four dimensions lie channels last in memory
     """
 
     model: str
@@ -103,6 +104,7 @@ class Source:
     asynchronous: bool = False
     constants: tuple[tuple[str, str], ...] = ()
     recurrent_chunks: Annotated[int, Field(ge=0)] = 0
+    channels_last: bool = False
 
 
 @dataclass(frozen=True, eq=False)
