@@ -66,9 +66,11 @@ def test_rows_are_asked_for_as_the_tables_need(tmp_path):
     assert len(requests) == len(settings.rows) == 4 * 2 + 2 + 2 * 2
     wanted = ScheduleRequest(
         "zoo:randwire?regular=true&channels=150&size=96",
-        ("cpu",), ("greedy", "merge", "dos", "ios"), (1,), 4, 7, "dos",
+        ("cpu",), ("greedy", "merge", "dos"), (1,), 4, 7, "dos",
     )  # fmt: skip
     assert vars(requests["table5.randwire.cpu"]) == vars(wanted)
+    for key in ("table5.randwire.v100", "table5.squeezenet.cpu", "table5.inception-v3.cpu"):
+        assert requests[key].schedulers == ("greedy", "merge", "dos", "ios")
     assert requests["table5.randwire.v100"].sampled == 0
     assert requests["table1.inception-v3"].devices == ("cpu", "v100", "titan_xp", "2080ti")
     assert requests["table2.squeezenet.v100"].batches == (1, 2, 4, 8, 16)

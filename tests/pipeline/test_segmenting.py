@@ -20,9 +20,10 @@ from dovetail.executors.shares import (
 from dovetail.frontends import SGD, capture, resolve
 from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.frontends.optimizers import update_sgd
-from dovetail.pipeline import segmenting
+from dovetail.pipeline import planning, segmenting
 from dovetail.pipeline.opening import verify
-from dovetail.pipeline.segmenting import with_segments
+from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.segmenting import compiled_seconds, with_segments
 from dovetail.pipeline.using import uncompiled
 from dovetail.plans import load_plan
 from dovetail.runtime.native import has_compiler
@@ -259,3 +260,78 @@ def test_updates_that_are_faster_fused_run_fused(monkeypatch, tmp_path):
             states.append(placed.state_dict() | placed.optimizer_state_dict())
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_what_ops_take_as_compiled_goes_by_kind_and_number_of_threads(halved):
+    step = training_step()
+    graph = step.graph
+    plan = plan_for(step, random_placement(graph, 0))
+    seconds = np.random.default_rng(0).uniform(1, 2, (len(graph), 2))
+    plan = replace(plan, compute_seconds=seconds)
+    _, found = segmented(plan, step)
+    compiled = compiled_seconds(found, graph, graph, seconds)
+    within = {op for _, ops in compiled_stages(found) for op in ops}
+    kinds = {}
+    for op, name in enumerate(graph.signatures):
+        kinds.setdefault(name, []).append(op)
+    shares = compiled / seconds
+    placement = found.placement
+    for ops in kinds.values():
+        of_plan = np.array([seconds[op, placement[op]] for op in ops])
+        inside = np.array([op in within for op in ops])
+        if graph.is_source[ops[0]]:
+            wanted = 1.0
+        else:
+            wanted = 1 - (1 - SHARE) * of_plan[inside].sum() / of_plan.sum()
+        np.testing.assert_allclose(shares[ops], wanted, rtol=1e-12)
+    assert (shares < 1).any()
+    # A device with another number of threads was not compiled for.
+    first, second = plan.machine.devices
+    machine = replace(plan.machine, devices=(first, replace(second, cores=(0, 1), threads=2)))
+    idle = replace(found, machine=machine, schedules=(found.schedules[0], None))
+    other = compiled_seconds(idle, graph, graph, seconds)
+    np.testing.assert_array_equal(other[:, 1], seconds[:, 1])
+    assert (other[:, 0] < seconds[:, 0]).any()
+
+
+def placed_again(step, monkeypatch, placement):
+    """The plans before and after, if the search with compiled costs finds this placement."""
+    graph = step.graph
+    chosen = plan_for(step, random_placement(graph, 0))
+    chosen = replace(chosen, compute_seconds=np.ones((len(graph), 2)), notes=("first",))
+    before = segmented(chosen, step)
+    asked = []
+
+    def search_plan(_request, _progress, costs):
+        asked.append(costs.compute_seconds)
+        return replace(plan_for(step, placement), compute_seconds=costs.compute_seconds)
+
+    monkeypatch.setattr(planning, "search_plan", search_plan)
+    request = PlanRequest(step, "here/1")
+    found = planning._placed_as_compiled(chosen, before, request, 9.0, lambda *_: None)
+    assert len(asked) == 1
+    assert (asked[0] < 1).any()
+    return before, found
+
+
+def test_another_placement_is_taken_if_it_is_faster_with_segments(halved, monkeypatch):
+    step = training_step()
+    before, found = placed_again(step, monkeypatch, 0)
+    if found[1].value >= before[1].value:
+        assert found[1].schedules == before[1].schedules
+    else:
+        assert set(found[1].placement[~step.graph.is_source].tolist()) == {0}
+    for plan in found:
+        verify(plan, step.graph)
+        assert plan.notes[0] == "first"
+        assert "placed again with the costs of compiled segments" in plan.notes[-1]
+    # Its promises are by the costs of ops one by one.
+    assert (found[0].compute_seconds == 1).all()
+
+
+def test_the_same_placement_changes_nothing(halved, monkeypatch):
+    step = training_step()
+    before, found = placed_again(step, monkeypatch, random_placement(step.graph, 0))
+    for one, other in zip(before, found, strict=True):
+        assert other.value == one.value
+        np.testing.assert_array_equal(other.placement, one.placement)

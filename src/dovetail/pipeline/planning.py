@@ -28,12 +28,20 @@ from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
 from dovetail.frontends.capturing import recaptured
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
+from dovetail.graph.duplicates import duplicate
 from dovetail.graph.kernels import CONVOLUTION
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import PLACERS, imported
-from dovetail.pipeline.opening import AS_CAPTURED, bound_of, form_of, with_copies
+from dovetail.pipeline.opening import (
+    AS_CAPTURED,
+    bound_of,
+    form_of,
+    planned,
+    timeline_of,
+    with_copies,
+)
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import (
     Notes,
@@ -122,8 +130,11 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
         return replace(chosen, interrupted=True)
 
 
-def search_plan(request: PlanRequest, progress: TellProgress) -> Plan:
-    """The plan of a request, not yet compared with the step on all cores."""
+def search_plan(request: PlanRequest, progress: TellProgress, costs: Costs | None = None) -> Plan:
+    """The plan of a request, not yet compared with the step on all cores.
+
+    costs   of the step's ops on the machine; None: they are found as the step and machine ask for
+    """
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
     for note in step.notes if isinstance(step, Captured) else ():
         notes.say(note)
@@ -132,7 +143,7 @@ def search_plan(request: PlanRequest, progress: TellProgress) -> Plan:
     given_places = _given_place(request)
     machine = machine_of(step, request.machine, progress, notes)
     kept = _kept_modules(request, machine)
-    costs = costs_of(step, machine, progress, notes)
+    costs = costs or costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
     groups = _groups_to_place(request, kept)
     problem, simulator = problem_of(request, machine, costs, groups, kept)
@@ -650,6 +661,9 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
             plans = with_segments(
                 chosen, step, compile_seconds=SEGMENTS_SHARE * limit_seconds, progress=progress
             )
+            left_seconds = SEGMENTS_SHARE * limit_seconds - (time.perf_counter() - began)
+            if plans[1] is not chosen and left_seconds > 0:
+                plans = _placed_as_compiled(chosen, plans, request, left_seconds, progress)
         except KeyboardInterrupt:
             return replace(chosen, interrupted=True)
         limit_seconds -= min(time.perf_counter() - began, SEGMENTS_SHARE * limit_seconds)
@@ -660,6 +674,72 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
         replaces=request.placer == "auto" and not (request.pins or request.caps),
         compile_seconds=limit_seconds,
         progress=progress,
+    )
+
+
+def _placed_as_compiled(
+    chosen: Plan,
+    plans: tuple[Plan, Plan],
+    request: PlanRequest,
+    limit_seconds: float,
+    progress: TellProgress,
+) -> tuple[Plan, Plan]:
+    """The plans op by op and with compiled segments, of another placement than that of `chosen` if
+    it is predicted to be faster with segments; else those that are given.
+
+    The placement is searched for with the costs that ops have in the compiled segments of the first
+    plan, which differ from kind to kind: pointwise ops gain most.
+    """
+    from dovetail.pipeline.segmenting import compiled_seconds, with_segments
+
+    plan, segmented = plans
+    step = request.planned_step
+    assert isinstance(step, Captured), "only such steps have segments"
+    several = len(plan.machine.devices) > 1 and request.placer == "auto" and not request.method
+    if segmented is plan or not several or request.contiguous:
+        return plans
+    graph, planned_graph = step.graph, planned(plan, step).graph
+    seconds = plan.compute_seconds
+    if plan.copies:
+        seconds = seconds[duplicate(graph, plan.copies).copy_of < 0]
+    compiled = compiled_seconds(segmented, planned_graph, graph, seconds)
+    found = search_plan(
+        request,
+        _prefixed("with the costs of compiled segments: ", progress),
+        Costs(compiled, plan.costs_source, None),
+    )
+    if found.interrupted:
+        return plans
+    other = _repriced(found, chosen, graph, seconds)
+    rivals = with_segments(other, step, compile_seconds=limit_seconds, progress=progress)
+    told = (
+        f"placed again with the costs of compiled segments: {format_seconds(rivals[1].value)} "
+        f"predicted, {format_seconds(segmented.value)} before"
+    )
+    best = rivals if rivals[1].value < segmented.value else plans
+    first, second = (replace(one, notes=(*one.notes, told)) for one in best)
+    return first, second
+
+
+def _repriced(found: Plan, before: Plan, graph: Graph, seconds: NDArray[np.float64]) -> Plan:
+    """A plan that was found by other costs, with its promises by the costs of the plan before.
+
+    seconds   [ops, devices] these costs, of the graph without copies
+    """
+    if found.copies:
+        seconds = seconds[duplicate(graph, found.copies).origins]
+    plan = replace(found, compute_seconds=seconds)
+    timeline = timeline_of(plan, graph)
+    return replace(
+        plan,
+        value=timeline.step_seconds,
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        lower_bound=before.lower_bound,
+        bound_proof=before.bound_proof,
+        baselines=before.baselines,
+        found_seconds=before.found_seconds,
+        planning_seconds=before.planning_seconds + found.planning_seconds,
+        notes=before.notes,
     )
 
 
@@ -911,8 +991,6 @@ def _placement_of_plan(plan: Plan, graph: Graph, machine: Machine) -> Placement:
     of the same names. Raises `GraphMismatchError`."""
     placement = plan.placement
     if plan.copies:
-        from dovetail.graph.duplicates import duplicate
-
         placement = placement[duplicate(graph, plan.copies).copy_of < 0]
     if len(placement) != len(graph):
         raise GraphMismatchError(plan.graph_fingerprint, graph.fingerprint)

@@ -88,6 +88,38 @@ def with_segments(
     return plan, _noted(segmented, told + f", and {updates} updates fused" * bool(updates))
 
 
+def compiled_seconds(
+    plan: Plan, planned_graph: Graph, graph: Graph, seconds: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """[ops, devices] what the ops of `graph` take as part of compiled segments.
+
+    plan            has compiled segments. They say for each kind of op what share of its seconds it
+                    takes: the mean over its ops, of which some may not be compiled
+    planned_graph   the plan's graph: `graph` with the plan's copies
+    seconds         [ops, devices] of the ops one by one
+
+    What a kind of op takes on one device it takes on all with as many threads.
+    """
+    alone: Counter[tuple[int, str]] = Counter()
+    within: Counter[tuple[int, str]] = Counter()
+    for number, device in enumerate(plan.machine.devices):
+        schedule = (plan.schedules or ())[number]
+        for stage in () if schedule is None else schedule.stages:
+            of_ops = plan.compute_seconds[list(stage.ops), number]
+            share = stage.seconds / max(float(of_ops.sum()), 1e-12) if stage.compiled else 1.0
+            for op, cost in zip(stage.ops, of_ops.tolist(), strict=True):
+                kind = device.op_threads, planned_graph.signatures[op]
+                alone[kind] += cost
+                within[kind] += cost * share
+    found = seconds.copy()
+    for number, device in enumerate(plan.machine.devices):
+        for op, name in enumerate(graph.signatures):
+            kind = device.op_threads, name
+            if alone[kind] > 0:
+                found[op, number] *= within[kind] / alone[kind]
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class _Segment:
     """Ops of a device that may run as one piece of code, and that piece; None: they may not."""
