@@ -32,9 +32,8 @@ from dovetail.executors.stages.choosing import measure
 from dovetail.frontends import Captured, parse_optimizer
 from dovetail.machine import parse_machine
 from dovetail.pipeline import planned, resolve_model
-from dovetail.pipeline.planning import search_plan
+from dovetail.pipeline.planning import in_best_form, search_plan, with_compiled
 from dovetail.pipeline.requests import PlanRequest
-from dovetail.pipeline.segmenting import with_segments
 from dovetail.pipeline.sources import silent, with_threads
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -157,10 +156,9 @@ def measured(
     began = time.perf_counter()
     plans: dict[str, dt.Plan] = {}
     for machine in ("here/2", "here"):
-        placer = "single" if machine == "here" else "auto"
-        request = PlanRequest(step, machine, placer=placer, budget=budget)
-        plan = search_plan(request, silent)
-        op_by_op, segmented = with_segments(plan, step, compile_seconds=seconds, progress=silent)
+        request = PlanRequest(step, machine, budget=budget)
+        request, plan = in_best_form(request, search_plan(request, silent), silent)
+        op_by_op, segmented = with_compiled(plan, request, seconds, silent)
         plans[f"plan on {machine}"] = op_by_op
         if segmented is not op_by_op:
             plans[f"plan on {machine}, compiled"] = segmented
@@ -212,7 +210,7 @@ def row_of(case: Case, seconds: dict[str, tuple[float, ...]], spent: float) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--only", default="", help="cases with one of these texts: lstm,inception")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", default="20s")
     parser.add_argument("--compile-budget", default="600s")
@@ -221,7 +219,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, lines = [], []
     for case in cases():
-        if arguments.only.lower() not in case.name.lower():
+        only = arguments.only.lower().split(",")
+        if not any(text in f"{case.name}, {case.train or 'inference'}".lower() for text in only):
             continue
         seconds, spent = measured(
             case, arguments.rounds, arguments.budget, arguments.compile_budget
@@ -236,8 +235,8 @@ def main() -> None:
                 writer = csv.DictWriter(file, tuple(lines[0]))
                 writer.writeheader()
                 writer.writerows(lines)
-    if arguments.readme:
-        fill(arguments.readme, "compiled", table(HEAD, rows))
+        if arguments.readme:
+            fill(arguments.readme, "compiled", table(HEAD, rows))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/fidelity/run.py [--repeats 3] [--steps 10] [--only rnnlm] [--csv FILE]
 
 8 random placements, 6 blended (each op from a planned placement with probability .5, else random)
-and 6 planned ones. Ops that must share a device are placed together; nothing else is.
+and 6 planned ones. Ops that must share a device are placed together; nothing else is. Each is
+predicted from the costs that plans use, of ops within a step, and from those of ops by themselves.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from scipy.stats import kendalltau
 
+from dovetail.costs import CostCache, measured_costs
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.graph.duplicates import duplicate
@@ -36,6 +38,7 @@ CASES = (
     ("zoo:inception_v3?batch=2&size=149", "rmsprop"),
 )
 KINDS = ("random", "blended", "planned")
+IN_STEP, ALONE = "within a step", "by themselves"
 
 
 def placements(graph, planned: list[np.ndarray], rng) -> list[tuple[str, np.ndarray]]:
@@ -78,6 +81,7 @@ def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Ca
         planned.append(plan.placement[originals])
     chosen = placements(graph, planned, np.random.default_rng(arguments.seed))
     simulator = Simulator(graph, machine, costs_of(step, machine))
+    by_itself = Simulator(graph, machine, measured_costs(graph, step.program, machine, CostCache()))
     rows = []
     with Workers(machine) as workers:
         running = []
@@ -91,7 +95,10 @@ def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Ca
                 peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
             )
             running.append(execute(plan, step, workers=workers))
-            rows.append({"model": model, "train": train, "kind": kind, "predicted": plan.value})
+            alone = by_itself.timeline(placement, orders=plan.orders).step_seconds
+            rows.append({
+                "model": model, "train": train, "kind": kind, IN_STEP: plan.value, ALONE: alone
+            })  # fmt: skip
         for repeat in range(arguments.repeats):
             for row, placed in zip(track(rows, f"repeat {repeat}"), running, strict=True):
                 measurement = calm.measure(lambda one=placed: one.measure(steps=arguments.steps))
@@ -101,8 +108,8 @@ def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Ca
     return rows
 
 
-def summarise(rows: list[dict], repeats: int) -> dict[str, float]:
-    predicted = np.array([row["predicted"] for row in rows])
+def summarise(rows: list[dict], costs: str, repeats: int) -> dict[str, float]:
+    predicted = np.array([row[costs] for row in rows])
     measured = np.array([[row[f"measured {r}"] for r in range(repeats)] for row in rows])
     middle = np.median(measured, axis=1)
     between = [
@@ -129,18 +136,21 @@ def main() -> None:
     console = Console(width=160)
     everything = []
     calm = Calm()
-    console.print("| network | placements | median error | signed | tau | tau between repeats |")
-    console.print("|---|---|---|---|---|---|")
+    heads = ("network", "costs of ops", "placements", "median error", "signed", "tau")
+    console.print(f"| {' | '.join(heads)} | tau between repeats |")
+    console.print("|---|---|---|---|---|---|---|")
     for model, train in CASES:
         if arguments.only not in f"{model} {train or 'inference'}":
             continue
         rows = measure_case(model, train, arguments, calm)
         everything += rows
-        for kinds in (KINDS, *((kind,) for kind in KINDS)):
-            found = summarise([row for row in rows if row["kind"] in kinds], arguments.repeats)
+        shown = [(IN_STEP, KINDS), (ALONE, KINDS), *((IN_STEP, (kind,)) for kind in KINDS)]
+        for costs, kinds in shown:
+            of_kinds = [row for row in rows if row["kind"] in kinds]
+            found = summarise(of_kinds, costs, arguments.repeats)
             name = f"{model.removeprefix('zoo:')} {train or 'inference'}"
             console.print(
-                f"| {name} | {'all 20' if len(kinds) > 1 else kinds[0]} "
+                f"| {name} | {costs} | {'all 20' if len(kinds) > 1 else kinds[0]} "
                 f"| {found['median absolute error']:.1%} | {found['signed']:+.1%} "
                 f"| {found['tau']:.2f} | {found['tau between repeats']:.2f} |",
                 markup=False,

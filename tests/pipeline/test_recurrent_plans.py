@@ -51,7 +51,7 @@ def step():
 
 def recurrence(request):
     chosen = search_plan(request, lambda *_: None)
-    return planning._in_best_form(request, chosen, lambda *_: None)
+    return planning.in_best_form(request, chosen, lambda *_: None)
 
 
 def test_fused_kernels_are_taken_where_they_are_predicted_to_be_faster(step):
@@ -93,7 +93,7 @@ def test_other_requests_stay_unrolled(step, options, monkeypatch):
     monkeypatch.setattr(planning, "recaptured", None)
     request = PlanRequest(step, **{"machine": "here/2", "budget": BUDGET, **options})
     chosen = search_plan(replace(request, stages=False), lambda *_: None)
-    assert planning._in_best_form(request, chosen, lambda *_: None) == (request, chosen)
+    assert planning.in_best_form(request, chosen, lambda *_: None) == (request, chosen)
 
 
 def test_a_plan_runs_the_step_as_it_was_captured_from_the_users_own(step):

@@ -119,7 +119,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
     chosen = search_plan(request, progress)
     try:
-        request, chosen = _in_best_form(request, chosen, progress)
+        request, chosen = in_best_form(request, chosen, progress)
         if request.stages:
             chosen = _compare_with_all_cores(chosen, request, progress)
         compared = _with_fastest_way(chosen, request, progress)
@@ -246,7 +246,7 @@ CHUNKS = (1, 4, 8)
 devices. On one device a layer is one kernel."""
 
 
-def _in_best_form(
+def in_best_form(
     request: PlanRequest, chosen: Plan, progress: TellProgress
 ) -> tuple[PlanRequest, Plan]:
     """(request, plan) of the step captured in another form, if a plan of that is predicted to be
@@ -650,23 +650,18 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
         return chosen
     if not isinstance(step, Captured) or request.format:
         return chosen
-    from dovetail.pipeline.segmenting import with_segments
     from dovetail.pipeline.ways import fastest_way
 
     on_one = len(chosen.machine.devices) == 1
     machine = chosen.machine if on_one else parse_machine(HERE)
     plans, began, limit_seconds = (chosen, chosen), time.perf_counter(), request.compile_seconds
     if limit_seconds:
+        share = SEGMENTS_SHARE * limit_seconds
         try:
-            plans = with_segments(
-                chosen, step, compile_seconds=SEGMENTS_SHARE * limit_seconds, progress=progress
-            )
-            left_seconds = SEGMENTS_SHARE * limit_seconds - (time.perf_counter() - began)
-            if plans[1] is not chosen and left_seconds > 0:
-                plans = _placed_as_compiled(chosen, plans, request, left_seconds, progress)
+            plans = with_compiled(chosen, request, share, progress)
         except KeyboardInterrupt:
             return replace(chosen, interrupted=True)
-        limit_seconds -= min(time.perf_counter() - began, SEGMENTS_SHARE * limit_seconds)
+        limit_seconds -= min(time.perf_counter() - began, share)
     return fastest_way(
         plans,
         step,
@@ -675,6 +670,27 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
         compile_seconds=limit_seconds,
         progress=progress,
     )
+
+
+def with_compiled(
+    chosen: Plan, request: PlanRequest, limit_seconds: float, progress: TellProgress
+) -> tuple[Plan, Plan]:
+    """(the plan op by op, the plan with compiled segments) of the better of two placements: that of
+    `chosen`, and one that is searched for with the costs of compiled segments. Both are one object
+    if no segment is faster compiled.
+
+    request         its step was captured, and `chosen` is a plan of it
+    limit_seconds   limit of compiling
+    """
+    from dovetail.pipeline.segmenting import with_segments
+
+    began, step = time.perf_counter(), request.planned_step
+    assert isinstance(step, Captured), "only such steps have segments"
+    plans = with_segments(chosen, step, compile_seconds=limit_seconds, progress=progress)
+    left_seconds = limit_seconds - (time.perf_counter() - began)
+    if left_seconds <= 0:
+        return plans
+    return _placed_as_compiled(chosen, plans, request, left_seconds, progress)
 
 
 def _placed_as_compiled(
