@@ -81,6 +81,12 @@ def test_what_cannot_run_everywhere_is_not_timed_so(step, machine, tmp_path, mon
     assert costs_in_step(step, machine, cache) is None
 
 
+def test_a_step_of_many_seconds_is_not_timed_as_a_whole(step, machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(measured, "_run_everywhere", None)
+    assert costs_in_step(step, machine, CostCache(tmp_path / "costs.sqlite")) is None
+
+
 def test_weights_that_are_fake_cannot_be_timed(machine, tmp_path):
     with torch.device("meta"):
         module, x = Layers(), torch.ones(4, 8)

@@ -102,3 +102,12 @@ def test_autocast_is_kept():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step = capture(model, images)
     assert recaptured(step).graph.signatures == step.graph.signatures
+
+
+def test_what_a_step_returns_lies_as_the_modules_own_results():
+    model = nn.Conv2d(3, 4, 3)
+    images = torch.randn(2, 3, 6, 6)
+    step = recaptured(capture(model, images), channels_last=True)
+    own = run_step(step, initial_values(step), [images])
+    assert own.stride() == model(images).stride()
+    torch.testing.assert_close(own, model(images).detach())

@@ -51,6 +51,7 @@ def test_flops_are_those_of_the_layers(found):
 def test_training_steps_equal_keras_under_torch(found, name):
     """Losses, weights, and statistics of batch norms, three steps on."""
     trained = found[name]
+    assert trained["again"], "captured again it has its loss once"
     assert trained["losses"] == pytest.approx(trained["expected"], rel=1e-5)
     assert len(set(trained["losses"])) == 3
     assert max(trained["errors"]) < 1e-5

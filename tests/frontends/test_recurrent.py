@@ -214,3 +214,46 @@ def test_chunks_of_two_layers_form_a_wavefront():
     # in the second those of both layers.
     wanted = [chunk for chunk in range(4)] + [2 * chunk + 1 for chunk in range(4)]
     assert sorted(depth.values()) == sorted(wanted)
+
+
+class Begun(nn.Module):
+    """Begins with a learned state, which all samples share, or with one that lies transposed."""
+
+    def __init__(self, expanded):
+        super().__init__()
+        torch.manual_seed(3)
+        self.expanded = expanded
+        self.layers = nn.LSTM(FEATURES, HIDDEN)
+        self.state = nn.Parameter(torch.randn(1, 1, HIDDEN))
+        self.turned = nn.Parameter(torch.randn(BATCH, 1, HIDDEN))
+
+    def forward(self, x):
+        state = self.state.expand(-1, BATCH, -1) if self.expanded else self.turned.transpose(0, 1)
+        return self.layers(x, (state, state * 0.5))[0]
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+def test_initial_states_may_lie_anyhow(expanded):
+    model = Begun(expanded)
+    x = torch.randn(STEPS, BATCH, FEATURES)
+    step = recaptured(capture(model, x), chunks=3)
+    assert KERNEL in step.graph.kinds
+    own = run_step(step, initial_values(step), [x])
+    torch.testing.assert_close(own, model(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_is_captured_again_in_the_modes_that_it_was_captured_in():
+    model = Tagger(dropout=0.4).eval()
+    x, _ = example(model)
+    step = capture(model, x)
+    model.train()
+    model.head.weight.requires_grad_(False)
+    again = recaptured(step)
+    assert again.graph.signatures == step.graph.signatures
+    assert model.training and model.layers.training
+    assert not model.head.weight.requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert recaptured(step).graph.signatures == step.graph.signatures
+    model.head = nn.Sequential(model.head)
+    with pytest.raises(ModelError, match="other modules"):
+        recaptured(step)

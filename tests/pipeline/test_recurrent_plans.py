@@ -76,7 +76,7 @@ def test_chunks_are_tried_on_several_devices_alone(step, monkeypatch):
         _, plan = recurrence(PlanRequest(step, machine, budget=BUDGET))
         assert tried == wanted
         assert plan.source.recurrent_chunks == 0
-        assert "it is not tried here" in plan.notes[-1]
+        assert "it cannot be captured" in plan.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -145,3 +145,26 @@ def test_parts_of_a_budget():
     assert part_of_budget("10", 4) == "2.500000s"
     assert part_of_budget("5000e", 3) == "1666e"
     assert part_of_budget("2e", 3) == "1e"
+
+
+def test_a_pin_on_an_op_that_a_form_does_not_have_leaves_the_step_unrolled(step):
+    name = next(name for name in step.graph.names if name.endswith("/sigmoid"))
+    request = PlanRequest(step, "here/2", budget=BUDGET, pins=((name, "cpu0"),))
+    _, plan = recurrence(request)
+    assert plan.source.recurrent_chunks == 0
+    assert "with one fused kernel a recurrent layer: " in plan.notes[-1]
+
+
+def test_ctrl_c_while_a_form_is_measured_keeps_the_best_plan_so_far(step, monkeypatch):
+    tried = []
+
+    def interrupted(captured, *, chunks):
+        tried.append(chunks)
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        return recaptured(captured, chunks=chunks)
+
+    monkeypatch.setattr(planning, "recaptured", interrupted)
+    _, plan = recurrence(PlanRequest(step, "here/2", budget=BUDGET))
+    assert plan.interrupted
+    assert plan.source.recurrent_chunks == 1

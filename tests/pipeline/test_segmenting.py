@@ -20,6 +20,7 @@ from dovetail.executors.shares import (
 from dovetail.frontends import SGD, capture, resolve
 from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.frontends.optimizers import update_sgd
+from dovetail.machine import local_machine
 from dovetail.pipeline import planning, segmenting
 from dovetail.pipeline.opening import verify
 from dovetail.pipeline.requests import PlanRequest
@@ -297,14 +298,16 @@ def test_what_ops_take_as_compiled_goes_by_kind_and_number_of_threads(halved):
 def placed_again(step, monkeypatch, placement):
     """The plans before and after, if the search with compiled costs finds this placement."""
     graph = step.graph
-    chosen = plan_for(step, random_placement(graph, 0))
+    machine = local_machine(2)
+    chosen = plan_for(step, random_placement(graph, 0), machine=machine)
     chosen = replace(chosen, compute_seconds=np.ones((len(graph), 2)), notes=("first",))
     before = segmented(chosen, step)
     asked = []
 
     def search_plan(_request, _progress, costs):
         asked.append(costs.compute_seconds)
-        return replace(plan_for(step, placement), compute_seconds=costs.compute_seconds)
+        found = plan_for(step, placement, machine=machine)
+        return replace(found, compute_seconds=costs.compute_seconds)
 
     monkeypatch.setattr(planning, "search_plan", search_plan)
     request = PlanRequest(step, "here/1")

@@ -18,6 +18,7 @@ from dovetail.frontends import (
     resolve,
     run_step,
 )
+from dovetail.frontends.capturing import recaptured
 from dovetail.graph import Phase
 
 
@@ -101,6 +102,7 @@ def of_training(model, x, target, steps=3):
     ]
     updates = captured.graph.phases == Phase.UPDATE
     return {
+        "again": recaptured(captured).graph.signatures == captured.graph.signatures,
         "losses": losses,
         "expected": expected,
         "errors": errors,

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
-from dovetail.frontends.keras_models import KerasModule, keras_loss, keras_module
+from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, PlainStep, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
@@ -127,8 +127,9 @@ def capture_call(  # noqa: PLR0913  one argument each
     _check_module(name, model)
     _check_optimizer(name, model, train)
     _check_loss(name, targets, loss)
-    if isinstance(model, KerasModule) and train is not None:
-        loss = keras_loss(loss)
+    # A step that is captured again has such a loss already.
+    if isinstance(model, KerasModule) and train is not None and not isinstance(loss, KerasLoss):
+        loss = KerasLoss(loss)
     _check_scaler(name, model, train, scaler)
     signature = Signature.of(model, args, kwargs, targets)
     if not signature.inputs:
@@ -176,7 +177,9 @@ def capture_call(  # noqa: PLR0913  one argument each
     plain: PlainStep | None = None
     if scaler is None and not traced.written_inputs:
         casts = torch.is_autocast_enabled("cpu")
-        plain = PlainStep(loss, train, torch.get_autocast_dtype("cpu") if casts else None)
+        dtype = torch.get_autocast_dtype("cpu") if casts else None
+        modes, gradients = _modes(model)
+        plain = PlainStep(loss, train, dtype, modes, gradients)
     fused_steps = traced.fused_steps
     # A function of the model may have cached a value that follows from constants, and such a value
     # is fake. Once this capture's own references are gone, whatever is alive is in such a cache.
@@ -202,26 +205,64 @@ def capture_call(  # noqa: PLR0913  one argument each
 def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) -> Captured:
     """Return the step captured again in another form; the arguments are as in `Source`.
 
-    Raises `ModelError` for a step that is not of one module alone, and `CaptureError`.
+    The module is in the modes that it was captured in; afterwards it is in those of before. Raises
+    `ModelError` for a step that cannot be captured again, and `CaptureError`.
     """
-    name = step.source.model
-    if step.plain is None:
-        raise ModelError(name, "cannot be captured again, as it has several towers or a scaler")
+    name, plain = step.source.model, step.plain
+    if plain is None:
+        raise ModelError(
+            name,
+            "cannot be captured again, as it has several towers or a scaler, or writes over its "
+            "inputs",
+        )
     args, kwargs = step.signature.call(step.inputs)
-    casts = step.plain.autocast
-    with torch.autocast("cpu", dtype=casts) if casts else contextlib.nullcontext():
+    casts = torch.autocast("cpu", dtype=plain.autocast, enabled=plain.autocast is not None)
+    with casts, _in_modes(step.module, plain):
         found = capture_call(
             step.module,
             args,
             kwargs,
-            loss=step.plain.loss,
+            loss=plain.loss,
             targets=step.signature.loss_arguments(step.targets),
-            train=step.plain.optimizer,
+            train=plain.optimizer,
             chunks=chunks,
             channels_last=channels_last,
         )
     source = replace(step.source, recurrent_chunks=chunks, channels_last=channels_last)
     return replace(found, source=source, make=step.make, examples=step.examples, notes=step.notes)
+
+
+def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """(training mode of each module, whether each parameter requires gradients)."""
+    return (
+        tuple(module.training for module in model.modules()),
+        tuple(parameter.requires_grad for parameter in model.parameters()),
+    )
+
+
+@contextmanager
+def _in_modes(model: nn.Module, plain: PlainStep) -> Iterator[None]:
+    """Put the module into the modes that the step was captured in within the block. Raises
+    `ModelError` if it has other modules or parameters now."""
+    before = _modes(model)
+    wanted = plain.training, plain.gradients
+    if tuple(map(len, before)) != tuple(map(len, wanted)):
+        raise ModelError(type(model).__name__, "has other modules or parameters than when captured")
+
+    def enter(modes: tuple[bool, ...], gradients: tuple[bool, ...]) -> None:
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
+        for parameter, required in zip(model.parameters(), gradients, strict=True):
+            parameter.requires_grad_(required)
+
+    if before == wanted:
+        yield
+        return
+    enter(*wanted)
+    try:
+        yield
+    finally:
+        enter(*before)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

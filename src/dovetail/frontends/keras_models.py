@@ -11,11 +11,12 @@ each named "LAYER.VARIABLE", and each layer is a submodule with the layer's name
 Keras: https://keras.io/api/models/model/, `stateless_call`. Written against Keras 3.15;
 `_flatten_layers` is private by name only. As in Keras' `fit`, the losses of regularizers and
 `add_loss` are added to the caller's loss. So in training the module returns (outputs, losses), and
-`keras_loss` takes both.
+`KerasLoss` takes both.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,18 +43,19 @@ def keras_module(model: Any, training: bool) -> nn.Module:
     return KerasModule(model).train(training)
 
 
-def keras_loss(loss: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return a loss function on what a `KerasModule` returns in training.
+@dataclass(frozen=True)
+class KerasLoss:
+    """A loss function on what a `KerasModule` returns in training.
 
     loss   the caller's loss(output, *targets); None: the output is the loss
     """
 
-    def total(returned: tuple[Any, list[Any]], *targets: Any) -> Tensor:
-        output, added = returned
-        plain = output if loss is None else loss(output, *targets)
-        return with_added_losses(plain, added)
+    loss: Callable[..., Tensor] | None
 
-    return total
+    def __call__(self, returned: tuple[Any, list[Any]], *targets: Any) -> Tensor:
+        output, added = returned
+        plain = output if self.loss is None else self.loss(output, *targets)
+        return with_added_losses(plain, added)
 
 
 def _has_own_seed(layer: Any) -> bool:

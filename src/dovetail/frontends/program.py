@@ -226,11 +226,15 @@ class PlainStep:
     loss        loss(output, *targets); None: the output, or the loss that the model itself returns
     optimizer   None: inference
     autocast    the dtype of `torch.autocast` around the capture; None: it was off
+    training    of each of the module's modules whether it was in training mode
+    gradients   of each of its parameters whether it required gradients
     """
 
     loss: Callable[..., Any] | None = None
     optimizer: Optimizer | None = None
     autocast: torch.dtype | None = None
+    training: tuple[bool, ...] = ()
+    gradients: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

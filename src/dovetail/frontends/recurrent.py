@@ -29,6 +29,8 @@ def has_fused_kernel(args: Sequence[Any]) -> bool:
     It does so for float32, outside of autocast. bfloat16 depends on the processor, and is left
     alone here. Packed sequences and layers with projections have no such call here either.
     """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
     if len(args) != 9 or torch.is_autocast_enabled("cpu"):
         return False
     values, states, weights, has_biases, layers, _, _, bidirectional, _ = args
@@ -64,7 +66,8 @@ def lstm(args: Sequence[Any], chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     values, states, flat_weights, has_biases, layers, dropout, train, both_ways, batch_first = args
     directions = 2 if both_ways else 1
     weights = _weights_of(flat_weights, has_biases)
-    hidden, cell = (state.unbind(0) for state in states)
+    # The kernel reads memory as if it were contiguous.
+    hidden, cell = (state.contiguous().unbind(0) for state in states)
     last_hidden: list[Tensor] = []
     last_cell: list[Tensor] = []
     if batch_first:

@@ -339,7 +339,8 @@ class Request:
     owners      description, such as "parameter a.weight" -> that tensor of the module or of the
                 examples, as the caller gave it
     scale       the factor of the loss before the backward pass; None: no factor
-    channels_last   inputs of four dimensions are laid out so before the module reads them
+    channels_last   inputs of four dimensions are laid out so before the module reads them, and
+                results are contiguous
     chunks      recurrent layers are computed by fused kernels, each of a layer in so many chunks of
                 time steps, where torch has such kernels; 0: by the ops of each time step
     holds_fakes   True if the caller's module or examples were fake, so that constants may be fake
@@ -742,6 +743,9 @@ def _flat_step(
                     output = request.module(*args, **kwargs)
                 if not request.training:
                     results, _, template = flatten(output)
+                    if request.channels_last:
+                        # The user gets images as they lie in the module's own results.
+                        results = [r.contiguous() if r.dim() == 4 else r for r in results]
                     layout.append((len(results), template))
                     return results + _collect_written(slots, frozen | buffers)
                 with _place(at, Phase.FORWARD, LOSS_MODULE):

@@ -18,9 +18,11 @@ from dovetail.costs import Costs
 from dovetail.errors import (
     CaptureError,
     CostError,
+    DovetailError,
     FileFormatError,
     GraphMismatchError,
     InfeasibleError,
+    ModelError,
     UsageError,
 )
 from dovetail.exports import DeviceMap
@@ -37,6 +39,7 @@ from dovetail.methods import PLACERS, imported
 from dovetail.pipeline.opening import (
     AS_CAPTURED,
     bound_of,
+    costs_in,
     form_of,
     planned,
     timeline_of,
@@ -75,6 +78,7 @@ from dovetail.plans import (
     check_placement,
     load_plan,
     normalise,
+    planned_graph,
 )
 from dovetail.runtime.files import read_json
 from dovetail.simulator import LowerBound, Simulator
@@ -264,22 +268,32 @@ def in_best_form(
     automatic = request.placer == "auto" and request.method is None and not request.contiguous
     if given or not automatic or not chosen.machine.local or chosen.interrupted:
         return request, chosen
-    forms = _forms(step, len(chosen.machine.devices))
+    several = len(chosen.machine.devices) > 1
+    forms = _forms(step, several=several)
     best, told = (request, chosen), [f"as it is {format_seconds(chosen.value)}"]
     for name, form in forms.items():
         try:
             other = replace(
                 request,
                 step=recaptured(step, **form),
+                # On one device the number of threads is chosen for each form.
+                machine=chosen.machine if several else request.machine,
                 budget=part_of_budget(str(request.budget), len(forms)),
             )
             found = search_plan(other, _prefixed(f"with {name}: ", progress))
-        except (CaptureError, InfeasibleError) as error:
+        except (CaptureError, ModelError):
+            told.append(f"with {name} it cannot be captured")
+            continue
+        # What fails in this form only, such as a pin on an op that it does not have.
+        except DovetailError as error:
             told.append(f"with {name}: {str(error).splitlines()[0]}")
             continue
+        except KeyboardInterrupt:
+            best = best[0], replace(best[1], interrupted=True)
+            break
         told.append(f"with {name} {format_seconds(found.value)}")
         if found.value < best[1].value:
-            best = other, found
+            best = replace(other, machine=request.machine), found
         if found.interrupted:
             best = best[0], replace(best[1], interrupted=True)
             break
@@ -289,10 +303,13 @@ def in_best_form(
     return best
 
 
-def _forms(step: Captured, devices: int) -> dict[str, dict[str, Any]]:
-    """name -> arguments of `recaptured`, of each form that the step may have beside its own."""
+def _forms(step: Captured, *, several: bool) -> dict[str, dict[str, Any]]:
+    """name -> arguments of `recaptured`, of each form that the step may have beside its own.
+
+    several   there are several devices
+    """
     forms: dict[str, dict[str, Any]] = {}
-    most = step.fused_steps if devices > 1 else min(1, step.fused_steps)
+    most = step.fused_steps if several else min(1, step.fused_steps)
     for count in CHUNKS:
         if count <= most:
             of_each = "one fused kernel" if count == 1 else f"{count} fused kernels"
@@ -712,21 +729,27 @@ def _placed_as_compiled(
     step = request.planned_step
     assert isinstance(step, Captured), "only such steps have segments"
     several = len(plan.machine.devices) > 1 and request.placer == "auto" and not request.method
-    if segmented is plan or not several or request.contiguous:
+    if segmented is plan or not several or request.contiguous or request.stages:
         return plans
-    graph, planned_graph = step.graph, planned(plan, step).graph
+    graph, with_its_copies = step.graph, planned(plan, step).graph
     seconds = plan.compute_seconds
     if plan.copies:
         seconds = seconds[duplicate(graph, plan.copies).copy_of < 0]
-    compiled = compiled_seconds(segmented, planned_graph, graph, seconds)
-    found = search_plan(
-        request,
-        _prefixed("with the costs of compiled segments: ", progress),
-        Costs(compiled, plan.costs_source, None),
-    )
-    if found.interrupted:
+    compiled = compiled_seconds(segmented, with_its_copies, graph, seconds)
+    try:
+        found = search_plan(
+            replace(request, machine=plan.machine),
+            _prefixed("with the costs of compiled segments: ", progress),
+            Costs(compiled, plan.costs_source, None),
+        )
+    except InfeasibleError:
         return plans
+    if found.interrupted:
+        raise KeyboardInterrupt
     other = _repriced(found, chosen, graph, seconds)
+    capacities = capacities_of(other.machine, dict(other.caps))
+    if (np.array(other.peak_memory_bytes) > capacities).any():
+        return plans
     rivals = with_segments(other, step, compile_seconds=limit_seconds, progress=progress)
     told = (
         f"placed again with the costs of compiled segments: {format_seconds(rivals[1].value)} "
@@ -734,11 +757,12 @@ def _placed_as_compiled(
     )
     best = rivals if rivals[1].value < segmented.value else plans
     first, second = (replace(one, notes=(*one.notes, told)) for one in best)
-    return first, second
+    # Without segments that are faster both are one plan.
+    return (first, first) if best[0] is best[1] else (first, second)
 
 
 def _repriced(found: Plan, before: Plan, graph: Graph, seconds: NDArray[np.float64]) -> Plan:
-    """A plan that was found by other costs, with its promises by the costs of the plan before.
+    """A plan that was found by other costs, with its promises and notes by those of `before`.
 
     seconds   [ops, devices] these costs, of the graph without copies
     """
@@ -746,12 +770,16 @@ def _repriced(found: Plan, before: Plan, graph: Graph, seconds: NDArray[np.float
         seconds = seconds[duplicate(graph, found.copies).origins]
     plan = replace(found, compute_seconds=seconds)
     timeline = timeline_of(plan, graph)
+    bound = bound_of(
+        planned_graph(plan, graph), plan.machine, costs_in(plan), plan.objective, plan.pins,
+        plan.caps,
+    )  # fmt: skip
     return replace(
         plan,
         value=timeline.step_seconds,
         peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        lower_bound=before.lower_bound,
-        bound_proof=before.bound_proof,
+        lower_bound=min(bound.seconds, timeline.step_seconds),
+        bound_proof=bound.proof,
         baselines=before.baselines,
         found_seconds=before.found_seconds,
         planning_seconds=before.planning_seconds + found.planning_seconds,
