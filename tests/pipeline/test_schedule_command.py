@@ -11,6 +11,8 @@ from dovetail.graph.kernels import fuse
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import schedules
 from dovetail.pipeline.opening import verify
+from dovetail.pipeline.planning import search_plan
+from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of, with_batch
 from dovetail.pipeline.staging import plan_of_stages
 
@@ -156,7 +158,7 @@ def test_a_chosen_schedule_becomes_the_stages_of_a_plan():
     ((found,),) = (one.results for one in schedules(step, schedulers=("dos",), rounds=2))
     staged = replace(found, chosen="dos")
     together = [stage for stage in staged.best.stages if len(stage.groups) > 1]
-    plan = plan_of_stages(staged, step)
+    plan = plan_of_stages(staged, step, search_plan(PlanRequest(step, "here"), lambda *_: None))
     verify(plan, step.graph)
     if not together:
         assert plan.schedules is None

@@ -12,7 +12,8 @@ from dovetail.cli.arguments import MODEL_HELP, Json, check_outputs, option
 from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
 from dovetail.methods import SCHEDULERS
-from dovetail.pipeline.requests import CPU, ScheduleRequest
+from dovetail.pipeline.requests import CPU, PlanRequest, ScheduleRequest
+from dovetail.units import HERE
 
 
 def schedule(  # noqa: PLR0913  one option each
@@ -99,11 +100,14 @@ def _with_step(request: ScheduleRequest) -> ScheduleRequest:
 
 
 def _save_plan(request: ScheduleRequest, found: Any, out: Path, progress: Any) -> None:
+    from dovetail.pipeline.planning import search_plan
     from dovetail.pipeline.staging import plan_of_stages
 
     ((scheduled,),) = (of_device.results for of_device in found)
     assert not isinstance(request.model, str), "its step was captured"
-    plan_of_stages(scheduled, request.model, progress=progress).save(out)
+    step = request.model
+    plan = search_plan(PlanRequest(step, HERE, placer="single"), progress)
+    plan_of_stages(scheduled, step, plan).save(out)
 
 
 def _object(one: Any) -> dict[str, Any]:

@@ -42,9 +42,9 @@ from dovetail.graph.duplicates import Copies
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
 from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import costs_in, planned, timeline_of, with_schedules
-from dovetail.pipeline.requests import PlanRequest, ScheduleRequest
+from dovetail.pipeline.requests import ScheduleRequest
 from dovetail.pipeline.scheduling import check_repeats, works_of
-from dovetail.pipeline.sources import Notes, TellProgress, silent
+from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
@@ -52,7 +52,7 @@ from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_
 from dovetail.schedulers.results import SEQUENTIAL, Scheduled
 from dovetail.schedulers.timing import block_of, signatures_of
 from dovetail.simulator import Simulator
-from dovetail.units import HERE, format_seconds
+from dovetail.units import format_seconds
 
 SCHEDULERS = ("dos", "ios")
 """The schedulers that choose stages for a placement. The better result counts."""
@@ -445,18 +445,17 @@ def stages_together(plan: Plan) -> dict[str, int]:
 # --- Stages that were found for one device, as a plan ---
 
 
-def plan_of_stages(found: Scheduled, step: Captured, *, progress: TellProgress = silent) -> Plan:
+def plan_of_stages(found: Scheduled, step: Captured, plan: Plan) -> Plan:
     """A plan to run the step in the chosen stages on all cores of this machine, as one device.
 
     found   the schedules of the step on `cpu`. If the chosen one has no stages, as a greedy one,
             the fastest one that has is taken
+    plan    of the step on `here`, without stages
 
     The ops of a plan run as they were captured: kernels of a stage are not merged, and nothing is
     folded into weights. So a stage takes the same share of the seconds of its ops as it takes of
     its kernels one after another in the schedule, and the plan's own seconds are its promise.
     """
-    from dovetail.pipeline.planning import search_plan
-
     graph, kernels = step.graph, fuse(step.graph)
     if works_of(graph, kernels) != found.kernels:
         raise UsageError("found", "is of another step")
@@ -464,7 +463,6 @@ def plan_of_stages(found: Scheduled, step: Captured, *, progress: TellProgress =
     chosen = found.best
     if not chosen.stages:
         chosen = min(staged, key=lambda c: c.step_seconds)
-    plan = search_plan(PlanRequest(step, HERE, placer="single"), progress)
     ops_of: list[list[int]] = [[] for _ in range(kernels.count)]
     for op, kernel in enumerate(kernels.of_op.tolist()):
         if kernel != FOLDED:
