@@ -338,7 +338,7 @@ class TimedStep:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class OpTimes:
     """The reply with the seconds [passes, ops] of each op, in the order of `TimedStep.calls`."""
 
     seconds: NDArray[np.float64]
@@ -353,7 +353,7 @@ LONG_SECONDS = 5.0
 """A step that takes longer than this by data sheet is not timed as a whole."""
 
 
-def time_step(step: TimedStep) -> StepTimes | FailedCall:
+def time_step(step: TimedStep) -> OpTimes | FailedCall:
     """Run a step repeatedly, and time its ops. Returns a `FailedCall` for an op that raises."""
     runner = make_runner(step.tensors)
     for tensor, value in step.values.items():
@@ -382,7 +382,7 @@ def time_step(step: TimedStep) -> StepTimes | FailedCall:
     except Exception:
         return FailedCall(runner.failed, traceback.format_exc())
     gc.collect()
-    return StepTimes(np.array(samples), neighbours.settled() or 0.0)
+    return OpTimes(np.array(samples), neighbours.settled() or 0.0)
 
 
 def _random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
@@ -560,11 +560,11 @@ def _may_run_everywhere(graph: Graph, machine: Machine) -> bool:
 
 def _timed_everywhere(
     step: Captured, machine: Machine, progress: Progress
-) -> tuple[list[StepTimes], float] | None:
+) -> tuple[list[OpTimes], float] | None:
     """([devices] times of the step's ops, most cores that other programs used meanwhile). If these
     disturbed, the step is timed once more, and the calmer of both counts."""
     progress(0.0)
-    best: tuple[list[StepTimes], float] | None = None
+    best: tuple[list[OpTimes], float] | None = None
     for done in (0.5, 1.0):
         replies = _run_everywhere(step, machine)
         if replies is None:
@@ -598,7 +598,7 @@ def timed_step(captured: Captured) -> TimedStep:
     return TimedStep(calls, frees, values, graph.tensors)
 
 
-def _run_everywhere(captured: Captured, machine: Machine) -> list[StepTimes] | None:
+def _run_everywhere(captured: Captured, machine: Machine) -> list[OpTimes] | None:
     """[devices] times of the step's ops, with all devices at work at once; None if one fails, or if
     weights or examples are fake and cannot be drawn."""
     try:
@@ -612,10 +612,10 @@ def _run_everywhere(captured: Captured, machine: Machine) -> list[StepTimes] | N
         for worker in workers:
             worker.send(("step", step))
         try:
-            replies: list[StepTimes | FailedCall] = [worker.receive() for worker in workers]
+            replies: list[OpTimes | FailedCall] = [worker.receive() for worker in workers]
         except ProcessDiedError:  # op by op takes less memory
             return None
-    times = [reply for reply in replies if isinstance(reply, StepTimes)]
+    times = [reply for reply in replies if isinstance(reply, OpTimes)]
     return times if len(times) == len(replies) else None
 
 

@@ -56,7 +56,7 @@ class PlanRequest:
                 for pipelines; latency: seconds of one sample, for instances. By default load for an
                 instance, else step
     contiguous  Only contiguous plans: no path leaves a device and returns to it. For objective load
-    budget      Limit of a search, in seconds (10, 10s) or evaluated placements (5000e). On this machine
+    budget      Limit of a search, in seconds (10, 10s) or evaluated placements (5000e). Here
                 other forms of the step and costs of compiled code are searched for again, each with
                 as much
     gap         Stop at a plan that is proven to be within this share of the best: .02 is 2 %
