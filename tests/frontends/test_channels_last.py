@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from dovetail.frontends import SGD, capture, resolve
 from dovetail.frontends.capturing import recaptured
 from dovetail.frontends.interpret import example_values, initial_values, run_step
+from tests.support.plain_steps import plain_steps
 
 
 class Images(nn.Module):
@@ -58,13 +59,10 @@ def test_several_training_steps_equal_plain_ones():
     values, plain = initial_values(step), copy.deepcopy(step.module)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     images, labels = examples()
-    for number in range(5):
-        loss = cross_entropy(plain(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = plain_steps(optimizer, lambda: cross_entropy(plain(images), labels), 5)
+    for number, loss in enumerate(losses):
         own = run_step(step, values, [images], [labels], step=number)
-        torch.testing.assert_close(own, loss.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(own, loss, rtol=1e-10, atol=1e-12)
     names = {source.name: op for op, source in enumerate(step.program.sources) if source}
     for name, value in {**dict(plain.named_parameters()), **dict(plain.named_buffers())}.items():
         tensor = step.graph.outputs_of(names[name])[0]

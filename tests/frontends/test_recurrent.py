@@ -12,6 +12,7 @@ from dovetail.frontends import Adam, capture
 from dovetail.frontends.capturing import recaptured
 from dovetail.frontends.interpret import initial_values, run_step
 from dovetail.frontends.runners import make_runner
+from tests.support.plain_steps import plain_steps
 
 STEPS, BATCH, FEATURES, HIDDEN = 11, 3, 6, 8
 KINDS = {
@@ -78,13 +79,9 @@ def test_several_training_steps_equal_plain_ones(kind, chunks):
     assert GRADIENT in kinds_of(step)
     values, plain = initial_values(step), copy.deepcopy(model)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for number in range(4):
-        loss = squares(plain(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    for number, loss in enumerate(plain_steps(optimizer, lambda: squares(plain(x), y), 4)):
         own = run_step(step, values, [x], [y], step=number)
-        torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own, loss, rtol=1e-5, atol=1e-6)
 
 
 def test_the_workspace_has_the_bytes_that_the_kernel_writes():

@@ -1,6 +1,7 @@
 """Plans of recurrent layers by fused kernels: chosen by their costs, saved, and run."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.placers import part_of_budget
 from tests.support.placing import plan_for, random_placement
+from tests.support.plain_steps import plain_steps
 
 KERNEL = "aten.mkldnn_rnn_layer"
 BUDGET = "60e"
@@ -107,6 +109,10 @@ def test_a_plan_runs_the_step_as_it_was_captured_from_the_users_own(step):
         torch.testing.assert_close(own, step.module(example()), rtol=1e-5, atol=1e-6)
 
 
+def loss_of(module):
+    return mse_loss(module(example()), torch.zeros(12, 4, 16))
+
+
 def test_random_placements_train_as_the_module_does():
     step = trained()
     fused = recaptured(step, chunks=3)
@@ -117,13 +123,9 @@ def test_random_placements_train_as_the_module_does():
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
         with execute(plan, planned(plan, step)) as placed:
             placed.load_state_dict(module.state_dict())
-            for _ in range(4):
-                loss = mse_loss(module(example()), torch.zeros(12, 4, 16))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            for loss in plain_steps(optimizer, partial(loss_of, module), 4):
                 own = placed.step(example(), torch.zeros(12, 4, 16))
-                torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(own, loss, rtol=1e-5, atol=1e-6)
 
 
 def test_a_saved_plan_is_opened_with_its_chunks(tmp_path):

@@ -535,10 +535,10 @@ def costs_in_step(
                 if _kind(device) == kind:
                     for place, key in enumerate(keys):
                         samples[key].append(reply.seconds[:, place])
+            timings = {key: summarise(np.concatenate(of).tolist()) for key, of in samples.items()}
             costs[kind] = {
                 key: MeasuredCost(timing.median_seconds, timing.spread)
-                for key, of_key in samples.items()
-                if (timing := summarise(np.concatenate(of_key).tolist()))
+                for key, timing in timings.items()
             }
             if not disturbs(others_cores):
                 cache.add_costs(names[kind], costs[kind])
