@@ -1,23 +1,27 @@
 """Plans of recurrent layers by fused kernels: chosen by their costs, saved, and run."""
 
+import io
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import dovetail as dt
-from dovetail.errors import CaptureError
+from dovetail.errors import CaptureError, GraphMismatchError
 from dovetail.executors import run as execute
 from dovetail.frontends import resolve
 from dovetail.frontends.capturing import recaptured
 from dovetail.pipeline import planning
-from dovetail.pipeline.opening import open_plan, planned, verify
+from dovetail.pipeline.opening import open_plan, planned, timeline_of, verify
 from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.placers import part_of_budget
+from dovetail.plans import load_plan, planned_graph
+from dovetail.reports import plan_table
 from tests.support.placing import plan_for, random_placement
 from tests.support.plain_steps import plain_steps
 
@@ -170,3 +174,19 @@ def test_ctrl_c_while_a_form_is_measured_keeps_the_best_plan_so_far(step, monkey
     _, plan = recurrence(PlanRequest(step, "here/2", budget=BUDGET))
     assert plan.interrupted
     assert plan.source.recurrent_chunks == 1
+
+
+def test_the_users_own_graph_is_enough_for_a_plan_of_another_form(step, tmp_path):
+    request, plan = recurrence(PlanRequest(step, "here/2", budget=BUDGET))
+    own = request.step.graph
+    assert plan.source.recurrent_chunks and len(own) != len(step.graph)
+    assert planned_graph(plan, step.graph) is own
+    text = Console(width=100, file=io.StringIO(), record=True)
+    text.print(plan_table(plan, step.graph))
+    assert "the step as predicted" in text.export_text()
+    assert timeline_of(plan, step.graph).step_seconds == pytest.approx(plan.value)
+    verify(plan, step.graph)
+    # A plan that was loaded has no graph with it, and another network's is refused.
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(GraphMismatchError):
+        plan_table(load_plan(tmp_path / "plan.json"), step.graph)

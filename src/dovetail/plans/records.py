@@ -211,9 +211,16 @@ class Plan:
 def planned_graph(plan: Plan, graph: Graph) -> Graph:
     """Return the plan's graph: the graph of its step with the plan's copies.
 
+    graph   of the step as it was captured. A plan of the step in another form has its own graph
+            with it, where it was planned or opened in this process
+
     A graph that the copies do not fit is returned as it is. `check` then says that the plan was
     made for another graph.
     """
+    if graph.fingerprint == plan.graph_fingerprint:
+        return graph
+    if plan.graph is not None and (plan.source.recurrent_chunks or plan.source.channels_last):
+        graph = plan.graph
     if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
         return graph
     may_be_copied = shareable(graph)

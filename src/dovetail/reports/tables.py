@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.costs import Costs
+from dovetail.errors import GraphMismatchError
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Device, Machine, emulated_dtypes
@@ -23,6 +24,7 @@ from dovetail.plans import (
     capacities_of,
     describe_gap,
     format_value,
+    planned_graph,
     ratio_to,
 )
 from dovetail.reports.limits import StepLimits, explain, shares
@@ -96,7 +98,14 @@ def emulation_notes(machine: Machine, graph: Graph) -> list[str]:
 
 
 def plan_table(plan: Plan, graph: Graph) -> RenderableType:
-    """The tables of a plan: its facts, every method that was tried, and memory per device."""
+    """The tables of a plan: its facts, every method that was tried, and memory per device.
+
+    graph   of the plan's step, with or without the plan's copies. Raises `GraphMismatchError` for
+            another one
+    """
+    graph = planned_graph(plan, graph)
+    if len(graph) != len(plan.placement):
+        raise GraphMismatchError(plan.graph_fingerprint, graph.fingerprint)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
