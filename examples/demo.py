@@ -10,10 +10,10 @@ from dovetail.pipeline import resolve_model, timeline_of
 from dovetail.reports import plan_table, run_table
 
 NETWORKS = {
-    "rnnlm": ("zoo:rnnlm?layers=2&hidden=128&steps=5&batch=16&vocabulary=1000", "adam", "40s"),
-    "inception_v3": ("zoo:inception_v3?batch=2&size=149", "rmsprop", "0s"),
+    "rnnlm": ("zoo:rnnlm?layers=2&hidden=128&steps=5&batch=16&vocabulary=1000", "adam", "30s"),
+    "inception_v3": ("zoo:inception_v3?batch=2&size=107", "rmsprop", "0s"),
 }
-"""Name -> (MODEL, optimizer, limit of compiling). Compiling a convolutional network takes minutes."""
+"""Name -> (MODEL, optimizer, limit of compiling). A convolutional network takes minutes."""
 OUT = Path("demo")
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     for name, (model, train, compile_budget) in NETWORKS.items():
         console.rule(f"{model}, one training step with {train}")
         step = resolve_model(model, train)
-        plan = dt.plan(step, f"here/{devices}", budget="3s", compile_budget=compile_budget)
+        plan = dt.plan(step, f"here/{devices}", budget="2s", compile_budget=compile_budget)
         plan.save(OUT / f"{name}.json")
         console.print(plan_table(plan, step.graph))
         with dt.run(plan, step) as placed:
