@@ -146,7 +146,9 @@ def _generalisation(
         alone = [one(effort, row, seed) for seed in _seeds(effort)]
         # On the same groups: as published, both place every op by itself.
         other = "hdp-paper" if effort.method == "gdp-paper" else "hdp"
-        hdp = [one(effort, row, seed, other) for seed in _seeds(effort)]
+        hdp = "-"
+        if effort.hdp_trials:
+            hdp = _cell([_seconds(one(effort, row, seed, other)) for seed in _seeds(effort)])
         found = [tuned(effort, others(row), row, seed) for seed in _seeds(effort)]
         gdp, fine = _middle(map(_seconds, alone)), _middle(_seconds(t.run) for t in found)
         less = [_less_search(a, t.run, effort.trials) for a, t in zip(alone, found, strict=True)]
@@ -155,10 +157,11 @@ def _generalisation(
         searches += less
         lines.append((
             CASES[row].title,
+            _cell([_human(effort, row)]),
+            hdp,
             *map(_cell, (
-                [_human(effort, row)], [*map(_seconds, hdp)], [*map(_seconds, alone)],
-                [t.likeliest for t in found], [t.zero_shot for t in found],
-                [_seconds(t.run) for t in found],
+                [*map(_seconds, alone)], [t.likeliest for t in found],
+                [t.zero_shot for t in found], [_seconds(t.run) for t in found],
             )),
             _faster(gdp, fine),
             ", ".join(map(str, less)),
@@ -436,7 +439,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--trials", type=int, default=1000, help="placements a graph of every training and tuning"
     )
-    parser.add_argument("--hdp-trials", type=int, help="of HDP; default: as many as the others")
+    parser.add_argument(
+        "--hdp-trials", type=int, help="of HDP; default: as many as the others; 0: without HDP"
+    )
     parser.add_argument(
         "--table-trials", type=int, help="of the trainings in --table; their first --trials count"
     )
@@ -463,11 +468,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--method gdp-paper: {', '.join(sorted(odd))} is of other methods")
     for name in ("trials", "hdp_trials", "table_trials", "seeds", "patience", "limit"):
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+        least = 0 if name == "hdp_trials" else 1
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     effort = Effort(
         arguments.trials,
-        arguments.hdp_trials or arguments.trials,
+        arguments.trials if arguments.hdp_trials is None else arguments.hdp_trials,
         arguments.seeds,
         arguments.table,
         arguments.out,

@@ -13,6 +13,7 @@ from dovetail.executors.shares import (
     AwaitFlag,
     RunCompiled,
     RunOp,
+    RunUpdates,
     SendTensor,
     compiled_stages,
     share_out,
@@ -234,7 +235,8 @@ def test_a_plan_whose_segments_do_not_fit_stays_op_by_op(halved):
     assert "does not fit" in found.notes[-1]
 
 
-def test_updates_that_are_faster_fused_run_fused(monkeypatch, tmp_path):
+@pytest.mark.parametrize("seed", range(4))
+def test_updates_that_are_faster_fused_run_fused(monkeypatch, tmp_path, seed):
     monkeypatch.setattr(
         segmenting,
         "compile_all",
@@ -242,10 +244,11 @@ def test_updates_that_are_faster_fused_run_fused(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(segmenting, "has_compiler", lambda: True)
     step = training_step()
-    plan = replace(plan_for(step, random_placement(step.graph, 1)), source=step.source)
+    plan = replace(plan_for(step, random_placement(step.graph, seed)), source=step.source)
     bare, found = segmented(plan, step)
     shares = share_out(found, step.graph, step.program).shares
-    fused = [i.op for share in shares for i in share.instructions if getattr(i, "fused", False)]
+    calls = [i.ops for share in shares for i in share.instructions if isinstance(i, RunUpdates)]
+    fused = [op for ops in calls for op in ops]
     updates = [op for op, call in enumerate(step.program.calls) if call and call.in_place]
     updates = [op for op in updates if step.program.calls[op].target is update_sgd]
     assert sorted(fused) == updates and len(updates) == 5
@@ -261,6 +264,24 @@ def test_updates_that_are_faster_fused_run_fused(monkeypatch, tmp_path):
             states.append(placed.state_dict() | placed.optimizer_state_dict())
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_updates_wait_for_one_call_until_their_gradients_are_many_bytes(monkeypatch):
+    monkeypatch.setattr(
+        segmenting, "compile_all", lambda fused, *_, **__: {f.key: Compiled(SHARE) for f in fused}
+    )
+    monkeypatch.setattr(segmenting, "has_compiler", lambda: True)
+    step = training_step()
+    plan = plan_for(step, [0] * len(step.graph))
+    plan = replace(plan, compute_seconds=np.ones((len(step.graph), 2)))
+
+    def calls():
+        shares = share_out(segmented(plan, step)[1], step.graph, step.program).shares
+        return [len(i.ops) for s in shares for i in s.instructions if isinstance(i, RunUpdates)]
+
+    assert calls() == [5]
+    monkeypatch.setattr(segmenting, "MOST_BYTES", 1)
+    assert calls() == [1] * 5
 
 
 def test_what_ops_take_as_compiled_goes_by_kind_and_number_of_threads(halved):

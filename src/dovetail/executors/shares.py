@@ -61,14 +61,23 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class RunOp:
-    """Call the op, and then forget the tensors `frees`.
-
-    fused   the op is an update, and its fused form is called
-    """
+    """Call the op, and then forget the tensors `frees`."""
 
     op: int
     frees: tuple[int, ...] = ()
-    fused: bool = False
+
+
+@dataclass(frozen=True)
+class RunUpdates:
+    """Run updates by one call of their fused kernel, and then forget `frees`."""
+
+    ops: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+
+    @property
+    def op(self) -> int:
+        """The first op. If the process dies here, the error names this op."""
+        return self.ops[0]
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ class AwaitFlag:
     slot: BlockSlot | None
 
 
-Instruction = RunOp | RunLanes | RunCompiled | SendTensor | AwaitFlag
+Instruction = RunOp | RunUpdates | RunLanes | RunCompiled | SendTensor | AwaitFlag
 
 
 @dataclass(frozen=True)
@@ -354,7 +363,7 @@ class _InstructionBuilder:
         cores = len(self.plan.machine.devices[device].cores)
         if (device, stage) in self.compiled:
             if self.graph.phases[stage[0]] == Phase.UPDATE:
-                return [RunOp(op, fused=True) for op in stage]
+                return [RunUpdates(stage)]
             assert self.program is not None, "without it nothing is compiled"
             fused, places = FusedCall.of(self.graph, self.program, stage)
             threads = self.plan.machine.devices[device].op_threads
@@ -426,7 +435,7 @@ def ops_of(instruction: Instruction) -> tuple[int, ...]:
             return (op,)
         case RunLanes(lanes=lanes):
             return tuple(chain.from_iterable(lanes))
-        case RunCompiled(ops=ops):
+        case RunCompiled(ops=ops) | RunUpdates(ops=ops):
             return ops
     return ()
 

@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,12 +25,13 @@ from dovetail.executors.shares import (
     RunCompiled,
     RunLanes,
     RunOp,
+    RunUpdates,
     SendTensor,
     Share,
     tensor_at,
 )
+from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.interpret import seed_for
-from dovetail.frontends.optimizers import fused_update
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import SKEW, Stream, TensorPlace, distinct, make_runner
 from dovetail.runtime.neighbours import Spinning
@@ -207,10 +208,10 @@ class _Loaded:
 
     def _add(self, stream: Stream, instruction: Instruction, calls: dict[int, Call]) -> None:
         match instruction:
-            case RunOp(op=op, frees=frees, fused=fused):
-                call, seed = calls[op], self._seed_place(op, calls)
-                target = (fused_update(call.target) if fused else None) or call.target
-                stream.call(replace(call, target=target), tag=op, frees=frees, seed=seed)
+            case RunOp(op=op, frees=frees):
+                stream.call(calls[op], tag=op, frees=frees, seed=self._seed_place(op, calls))
+            case RunUpdates(ops=ops, frees=frees):
+                stream.call(fused_updates([calls[op] for op in ops]), tag=ops[0], frees=frees)
             case RunLanes(lanes=lanes, frees=frees):
                 streams = [self._stream_of(ops, calls) for ops in lanes]
                 stream.fork(streams, tag=instruction.op, frees=frees)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from dovetail.frontends.fused_updates import fused_updates, has_fused_kernel
 from dovetail.frontends.interpret import run_call
-from dovetail.frontends.optimizers import fused_update
 from dovetail.frontends.program import Call, Program, Ref, distinct_refs, fill_refs
 from dovetail.frontends.runners import make_runner
 from dovetail.graph import Graph, Phase
@@ -48,9 +48,9 @@ def may_be_fused(graph: Graph, program: Program, op: int) -> bool:
 
 
 def has_fused_update(graph: Graph, program: Program, op: int) -> bool:
-    """True for an update of an optimizer for which torch has a fused kernel."""
+    """True for an update of an optimizer that has a fused kernel."""
     call = program.calls[op]
-    if call is None or graph.phases[op] != Phase.UPDATE or fused_update(call.target) is None:
+    if call is None or graph.phases[op] != Phase.UPDATE or not has_fused_kernel(call.target):
         return False
     parameter = graph.outputs_of(op)[0]
     return graph.dtypes[parameter] in ("float32", "float64")
@@ -116,8 +116,8 @@ class FusedCall:
 
     @property
     def is_update(self) -> bool:
-        """True if it is one update, whose fused form is torch's own and is not compiled."""
-        return len(self.calls) == 1 and fused_update(self.calls[0].target) is not None
+        """True if all are updates, whose fused form is not compiled."""
+        return all(has_fused_kernel(call.target) for call in self.calls)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the calls one by one."""
@@ -145,12 +145,9 @@ class FusedCall:
             stream.call(call, tag=index, frees=frees)
         return partial(runner.run, stream)
 
-    def with_fused_update(self) -> "FusedCall":
-        """The same update in its fused form."""
-        (call,) = self.calls
-        target = fused_update(call.target)
-        assert target is not None, "asked of updates alone"
-        return replace(self, calls=(replace(call, target=target),))
+    def with_fused_updates(self) -> "FusedCall":
+        """The same updates in their fused form."""
+        return replace(self, calls=(fused_updates(self.calls),))
 
     def examples(self) -> tuple[Tensor, ...]:
         """Return arguments of zeros."""

@@ -17,12 +17,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from dovetail.errors import UsageError
-from dovetail.runtime.torch_versions import (
-    count_not_finite,
-    fused_adam,
-    fused_sgd,
-    update_scale,
-)
+from dovetail.runtime.torch_versions import count_not_finite, update_scale
 
 
 @dataclass(frozen=True)
@@ -278,85 +273,6 @@ def update_adamw(
     return update_adam(
         parameter, gradient, step, exp_avg, exp_avg_sq, decoupled_weight_decay=True, **options
     )
-
-
-# The same by torch's fused kernels of CPUs, which `torch.optim` calls if it is given `fused=True`.
-#
-# They go over all memory once, where the functions above make seven or more passes with temporaries
-# in between. Their roundings differ: Adam drives a parameter elsewhere whose gradient is nothing
-# but noise, such as a bias in front of a normalisation. So plans take them only where they run
-# compiled code, whose roundings differ too.
-
-
-def fused_update(update: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]] | None:
-    """Return the fused form of an update's function; None if it has none."""
-    return _FUSED.get(update)
-
-
-def fused_update_sgd(
-    parameter: Tensor, gradient: Tensor, *states: Tensor, **options: Any
-) -> tuple[Tensor, ...]:
-    if not _may_be_fused(parameter, gradient, *states):
-        return update_sgd(parameter, gradient, *states, **options)
-    fused_sgd(parameter, _like(gradient, parameter), states[0] if states else None, **options)
-    return (parameter, *states)
-
-
-def fused_update_adam(
-    parameter: Tensor, gradient: Tensor, step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-    *, decoupled_weight_decay: bool = False, **options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    states = step, exp_avg, exp_avg_sq
-    if not _may_be_fused(parameter, gradient, exp_avg, exp_avg_sq):
-        run = update_adamw if decoupled_weight_decay else update_adam
-        return run(parameter, gradient, *states, **options)
-    step += 1
-    gradient = _like(gradient, parameter)
-    fused_adam(parameter, gradient, *states, decoupled=decoupled_weight_decay, **options)
-    return parameter, *states
-
-
-def fused_update_adamw(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return fused_update_adam(*tensors, decoupled_weight_decay=True, **options)
-
-
-_FUSED: dict[Callable[..., Any], Callable[..., tuple[Tensor, ...]]] = {
-    update_sgd: fused_update_sgd,
-    update_adam: fused_update_adam,
-    update_adamw: fused_update_adamw,
-}
-
-
-def _may_be_fused(parameter: Tensor, gradient: Tensor, *states: Tensor) -> bool:
-    """Return True if the fused kernel computes what the single-tensor function does, but for
-    rounding.
-
-    It reads all tensors as flat memory, and rounds 16-bit formats less often.
-    """
-    return (
-        parameter.device.type == "cpu"
-        and parameter.dtype in (torch.float32, torch.float64)
-        and gradient.dtype == parameter.dtype
-        and all(s.dtype == parameter.dtype and s.stride() == parameter.stride() for s in states)
-        and _is_dense(parameter)
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill the memory from the first to the last, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient in the memory layout of the parameter."""
-    if gradient.stride() == parameter.stride() and not (gradient.is_neg() or gradient.is_conj()):
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
 
 
 # Gradient scaling for mixed precision: `torch.amp.GradScaler` as part of a training step.

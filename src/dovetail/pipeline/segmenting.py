@@ -1,13 +1,16 @@
 """Cuts what each device does into segments, and compiles those that are faster so.
 
-    order of a device   Await  a b c  Send  d e  update  f g h  Await  i j
-    segments                  └─────┘      └───┘        └─────┘       └───┘
+    order of a device   Await  a b c  Send  d e  update u  f  update v  g       Await  h i
+    segments                  └─────┘      └─── d e f g ───────────────┘ └u v┘       └───┘
 
 A segment is a run of ops between which the device neither waits nor sends, so that the plan's
 devices wait for each other exactly as before. Long runs are cut further where a cell or a branch of
 the network ends (`graph.cells`): networks repeat these, and equal segments share their code. A
-segment becomes a compiled stage if its code is measured to be faster than its calls. So does an
-update for which torch has a fused kernel.
+segment becomes a compiled stage if its code is measured to be faster than its calls.
+
+Updates that have a fused kernel wait for each other, so that one call does several: until the
+device waits for another one, something needs an update, or their gradients are `MOST_BYTES`. Such a
+call is a stage as well if it is measured to be faster than the updates by themselves.
 """
 
 from collections import Counter
@@ -31,6 +34,8 @@ from dovetail.runtime.native import has_compiler
 
 MOST_OPS = 150
 """A segment has at most so many ops: the time to compile one grows faster than its size."""
+MOST_BYTES = 2**20
+"""Updates wait until their gradients have so many bytes, which a core's own cache still holds."""
 
 
 def with_segments(
@@ -74,17 +79,17 @@ def with_segments(
         seconds = plan.compute_seconds[:, number]
         schedules.append(_schedule(segments[number], seconds, codes[device.op_threads]))
     compiled_ops = [s.ops for schedule in schedules for s in schedule.stages if s.compiled]
-    count = len(compiled_ops)
-    updates = sum(captured.graph.phases[ops[0]] == Phase.UPDATE for ops in compiled_ops)
+    of_updates = [ops for ops in compiled_ops if captured.graph.phases[ops[0]] == Phase.UPDATE]
+    count, updates = len(compiled_ops) - len(of_updates), sum(map(len, of_updates))
     plan = _noted(plan, _summary_of(segments, codes))
-    if not count:
+    if not compiled_ops:
         return plan, plan
     try:
         segmented = with_schedules(plan, captured.graph, schedules)
     except OutOfMemoryError as error:
         plan = _noted(plan, f"no segment runs compiled: what segments hold does not fit ({error})")
         return plan, plan
-    told = f"{count - updates} segments run compiled"
+    told = f"{count} segments run compiled"
     return plan, _noted(segmented, told + f", and {updates} updates fused" * bool(updates))
 
 
@@ -136,32 +141,84 @@ def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]
     order = [op for stage in stages_of(plan, graph)[device] for op in stage]
     waits, sends = _waits(graph, placement, order, device), _sends(graph, placement, device)
     lazy = _lazy_storages(graph, program)
-    run: list[int] = []
+    run, updates = _OpenSegment(captured), _OpenUpdates(captured)
+    for op in order:
+        if op in waits or op in updates.needed_by:
+            yield from updates.close_after(run)
+        if has_fused_update(graph, program, op):
+            updates.add(op)
+            if op in sends or updates.bytes >= MOST_BYTES:
+                yield from updates.close_after(run)
+            continue
+        touched = [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
+        fits = may_be_fused(graph, program, op) and lazy.isdisjoint(graph.storages[touched])
+        if run.ops and (op in waits or not fits or piece_of[op] != piece_of[run.ops[-1]]):
+            yield from run.close()
+        if not fits:
+            yield _Segment((op,), None)
+            continue
+        run.ops.append(op)
+        if op in sends or len(run.ops) == MOST_OPS:
+            yield from run.close()
+    yield from updates.close_after(run)
+    yield from run.close()
 
-    def close() -> Iterator[_Segment]:
-        views = _views_of_inputs(graph, run)
+
+class _OpenSegment:
+    """The ops of a segment that is not closed yet."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self.ops: list[int] = []
+
+    def close(self) -> Iterator[_Segment]:
+        graph, program = self._captured.graph, self._captured.program
+        views = _views_of_inputs(graph, self.ops)
         for op in views:
             yield _Segment((op,), None)
-        rest = tuple(op for op in run if op not in views)
+        rest = tuple(op for op in self.ops if op not in views)
         if len(rest) > 1:
             yield _Segment(rest, FusedCall.of(graph, program, rest)[0])
         elif rest:
             yield _Segment(rest, None)
-        run.clear()
+        self.ops.clear()
 
-    for op in order:
-        touched = [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
-        fits = may_be_fused(graph, program, op) and lazy.isdisjoint(graph.storages[touched])
-        if run and (op in waits or not fits or piece_of[op] != piece_of[run[-1]]):
-            yield from close()
-        if not fits:
-            is_update = has_fused_update(graph, program, op)
-            yield _Segment((op,), FusedCall.of(graph, program, (op,))[0] if is_update else None)
-            continue
-        run.append(op)
-        if op in sends or len(run) == MOST_OPS:
-            yield from close()
-    yield from close()
+
+class _OpenUpdates:
+    """Updates that wait for each other.
+
+    bytes       of their gradients
+    needed_by   the ops that must come after them
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self._graph, self._program = captured.graph, captured.program
+        self._ops: list[int] = []
+        self._followers: dict[int, list[int]] = {}
+        for before, op in self._graph.control.tolist():
+            self._followers.setdefault(before, []).append(op)
+        self.bytes = 0
+        self.needed_by = set[int]()
+
+    def add(self, op: int) -> None:
+        written = self._graph.outputs_of(op)
+        self._ops.append(op)
+        # A gradient has the size of its parameter, which is the first tensor that is written.
+        self.bytes += int(self._graph.tensor_bytes[written[0]])
+        self.needed_by.update(self._followers.get(op, ()))
+        for tensor in written:
+            self.needed_by.update(self._graph.consumers_of(tensor).tolist())
+
+    def close_after(self, run: _OpenSegment) -> Iterator[_Segment]:
+        """Close the run, which may make their gradients, and then these updates."""
+        if not self._ops:
+            return
+        yield from run.close()
+        together = tuple(self._ops)
+        yield _Segment(together, FusedCall.of(self._graph, self._program, together)[0])
+        self._ops.clear()
+        self.needed_by.clear()
+        self.bytes = 0
 
 
 def _lazy_storages(graph: Graph, program: Program) -> set[int]:

@@ -44,6 +44,7 @@ __all__ = [
     "backward_passes_run_by",
     "can_take_data_of",
     "count_not_finite",
+    "count_up",
     "fused_adam",
     "fused_sgd",
     "has_composite_kernel",
@@ -230,25 +231,32 @@ def update_scale(
 # temporaries in between. Of 2 million float32 on one thread Adam took 1.5 ms instead of 17.4.
 
 
+def count_up(steps: Sequence[Tensor]) -> None:
+    """Add 1 to each."""
+    torch._foreach_add_(list(steps), 1)
+
+
 def fused_adam(  # noqa: PLR0913  the settings of Adam
-    parameter: Tensor, gradient: Tensor, step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], steps: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     *, decoupled: bool, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Adam, or with `decoupled` AdamW, after `step` has been counted up."""
+    """Adam, or with `decoupled` AdamW, after `steps` have been counted up."""
     run = torch._fused_adamw_ if decoupled else torch._fused_adam_
     run(
-        [parameter], [gradient], [exp_avg], [exp_avg_sq], [], [step], lr=lr, beta1=beta1,
-        beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
+        list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
+        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=False,
+        maximize=False,
     )  # fmt: skip
 
 
 def fused_sgd(
-    parameter: Tensor, gradient: Tensor, buffer: Tensor | None,
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], buffers: Sequence[Tensor],
     *, lr: float, momentum: float, nesterov: bool, weight_decay: float,
 ) -> None:  # fmt: skip
-    """SGD with the momentum buffer of an earlier step."""
+    """SGD with the momentum buffers of an earlier step; [] without momentum."""
     torch._fused_sgd_(
-        [parameter], [gradient], [] if buffer is None else [buffer], lr=lr, momentum=momentum,
+        list(parameters), list(gradients), list(buffers), lr=lr, momentum=momentum,
         nesterov=nesterov, weight_decay=weight_decay, dampening=0.0, maximize=False,
         is_first_step=False,
     )  # fmt: skip

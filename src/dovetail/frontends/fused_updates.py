@@ -1,0 +1,158 @@
+"""Updates of many parameters by one call of fused kernels.
+
+    update a, update b, update c ──► FusedUpdates ──► one kernel over the lists of their tensors
+
+The kernels go over all memory once, where the single-tensor functions of `optimizers` make seven or
+more passes with temporaries in between, and one call of a list costs as little as one of a single
+parameter. SGD, Adam and AdamW are torch's own kernels of CPUs, which `torch.optim` calls if it is
+given `fused=True`; RMSprop is ours (`runtime.rmsprop`). Their roundings differ: Adam drives a
+parameter elsewhere whose gradient is nothing but noise, such as a bias in front of a normalisation.
+So plans take them only where they run compiled code, whose roundings differ too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.frontends.optimizers import update_adam, update_adamw, update_rmsprop, update_sgd
+from dovetail.frontends.program import Call
+from dovetail.runtime.rmsprop import fused_rmsprop
+from dovetail.runtime.torch_versions import count_up, fused_adam, fused_sgd
+
+Lists = Sequence[Sequence[Tensor]]
+"""[tensors of an update, parameters] the tensors of several updates: parameters, gradients, and
+each state."""
+
+
+def has_fused_kernel(update: Callable[..., Any]) -> bool:
+    """True if an update's function has a fused form."""
+    return update in _KERNELS
+
+
+def fused_updates(calls: Sequence[Call]) -> Call:
+    """Return updates as one call, which returns what they return, one after another. Each has a
+    fused kernel, and none reads what another one writes."""
+    return Call(
+        FusedUpdates(tuple(OneUpdate(c.target, len(c.args), c.kwargs) for c in calls)),
+        tuple(chain.from_iterable(call.args for call in calls)),
+        results=tuple(chain.from_iterable(call.results for call in calls)),
+        in_place=True,
+    )
+
+
+@dataclass(frozen=True)
+class OneUpdate:
+    """The update of one parameter: its function, how many tensors it takes, and its settings."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    count: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class FusedUpdates:
+    """Writes over parameters and their states, and returns them: those of the first update, then
+    those of the second, and so on.
+
+    The layouts of the tensors of the first call are those of all later ones, as in a plan's steps.
+    """
+
+    updates: tuple[OneUpdate, ...]
+    _lists: list[tuple[OneUpdate, list[int]]] = field(default_factory=list, init=False)
+    _single: list[int] = field(default_factory=list, init=False)
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        of_update, first = [], 0
+        for update in self.updates:
+            of_update.append(tensors[first : first + update.count])
+            first += update.count
+        if not self._lists and not self._single:
+            self._sort(of_update)
+        for number in self._single:
+            update = self.updates[number]
+            update.function(*of_update[number], **update.settings)
+        for update, numbers in self._lists:
+            parameters, gradients, *states = zip(*(of_update[n] for n in numbers), strict=True)
+            alike = list(map(_like, gradients, parameters))
+            _KERNELS[update.function]((parameters, alike, *states), update.settings)
+        return [tensor for own in of_update for tensor in (own[0], *own[2:])]
+
+    def _sort(self, of_update: Sequence[Sequence[Tensor]]) -> None:
+        """Find the lists of updates that one kernel does, and those that none does."""
+        lists: dict[Any, tuple[OneUpdate, list[int]]] = {}
+        for number, (update, tensors) in enumerate(zip(self.updates, of_update, strict=True)):
+            if not _may_be_fused(*tensors):
+                self._single.append(number)
+                continue
+            settings = tuple(sorted(update.settings.items()))
+            kind = update.function, update.count, settings, tensors[0].dtype
+            lists.setdefault(kind, (update, []))[1].append(number)
+        self._lists = list(lists.values())
+
+
+def _sgd(lists: Lists, settings: Mapping[str, Any]) -> None:
+    parameters, gradients, *buffers = lists
+    fused_sgd(parameters, gradients, buffers[0] if buffers else [], **settings)
+
+
+def _adam(lists: Lists, settings: Mapping[str, Any], decoupled: bool = False) -> None:
+    parameters, gradients, steps, exp_avgs, exp_avg_sqs = lists
+    count_up(steps)
+    fused_adam(parameters, gradients, steps, exp_avgs, exp_avg_sqs, decoupled=decoupled, **settings)
+
+
+def _adamw(lists: Lists, settings: Mapping[str, Any]) -> None:
+    _adam(lists, settings, decoupled=True)
+
+
+def _rmsprop(lists: Lists, settings: Mapping[str, Any]) -> None:
+    parameters, gradients, steps, square_avgs, *rest = lists
+    count_up(steps)
+    buffers = rest.pop(0) if settings["momentum"] > 0 else []
+    fused_rmsprop(parameters, gradients, square_avgs, buffers, rest[0] if rest else [], **settings)
+
+
+_KERNELS: dict[Callable[..., Any], Callable[[Lists, Mapping[str, Any]], None]] = {
+    update_sgd: _sgd,
+    update_rmsprop: _rmsprop,
+    update_adam: _adam,
+    update_adamw: _adamw,
+}
+
+
+def _may_be_fused(parameter: Tensor, gradient: Tensor, *states: Tensor) -> bool:
+    """Return True if the fused kernel computes what the single-tensor function does, but for
+    rounding.
+
+    It reads all tensors as flat memory, and rounds 16-bit formats less often. A state of one number
+    is a count of steps.
+    """
+    whole = [state for state in states if state.dim() or not parameter.dim()]
+    return (
+        parameter.device.type == "cpu"
+        and parameter.dtype in (torch.float32, torch.float64)
+        and gradient.dtype == parameter.dtype
+        and all(s.dtype == parameter.dtype and s.stride() == parameter.stride() for s in whole)
+        and _is_dense(parameter)
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return True if the elements fill the memory from the first to the last, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the gradient in the memory layout of the parameter."""
+    if gradient.stride() == parameter.stride() and not (gradient.is_neg() or gradient.is_conj()):
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
