@@ -26,8 +26,10 @@ def _median(measurement: Measurement) -> float:
 
 @dataclass
 class Calm:
-    """best: least `pace_seconds` so far; taken: measurements; disturbed: those given up on."""
+    """best: least `pace_seconds` so far; patience: seconds that a measurement is repeated for at
+    most; taken: measurements; disturbed: those given up on."""
 
+    patience: float = PATIENCE_SECONDS
     best: float = field(default_factory=lambda: min(pace_seconds() for _ in range(5000)))
     taken: int = 0
     disturbed: int = 0
@@ -39,7 +41,7 @@ class Calm:
         made: list[T] = []
         began = time.perf_counter()
         calm = self._is_calm()
-        while len(made) < TRIES and time.perf_counter() - began < PATIENCE_SECONDS:
+        while len(made) < TRIES and time.perf_counter() - began < self.patience:
             made.append(call())
             before, calm = calm, self._is_calm()
             if before and calm and seconds(made[-1]) < math.inf:

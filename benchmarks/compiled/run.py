@@ -7,7 +7,8 @@ Each case is planned for here/2 as `dovetail plan` does it. What is measured, in
 by op and with compiled segments, the same on all cores as one device, eager and `torch.compile` on
 each number of threads, and for LSTMs `nn.LSTM`, eager and compiled. A ratio is the fastest of the
 user's ways over the faster plan, round by round; its spread is the interquartile range over the
-median.
+median. The last column is what calling segments costs: the compiled plan on all cores as one device
+over `torch.compile` of the whole on as many threads.
 """
 
 import argparse
@@ -40,7 +41,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from markdown import fill, table
 
 STEPS, BATCH = 40, 16
-HEAD = ("case", "step", "goal", "ratio", "spread", "plan", "fastest other", "seconds to plan")
+HEAD = (
+    "case", "step", "goal", "ratio", "spread", "plan", "fastest other", "seconds to plan",
+    "one device / torch.compile",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,9 @@ def row_of(case: Case, seconds: dict[str, tuple[float, ...]], spent: float) -> l
     ratios = np.array(seconds[other]) / np.array(seconds[plan])
     low, high = np.percentile(ratios, [25, 75])
     ratio = float(np.median(ratios))
+    one_device = seconds.get("plan on here, compiled")
+    whole = next(of for n, of in seconds.items() if n.startswith("torch.compile"))
+    overhead = np.median(np.array(one_device) / np.array(whole)) if one_device else None
     return [
         case.name,
         case.train or "inference",
@@ -205,6 +212,7 @@ def row_of(case: Case, seconds: dict[str, tuple[float, ...]], spent: float) -> l
         f"{plan}, {medians[plan] * 1e3:.2f} ms",
         f"{other}, {medians[other] * 1e3:.2f} ms",
         f"{spent:.0f}",
+        "-" if overhead is None else f"{overhead:.2f}",
     ]
 
 

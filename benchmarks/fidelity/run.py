@@ -1,6 +1,7 @@
 """Predicted against measured step seconds of 20 plans a network on here/2, interleaved.
 
-    python benchmarks/fidelity/run.py [--repeats 3] [--steps 10] [--only rnnlm] [--csv FILE]
+    python benchmarks/fidelity/run.py [--repeats 3] [--steps 10] [--patience 8]
+                                      [--only rnnlm] [--csv FILE]
 
 8 random placements, 6 blended (each op from a planned placement with probability .5, else random)
 and 6 planned ones. Ops that must share a device are placed together; nothing else is. Each is
@@ -130,12 +131,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=8.0, help="seconds to wait for calm")
     parser.add_argument("--only", default="")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     console = Console(width=160)
     everything = []
-    calm = Calm()
+    calm = Calm(arguments.patience)
     heads = ("network", "costs of ops", "placements", "median error", "signed", "tau")
     console.print(f"| {' | '.join(heads)} | tau between repeats |")
     console.print("|---|---|---|---|---|---|---|")

@@ -10,6 +10,7 @@ import gc
 import os
 import platform
 import sys
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -50,7 +51,8 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in eleme
 HOP_BYTES = (4096, 262144, 4194304)
 """A link's latency and bandwidth are fitted to messages of these sizes."""
 _HOPS = 60
-"""Messages of each size that are sent to and fro."""
+"""Messages of each size that are sent to and fro in a game."""
+_GAMES, _BETWEEN_GAMES_SECONDS = 6, 0.05
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 400
 """Bounds on the rounds in which the calls of a batch are timed."""
 _BUDGET_SECONDS = 1.0
@@ -787,7 +789,8 @@ def probed_machine(
     measured while other programs used these cores are not cached, and `beside` is called with the
     number of cores that those used.
     """
-    key = f"{machine.name} | {machine.fingerprint} | {device_key(machine.devices[0], machine)}"
+    device = device_key(machine.devices[0], machine)
+    key = f"{machine.name} | {machine.fingerprint} | {device} | {_GAMES} games"
     rates = None if fresh else cache.probe(key)
     if rates is not None:
         try:
@@ -842,18 +845,21 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
 
 
 def _measure_hops(first: Worker, second: Worker) -> dict[int, float]:
-    """Return median one-way seconds by message size between two workers."""
+    """Return one-way seconds by message size between two workers: the least median of several
+    games, for the caches of a shared host are at times those of its other guests."""
     block = Block.create(_BLOCK_BYTES)
     for worker in (first, second):
         worker.send(("block",))
         worker.send_descriptor(block.descriptor)
         worker.receive()
-    seconds: dict[int, float] = {}
-    # The first game warms up. The second starts above all flag values of the first.
-    for round_base in (0, 10**6):
+    games: list[dict[int, float]] = []
+    for number in range(1 + _GAMES):
+        # Each game starts above all flag values of the one before.
         for worker in (first, second):
-            worker.send(("hops", worker is first, round_base))
-        seconds = first.receive()
+            worker.send(("hops", worker is first, number * 10**6))
+        games.append(first.receive())
         second.receive()
+        time.sleep(_BETWEEN_GAMES_SECONDS)
     block.close()
-    return seconds
+    # The first game warms up.
+    return {size: min(game[size] for game in games[1:]) for size in HOP_BYTES}
