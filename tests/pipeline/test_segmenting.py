@@ -325,7 +325,7 @@ def placed_again(step, monkeypatch, placement):
     before = segmented(chosen, step)
     asked = []
 
-    def search_plan(_request, _progress, costs):
+    def search_plan(_request, _progress, costs, *, compiled):
         asked.append(costs.compute_seconds)
         found = plan_for(step, placement, machine=machine)
         return replace(found, compute_seconds=costs.compute_seconds)

@@ -11,6 +11,8 @@ The rules for an inference step, in this order:
    they are a separable convolution.
 5. Pointwise ops that only one convolution, product or pointwise op reads join that op.
 
+`compiled_ties` has the ops of training steps as well that compiled code runs as one kernel.
+
 Papers: "Accelerate DNN Inference by Inter-Operator Parallelism", 2019; Y. Ding et al., "IOS:
 Inter-Operator Scheduler for CNN Acceleration", MLSys 2021, https://arxiv.org/abs/2011.01302. Both
 fuse convolution, normalisation and activation before they schedule, and both count ReLU and
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.graph.records import Graph, Int32
+from dovetail.graph.records import Graph, Int32, Phase
 
 FOLDED = -1
 CONVOLUTION = "aten.convolution"
@@ -39,6 +41,12 @@ POINTWISE = ACTIVATIONS | frozenset(
      "aten.rsqrt", "aten.pow", "aten.where", "aten.maximum", "aten.minimum", "aten.clamp",
      "aten.constant_pad_nd"}
 )  # fmt: skip
+
+REDUCTIONS = NORMALISATIONS | {
+    "aten._native_batch_norm_legit_functional", "aten.native_layer_norm", "aten._softmax",
+    "aten._log_softmax", "aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var_mean",
+}  # fmt: skip
+"""Compiled code computes these in one pass with the pointwise ops before and after them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +69,39 @@ def fuse(graph: Graph) -> Kernels:
 def single(graph: Graph) -> Kernels:
     """Return the kernels by rules 1 and 2 alone: every op is a kernel, with its views."""
     return _number_kernels(graph, _find_roots(graph, fused=False))
+
+
+def compiled_ties(graph: Graph, cell_of: Int32) -> Int32:
+    """Return [ties, 2] pairs of forward ops that compiled code runs in one kernel, since only the
+    second reads what the first makes: pointwise ops, reductions, and views of what they make.
+
+    cell_of   [ops] the cell or branch of each op. No tie goes from one to another, for segments of
+              compiled code end there (`graph.cells`)
+
+    Their gradients are ops of compiled kernels too, and are with their forward ops anyway
+    (`grouping.colocate`), so an op and its gradient count as one reader. Updates, of the statistics
+    of a batch normalisation say, do not count. O(ops + reads).
+    """
+    is_view = np.zeros(len(graph), dtype=np.bool_)
+    is_view[graph.producers[np.flatnonzero((graph.bases >= 0) & ~graph.overwrites)]] = True
+    joins = is_view | np.isin(graph.kinds, sorted(POINTWISE | REDUCTIONS))
+    joins &= (graph.phases == Phase.FORWARD) & ~graph.is_source
+    owners = np.where(graph.gradient_of >= 0, graph.gradient_of, np.arange(len(graph)))
+    returned = {int(graph.producers[t]) for t in graph.outputs}
+    ties = []
+    for op in np.flatnonzero(joins).tolist():
+        readers = {
+            int(owners[reader])
+            for tensor in graph.outputs_of(op)
+            for reader in graph.consumers_of(tensor).tolist()
+            if graph.phases[reader] != Phase.UPDATE
+        } - {op}
+        if len(readers) != 1 or op in returned:
+            continue
+        (reader,) = readers
+        if joins[reader] and cell_of[op] == cell_of[reader]:
+            ties.append((op, reader))
+    return np.array(ties, dtype=np.int32).reshape(-1, 2)
 
 
 def _find_roots(graph: Graph, *, fused: bool) -> list[int]:

@@ -30,8 +30,9 @@ from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
 from dovetail.frontends.capturing import recaptured
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
+from dovetail.graph.cells import cells_of
 from dovetail.graph.duplicates import duplicate
-from dovetail.graph.kernels import CONVOLUTION
+from dovetail.graph.kernels import CONVOLUTION, compiled_ties
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here, parse_machine
@@ -134,10 +135,18 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
         return replace(chosen, interrupted=True)
 
 
-def search_plan(request: PlanRequest, progress: TellProgress, costs: Costs | None = None) -> Plan:
+def search_plan(
+    request: PlanRequest,
+    progress: TellProgress,
+    costs: Costs | None = None,
+    *,
+    compiled: bool = False,
+) -> Plan:
     """The plan of a request, not yet compared with the step on all cores.
 
-    costs   of the step's ops on the machine; None: they are found as the step and machine ask for
+    costs      of the step's ops on the machine; None: they are found as the step and machine ask
+               for
+    compiled   they are those that ops have in compiled code, so what is placed are its kernels
     """
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
     for note in step.notes if isinstance(step, Captured) else ():
@@ -149,7 +158,7 @@ def search_plan(request: PlanRequest, progress: TellProgress, costs: Costs | Non
     kept = _kept_modules(request, machine)
     costs = costs or costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
-    groups = _groups_to_place(request, kept)
+    groups = _groups_to_place(request, kept, compiled)
     problem, simulator = problem_of(request, machine, costs, groups, kept)
     budget = _budget_of(request)
     chosen: Plan | None = None
@@ -390,15 +399,21 @@ def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
     return _Kept(patterns, rules.units, may_run, rules.chain, notes)
 
 
-def _groups_to_place(request: PlanRequest, kept: "_Kept") -> GroupLevels:
-    """The groups of the problem. Only `auto` splits groups while it searches. An instance has only
-    one kind of groups, and what a format keeps together is small already."""
+def _groups_to_place(request: PlanRequest, kept: "_Kept", compiled: bool = False) -> GroupLevels:
+    """The groups of the problem. Only `auto` splits groups while it searches, down to the kernels
+    of compiled code if that is what runs. An instance has only one kind of groups, and what a
+    format keeps together is small already."""
     step, grouping = request.planned_step, request.grouping
     splits = request.placer == "auto" and request.method is None and not request.contiguous
     splits &= grouping == "rule" and request.resolved_objective != "latency"
     splits &= not isinstance(step, Instance) and len(graph_of(step)) <= MOST_SPLIT_OPS
     if splits:
-        return group_levels(graph_of(step), kept.units)
+        graph, units = graph_of(step), kept.units
+        if compiled:
+            ties = compiled_ties(graph, cells_of(graph))
+            units = units or Units(np.full(len(graph), -1, np.int32), ties[:0])
+            units = replace(units, ties=np.concatenate([units.ties, ties]))
+        return group_levels(graph, units)
     return GroupLevels(groups_of(step, kept.units, grouping=grouping), ())
 
 
@@ -741,6 +756,7 @@ def _placed_as_compiled(
             replace(request, machine=plan.machine),
             _prefixed("with the costs of compiled segments: ", progress),
             Costs(compiled, plan.costs_source, None),
+            compiled=True,
         )
     except InfeasibleError:
         return plans
