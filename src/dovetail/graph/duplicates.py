@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase, select_columns
+from dovetail.runtime.compiling import kernel
 
 _COPY = re.compile(r"(.*)/copy\.\d+$", re.DOTALL)
 
@@ -167,22 +168,28 @@ def shareable(graph: Graph) -> Bool:
 
     Takes O(ops + reads).
     """
-    has_gradient = np.zeros(len(graph), dtype=bool)
-    has_gradient[graph.gradient_of[graph.gradient_of >= 0]] = True
-    random = {kind for kind in set(graph.kinds) if _RANDOM.search(kind)}
+    kinds, of_op = np.unique(np.array(graph.kinds), return_inverse=True)
+    random = np.array([_RANDOM.search(kind) is not None for kind in kinds])[of_op.reshape(-1)]
+    owned = np.isin(kinds, _OWNED)[of_op.reshape(-1)]
     written = np.zeros(int(graph.storages.max(initial=-1)) + 1, dtype=bool)
     written[graph.storages[graph.overwrites]] = True
-    may_be_copied = np.zeros(len(graph), dtype=bool)
-    for op in range(len(graph)):
-        if graph.is_source[op]:
-            may_be_copied[op] = graph.kinds[op] not in _OWNED and not any(
-                written[graph.storages[t]] for t in graph.outputs_of(op)
-            )
-        elif graph.phases[op] == Phase.FORWARD:
-            makers = graph.producers[graph.inputs_of(op)]
-            free = not has_gradient[op] and graph.kinds[op] not in random
-            may_be_copied[op] = free and bool(may_be_copied[makers].all())
+    writes = np.zeros(len(graph), dtype=bool)
+    writes[graph.producers[written[graph.storages]]] = True
+    has_gradient = np.zeros(len(graph), dtype=bool)
+    has_gradient[graph.gradient_of[graph.gradient_of >= 0]] = True
+    forward = (graph.phases == Phase.FORWARD) & ~has_gradient & ~random
+    may_be_copied = np.where(graph.is_source, ~owned & ~writes, forward)
+    _leave_out_readers(may_be_copied, graph.input_offsets, graph.producers[graph.input_tensors])
     return may_be_copied & ~graph.is_source
+
+
+@kernel
+def _leave_out_readers(chosen: Bool, input_offsets: Int32, makers: Int32) -> None:
+    """Leave out what reads something that is left out; ops come after those that they read."""
+    for op in range(len(chosen)):
+        for read in range(input_offsets[op], input_offsets[op + 1]):
+            if not chosen[makers[read]]:
+                chosen[op] = False
 
 
 def spread_out(graph: Graph) -> Bool:
