@@ -77,23 +77,35 @@ def test_the_time_of_another_process_is_the_one_that_it_sees_itself():
 
 
 def make_spinning(threads=2):
-    """(what it is, what it will see at its looks, how often it held OpenMP back and let it go)"""
-    seen, counts = [], {"held": 0, "released": 0}
+    """(what it is, what it will see at its looks, how often it held OpenMP back, let it go, and
+    began to watch anew)"""
+    seen, counts = [], {"held": 0, "released": 0, "restarted": 0}
+
+    class Seen:
+        def look(self):
+            return seen.pop(0)
+
+        def restart(self):
+            counts["restarted"] += 1
 
     def hold_back(team):
         assert team == 3
         counts["held"] += 1
         return lambda: counts.update(released=counts["released"] + 1)
 
-    spinning = Spinning((0, 1), threads, look=lambda: seen.pop(0), hold_back=hold_back)
+    spinning = Spinning((0, 1), threads, neighbours=Seen(), hold_back=hold_back)
     return spinning, seen, counts
 
 
-def test_threads_spin_only_after_two_looks_at_free_cores(monkeypatch):
+def test_threads_spin_until_others_want_the_cores_and_again_after_two_looks_at_free_ones(
+    monkeypatch,
+):
     monkeypatch.setattr(neighbours, "BUSY_CORES", 0.25)
     spinning, seen, counts = make_spinning()
-    assert (spinning.spin_seconds, counts["held"]) == (BRIEF_SECONDS, 1)
+    assert (spinning.spin_seconds, counts["held"]) == (SPIN_SECONDS, 0)
     expected = [
+        (0.0, SPIN_SECONDS, 0),
+        (0.9, BRIEF_SECONDS, 0),
         (0.0, BRIEF_SECONDS, 0),
         (None, BRIEF_SECONDS, 0),
         (0.1, SPIN_SECONDS, 1),
@@ -111,14 +123,46 @@ def test_threads_spin_only_after_two_looks_at_free_cores(monkeypatch):
     assert counts["held"] == 2
 
 
+def test_what_others_did_during_a_pause_does_not_count(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(neighbours, "clock", lambda: now[0])
+    spinning, seen, counts = make_spinning()
+    seen += [None] * 4
+    now[0] += 1  # before the first step
+    spinning.look()
+    assert counts["restarted"] == 1
+    now[0] += 1  # within a step
+    spinning.look()
+    assert counts["restarted"] == 1
+    spinning.pause()
+    now[0] += neighbours.GAP_SECONDS / 2
+    spinning.look()
+    assert counts["restarted"] == 1
+    spinning.pause()
+    now[0] += 2 * neighbours.GAP_SECONDS
+    spinning.look()
+    assert counts["restarted"] == 2
+
+
+def test_a_watch_that_begins_anew_forgets_what_others_did(monkeypatch):
+    busy, now = [0.0], [0.0]
+    monkeypatch.setattr(neighbours, "clock", lambda: now[0])
+    monkeypatch.setattr(neighbours, "busy_seconds", lambda _cores: busy[0])
+    found = neighbours.Neighbours((4094,))
+    busy[0], now[0] = 5.0, 5.0
+    found.restart()
+    assert found.look() is None
+    now[0] += 1
+    assert found.look() == 0.0
+
+
 def test_a_process_of_one_thread_has_no_openmp_to_hold_back(monkeypatch):
     monkeypatch.setattr(neighbours, "BUSY_CORES", 0.25)
     spinning, seen, counts = make_spinning(threads=1)
-    seen += [0.0, 0.0]
+    seen += [0.9]
     spinning.look()
-    spinning.look()
-    assert spinning.spin_seconds == SPIN_SECONDS
-    assert counts == {"held": 0, "released": 0}
+    assert spinning.spin_seconds == BRIEF_SECONDS
+    assert (counts["held"], counts["released"]) == (0, 0)
 
 
 def test_holding_openmp_back_leaves_the_number_of_threads_as_it_was():

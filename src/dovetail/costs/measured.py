@@ -420,7 +420,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
-PROTOCOL = 5
+PROTOCOL = 7
 """The version of the measurement, which is part of every cache key. Raise it when the measurement
 changes."""
 _BATCH_OPS = 64

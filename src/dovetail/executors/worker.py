@@ -192,6 +192,7 @@ class _Loaded:
                 assert value is not None, "the step has made it"
                 distinct(copy, slot.strides).copy_(distinct(value, slot.strides))
             self.runner.clear(self.kept)
+            self.spinning.pause()
         except Aborted:
             return "aborted"
         except Exception:

@@ -1,10 +1,12 @@
 """Measures how many cores other programs keep busy, and decides how long waiting threads spin.
 
 A thread that spins holds its core. If another program wants that core, the kernel gives it whole
-time slices of some milliseconds, in which ops of microseconds stand still. So threads spin
-only on evidence that the cores are free, and a measurement made beside other programs says so.
+time slices of some milliseconds, in which ops of microseconds stand still. So threads stop
+spinning on evidence that others want the cores, and a measurement made beside other programs says
+so.
 """
 
+import math
 import os
 import threading
 import time
@@ -20,6 +22,9 @@ WINDOW_SECONDS = 0.25
 time the count is right to about a tenth of a core."""
 SPIN_SECONDS = 1e-3
 """A wait spins this long on a core that nobody else wants; most hand-overs take less."""
+GAP_SECONDS = 0.02
+"""After a pause of this length others may have had the cores with good reason: the user's program
+between two steps, or what a plan is measured beside in turns."""
 BRIEF_SECONDS = 2e-5
 """A wait spins this long on a core that others may want: as long as some hops between cores."""
 
@@ -57,6 +62,10 @@ class Neighbours:
             return None
         busy, our_seconds = now[1] - before[1], now[2] - before[2]
         return max(0.0, (busy - our_seconds) / (now[0] - before[0]))
+
+    def restart(self) -> None:
+        """Let what others did until now not count."""
+        self._before = self._sample()
 
     def settled(self, sleep: Callable[[float], None] = time.sleep) -> float | None:
         """`look`, after sleeping until `WINDOW_SECONDS` have passed since the last look."""
@@ -107,9 +116,11 @@ def _process_seconds(pid: int) -> float:
 class Spinning:
     """Decides how long threads of this process spin: its OpenMP threads, and waits for flags.
 
-    At first, and while others want the cores, OpenMP's threads sleep after a microsecond, and waits
-    for flags sleep after `BRIEF_SECONDS`. Once two looks in a row find that nobody wants the cores,
-    they spin: OpenMP's threads as long as GOMP_SPINCOUNT says, waits for `SPIN_SECONDS`.
+    OpenMP's threads spin as long as GOMP_SPINCOUNT says, and waits for `SPIN_SECONDS`. Once a look
+    finds that others want the cores, OpenMP's threads sleep after a microsecond, and waits for
+    flags sleep after `BRIEF_SECONDS`, until two looks in a row find that nobody does. A process
+    that began with sleeping would run its first half second at a tenth of its pace: waking a thread
+    takes some 90 us.
     """
 
     def __init__(
@@ -117,21 +128,28 @@ class Spinning:
         cores: Collection[int],
         threads: int,
         *,
-        look: Callable[[], float | None] | None = None,
+        neighbours: Neighbours | None = None,
         hold_back: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
-        """`look` and `hold_back` replace `Neighbours.look` and `hold_back_openmp`."""
-        self._look = look or Neighbours(cores).look
+        """`hold_back` replaces `hold_back_openmp`."""
+        self._neighbours = neighbours or Neighbours(cores)
         self._hold_back = hold_back or hold_back_openmp
         self._team = len(cores) + 1 if threads > 1 else 0
         self._calm = 0
         self._release: Callable[[], None] | None = None
-        self.spin_seconds = BRIEF_SECONDS
-        self._wait()
+        self._paused = clock()
+        self.spin_seconds = SPIN_SECONDS
+
+    def pause(self) -> None:
+        """The process does nothing from now on until it looks again."""
+        self._paused = clock()
 
     def look(self) -> None:
-        """Look at the neighbours, if the last look is some time ago. Call it between steps."""
-        others_cores = self._look()
+        """Look at the neighbours, if the last look is some time ago. Call it before each step."""
+        if clock() - self._paused > GAP_SECONDS:
+            self._neighbours.restart()
+        self._paused = math.inf
+        others_cores = self._neighbours.look()
         if others_cores is None:
             return
         self._calm = 0 if disturbs(others_cores) else self._calm + 1
