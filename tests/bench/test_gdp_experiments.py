@@ -187,7 +187,7 @@ def test_the_table_of_hdp_has_the_placements_that_each_seed_used(scripts, effort
         (["--rows", "gnmt"], "row 'gnmt' is not one of"),
         (["--method", "gdp-paper", "--parts", "shipped"], "shipped is of other methods"),
         (["--trials", "0"], "--trials must be at least 1"),
-        (["--hdp-trials", "-5"], "--hdp-trials must be at least 1"),
+        (["--hdp-trials", "-5"], "--hdp-trials must be at least 0"),
     ],
 )
 def test_wrong_arguments_are_named(scripts, given, said, capsys):

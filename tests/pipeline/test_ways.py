@@ -12,9 +12,14 @@ import dovetail as dt
 from dovetail.errors import UsageError, WorkerError
 from dovetail.frontends import SGD, capture, towers
 from dovetail.machine import parse_machine
+from dovetail.machine.local import local_machine
 from dovetail.pipeline import open_plan, segmenting, ways
+from dovetail.pipeline.opening import verify
+from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.plans import COMPILED, EAGER, PLACED, load_plan
+from dovetail.units import HERE, format_seconds
+from tests.support.placing import plan_for, random_placement
 from tests.support.small_models import branches
 
 pytestmark = pytest.mark.compares_ways
@@ -73,6 +78,7 @@ def timed(monkeypatch):
     """Sets the seconds of eager, compiled and placed steps; two cores."""
     Timed.made = []
     seconds = {EAGER: {1: 2.0, 2: 3.0}, COMPILED: {1: 1.0, 2: 0.9}, PLACED: {0: 1.2}}
+    seconds[HERE] = {0: 1.3}
     fails = {}
 
     def plain(_step, machine, compiled=False):
@@ -82,7 +88,9 @@ def timed(monkeypatch):
         return found
 
     monkeypatch.setattr(ways, "PlainNetwork", plain)
-    monkeypatch.setattr(ways, "run", lambda *_, **__: Timed(seconds[PLACED]))
+    monkeypatch.setattr(
+        ways, "run", lambda plan, *_, **__: Timed(seconds[HERE if plan.placer == HERE else PLACED])
+    )
     monkeypatch.setattr(segmenting, "has_compiler", lambda: False)
     monkeypatch.setattr(ways, "has_compiler", lambda: not fails.get("no compiler"))
     monkeypatch.setattr(ways, "MEASURING_SECONDS", 1e9)
@@ -144,6 +152,42 @@ def test_all_cores_and_the_best_number_of_threads_are_measured(step, timed):
     assert "torch.compile (2 threads) 900 ms, torch.compile (1 thread) 1 s" in said
     assert compared.measured == {EAGER: 2.0, COMPILED: 0.9, PLACED: 1.2}
     assert [device.op_threads for device in compared.machine.devices] == [2]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+@pytest.mark.parametrize(
+    ("of_plan", "of_rival", "chosen"),
+    [(0.5, 0.6, PLACED), (0.6, 0.5, HERE), (0.495, 0.5, HERE), (1.2, 0.95, COMPILED)],
+)
+def test_a_plan_for_all_cores_as_one_device_is_a_rival(step, timed, of_plan, of_rival, chosen):
+    timed[0][PLACED][0], timed[0][HERE][0] = of_plan, of_rival
+    machine = local_machine(2)
+    several = plan_for(step, random_placement(step.graph, 0), machine=machine)
+    several = replace(several, min_gain=0.02)
+    single = search_plan(PlanRequest(step, "here", placer="single"), lambda *_: None)
+    single = replace(single, placer=HERE)
+    plan = ways.fastest_way(
+        (several, several), step, parse_machine("here"), rival=(single, single), replaces=True,
+        compile_seconds=5.0, progress=lambda *_: None,
+    )  # fmt: skip
+    assert f"a plan for all cores as one device {format_seconds(of_rival)}" in told(plan)
+    assert plan.way == (COMPILED if chosen == COMPILED else PLACED)
+    assert len(plan.machine.devices) == (2 if chosen == PLACED else 1)
+    if chosen == PLACED:
+        assert (plan.measured[PLACED], plan.baselines[HERE]) == (of_plan, of_rival)
+    else:
+        assert plan.measured[PLACED] == of_rival and HERE not in plan.measured
+    if chosen == HERE:
+        assert plan.placer == HERE
+        verify(plan, step.graph)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_plans_on_several_devices_have_that_rival_unless_the_user_has_chosen(step, timed):
+    plan = dt.plan(step, "here/2", budget="5e", compile_budget="5s")
+    assert "a plan for all cores as one device 1.3 s" in told(plan)
+    chosen = dt.plan(step, "here/2", budget="5e", compile_budget="5s", pins=[("left.0", "cpu0")])
+    assert "one device" not in told(chosen)
 
 
 @pytest.mark.parametrize("options", [{"placer": "single"}, {"pins": [("left.0", "cpu0")]}])

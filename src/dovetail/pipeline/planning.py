@@ -686,22 +686,57 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
 
     on_one = len(chosen.machine.devices) == 1
     machine = chosen.machine if on_one else parse_machine(HERE)
-    plans, began, limit_seconds = (chosen, chosen), time.perf_counter(), request.compile_seconds
-    if limit_seconds:
-        share = SEGMENTS_SHARE * limit_seconds
-        try:
+    replaces = request.placer == "auto" and not (request.pins or request.caps)
+    plans, rival, limit_seconds = (chosen, chosen), None, request.compile_seconds
+    try:
+        if limit_seconds:
+            began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
             plans = with_compiled(chosen, request, share, progress)
-        except KeyboardInterrupt:
-            return replace(chosen, interrupted=True)
-        limit_seconds -= min(time.perf_counter() - began, share)
+            limit_seconds -= min(time.perf_counter() - began, share)
+        if replaces and not on_one and not request.stages:
+            began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
+            rival = _rival_on_all_cores(chosen, request, share, progress)
+            limit_seconds -= min(time.perf_counter() - began, share)
+    except KeyboardInterrupt:
+        return replace(chosen, interrupted=True)
     return fastest_way(
         plans,
         step,
         machine,
-        replaces=request.placer == "auto" and not (request.pins or request.caps),
+        rival=rival,
+        replaces=replaces,
         compile_seconds=limit_seconds,
         progress=progress,
     )
+
+
+def _rival_on_all_cores(
+    chosen: Plan, request: PlanRequest, compile_seconds: float, progress: TellProgress
+) -> tuple[Plan, Plan] | None:
+    """A plan of the same step for all cores as one device, op by op and with compiled segments;
+    None if there is none."""
+    from dovetail.pipeline.segmenting import with_segments
+
+    step = request.planned_step
+    assert isinstance(step, Captured), "only such steps are measured"
+    prefixed = _prefixed("all cores as one device: ", progress)
+    try:
+        found = _plan_of_all_cores(chosen, request, prefixed)
+    except (InfeasibleError, CostError):
+        return None
+    if found.interrupted:
+        raise KeyboardInterrupt
+    found = replace(
+        found,
+        placer=HERE,
+        min_gain=chosen.min_gain,
+        baselines=chosen.baselines,
+        found_seconds=chosen.found_seconds,
+        planning_seconds=chosen.planning_seconds,
+    )
+    if not compile_seconds:
+        return found, found
+    return with_segments(found, step, compile_seconds=compile_seconds, progress=prefixed)
 
 
 def with_compiled(

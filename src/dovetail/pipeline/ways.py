@@ -1,7 +1,8 @@
 """Compares a plan with what its user would run without one, and keeps the fastest.
 
     the plan, op by op and with compiled segments  ─┐
-    eager            all cores, best threads   ├─ a few steps each, in turn ─► medians ─► the plan
+    one for all cores as one device, likewise  ├─ a few steps each, in turn ─► medians ─► the plan
+    eager            all cores, best threads   │
     torch.compile    all cores, best threads  ─┘
 
 All are measured in the same rounds, in processes on the same cores. "Best threads" is the number of
@@ -35,7 +36,7 @@ from dovetail.pipeline.sources import (
 from dovetail.plans import COMPILED, EAGER, PLACED, Plan
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.timers import clock
-from dovetail.units import format_bytes, format_seconds
+from dovetail.units import HERE, format_bytes, format_seconds
 
 ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 15, 3, 20.0
 """There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they would take
@@ -46,9 +47,10 @@ _LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to run the step, on so many threads. `PLACED` has 0.
+    """One way to run the step, on so many threads. `PLACED` and `HERE` have 0.
 
-    segmented   of `PLACED`: with compiled segments
+    way         `PLACED` is the plan, `HERE` the one for all cores as one device
+    segmented   of these two: with compiled segments
     """
 
     way: str
@@ -56,8 +58,9 @@ class _Way:
     segmented: bool = False
 
     def __str__(self) -> str:
-        if self.way == PLACED:
-            return "this plan" + " with compiled segments" * self.segmented
+        if self.way in (PLACED, HERE):
+            name = "this plan" if self.way == PLACED else "a plan for all cores as one device"
+            return name + " with compiled segments" * self.segmented
         return f"{self.way} ({counted_threads(self.threads)})"
 
 
@@ -66,6 +69,7 @@ def fastest_way(
     step: Captured,
     machine: Machine,
     *,
+    rival: tuple[Plan, Plan] | None = None,
     replaces: bool,
     compile_seconds: float,
     progress: TellProgress,
@@ -76,6 +80,8 @@ def fastest_way(
     machine          one device, whose cores the user's own ways have
     plans            the plan op by op, and with compiled segments; the same object for both if no
                      segment is compiled
+    rival            the same of a plan for `machine`, where `plans` use several devices; it is
+                     returned if it is faster and `replaces`
     compile_seconds  limit of all compilations together; 0: nothing is compiled
 
     The plan's notes say what was measured, what was not, and why not. Where nothing is measured the
@@ -88,7 +94,8 @@ def fastest_way(
         return _noted(plan, f"eager was not measured: {why}")
     # At the same time there are the plan, with and without segments, the eager step, and the step
     # compiled for up to two numbers of threads.
-    held = 2 + (plans[1] is not plan) + (2 if compile_seconds else 0)
+    placed = _placed(plans, rival)
+    held = 1 + len(placed) + (2 if compile_seconds else 0)
     needed = sum(plan.peak_memory_bytes) * held
     if needed > available_bytes():
         return _noted(
@@ -97,17 +104,27 @@ def fastest_way(
             f"{format_bytes(available_bytes())} are free",
         )
     try:
-        seconds, notes = _measured(plans, step, machine, compile_seconds, progress)
+        seconds, notes = _measured(placed, step, machine, compile_seconds, progress)
     except KeyboardInterrupt:
         return replace(_noted(plan, "eager was not measured: interrupted"), interrupted=True)
     # A step that cannot run can still be planned. The user is told when the plan runs.
     except (DovetailError, OSError) as error:
         return _noted(plan, f"eager was not measured: {_cause_of(error)}")
-    return _decide(plans, step, machine, seconds, replaces, notes)
+    return _decide(placed, step, machine, seconds, replaces, notes)
+
+
+def _placed(plans: tuple[Plan, Plan], rival: tuple[Plan, Plan] | None) -> dict[_Way, Plan]:
+    """The plans by the ways that they are."""
+    found: dict[_Way, Plan] = {}
+    for name, pair in ((PLACED, plans), (HERE, rival)):
+        for segmented, plan in enumerate(pair or ()):
+            if all(plan is not other for other in found.values()):
+                found[_Way(name, segmented=bool(segmented))] = plan
+    return found
 
 
 def _measured(
-    plans: tuple[Plan, Plan],
+    placed_ways: Mapping[_Way, Plan],
     step: Captured,
     machine: Machine,
     compile_seconds: float,
@@ -131,12 +148,11 @@ def _measured(
         timers: dict[str, Timer] = {
             str(way): partial(_timed, network, way.threads) for way, network in networks.items()
         }
-        workers = stack.enter_context(Workers(plans[0].machine))
-        placed_ways = {_Way(PLACED): plans[0]}
-        if plans[1] is not plans[0]:
-            placed_ways[_Way(PLACED, segmented=True)] = plans[1]
+        workers: dict[str, Workers] = {}
         for way, plan in placed_ways.items():
-            placed = stack.enter_context(run(plan, planned(plan, step), workers=workers))
+            if way.way not in workers:
+                workers[way.way] = stack.enter_context(Workers(plan.machine))
+            placed = stack.enter_context(run(plan, planned(plan, step), workers=workers[way.way]))
             placed.feed()
             timers[str(way)] = partial(_placed_seconds, placed)
         progress("measuring ways to run the step", 0.0, None)
@@ -201,31 +217,42 @@ def _compiled(
 
 
 def _decide(
-    plans: tuple[Plan, Plan],
+    placed_ways: Mapping[_Way, Plan],
     step: Captured,
     machine: Machine,
     seconds: Mapping[_Way, tuple[float, ...]],
     replaces: bool,
     notes: Sequence[str],
 ) -> Plan:
-    """The plan, or one that runs the fastest of the user's own ways."""
+    """The plan, the one for all cores as one device, or one that runs the fastest of the user's
+    own ways."""
     medians = {way: median(of_way) for way, of_way in seconds.items()}
-    own = min((way for way in medians if way.way != PLACED), key=lambda way: medians[way])
-    placed = min((way for way in medians if way.way == PLACED), key=lambda way: medians[way])
-    plan = plans[1] if placed.segmented else plans[0]
+
+    def fastest(*names: str) -> _Way | None:
+        return min((w for w in medians if w.way in names), key=lambda w: medians[w], default=None)
+
+    own, placed, rival = fastest(EAGER, COMPILED), fastest(PLACED), fastest(HERE)
+    assert own is not None and placed is not None, "both are always measured"
+    plan = placed_ways[placed]
+    # A plan on several devices must win by the least gain that the user asks of such a plan.
+    several = sum(map(bool, plan.orders or ())) > 1
+    worth = 1 - plan.min_gain if several else 1.0
     best_of: dict[str, float] = {}
     for way, value in medians.items():
         best_of[way.way] = min(value, best_of.get(way.way, value))
     told = ", ".join(f"{way} {format_seconds(value)}" for way, value in medians.items())
+    notes_without_segments = placed_ways[_Way(PLACED)].notes
+    if rival and replaces and median(ratios_of(seconds[placed], seconds[rival])) >= worth:
+        # It takes the plan's place, and what is said of the plan is said of it.
+        best_of[PLACED] = best_of.pop(HERE)
+        placed, plan, worth = rival, placed_ways[rival], 1.0
+        notes_without_segments = placed_ways[_Way(HERE)].notes
     baselines = {name: value for name, value in best_of.items() if name != PLACED}
     plan = replace(plan, baselines={**plan.baselines, **baselines}, measured=best_of)
     said = (f"measured side by side: {told}", *notes)
-    # A plan on several devices must win by the least gain that the user asks of such a plan.
-    several = sum(map(bool, plans[0].orders or ())) > 1
-    worth = 1 - plan.min_gain if several else 1.0
     if not replaces or median(ratios_of(seconds[placed], seconds[own])) < worth:
         return replace(plan, notes=(*plan.notes, *said))
-    noted = replace(plan, notes=(*plans[0].notes, *said))
+    noted = replace(plan, notes=(*notes_without_segments, *said))
     return _plan_of(own, noted, step, with_threads(machine, own.threads))
 
 
