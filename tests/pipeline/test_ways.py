@@ -13,7 +13,7 @@ from dovetail.errors import UsageError, WorkerError
 from dovetail.frontends import SGD, capture, towers
 from dovetail.machine import parse_machine
 from dovetail.machine.local import local_machine
-from dovetail.pipeline import open_plan, segmenting, ways
+from dovetail.pipeline import open_plan, planning, segmenting, ways
 from dovetail.pipeline.opening import verify
 from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
@@ -183,9 +183,15 @@ def test_a_plan_for_all_cores_as_one_device_is_a_rival(step, timed, of_plan, of_
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
-def test_plans_on_several_devices_have_that_rival_unless_the_user_has_chosen(step, timed):
+def test_plans_on_several_devices_have_that_rival_unless_it_is_hopeless_or_the_user_has_chosen(
+    step, timed, monkeypatch
+):
+    monkeypatch.setattr(planning, "HOPELESS", 1e9)
     plan = dt.plan(step, "here/2", budget="5e", compile_budget="5s")
     assert "a plan for all cores as one device 1.3 s" in told(plan)
+    monkeypatch.setattr(planning, "HOPELESS", 1e-9)
+    assert "one device" not in told(dt.plan(step, "here/2", budget="5e", compile_budget="5s"))
+    monkeypatch.setattr(planning, "HOPELESS", 1e9)
     chosen = dt.plan(step, "here/2", budget="5e", compile_budget="5s", pins=[("left.0", "cpu0")])
     assert "one device" not in told(chosen)
 

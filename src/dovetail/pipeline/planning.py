@@ -90,6 +90,9 @@ MOST_SPLIT_OPS = 100_000
 budget to make use of that."""
 SEGMENTS_SHARE = 0.5
 """The share of `--compile-budget` that segments may take. `torch.compile` has the rest."""
+HOPELESS = 1.5
+"""A plan for all cores as one device is not compiled and measured beside a plan on several devices
+if it is predicted, op by op, to take this many times as long."""
 GivenMap = Mapping[str, int | str]
 """A device map: module or parameter path -> device. A `DeviceMap` names the main device as well."""
 
@@ -695,7 +698,7 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
             limit_seconds -= min(time.perf_counter() - began, share)
         if replaces and not on_one and not request.stages:
             began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
-            rival = _rival_on_all_cores(chosen, request, share, progress)
+            rival = _rival_on_all_cores(plans[1], request, share, progress)
             limit_seconds -= min(time.perf_counter() - began, share)
     except KeyboardInterrupt:
         return replace(chosen, interrupted=True)
@@ -714,7 +717,7 @@ def _rival_on_all_cores(
     chosen: Plan, request: PlanRequest, compile_seconds: float, progress: TellProgress
 ) -> tuple[Plan, Plan] | None:
     """A plan of the same step for all cores as one device, op by op and with compiled segments;
-    None if there is none."""
+    None if there is none, or if it is predicted to take `HOPELESS` times as long."""
     from dovetail.pipeline.segmenting import with_segments
 
     step = request.planned_step
@@ -726,6 +729,8 @@ def _rival_on_all_cores(
         return None
     if found.interrupted:
         raise KeyboardInterrupt
+    if found.value > HOPELESS * chosen.value:
+        return None
     found = replace(
         found,
         placer=HERE,
