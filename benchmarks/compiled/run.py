@@ -8,7 +8,7 @@ by op and with compiled segments, the same on all cores as one device, eager and
 each number of threads, and for LSTMs `nn.LSTM`, eager and compiled. A ratio is the fastest of the
 user's ways over the faster plan, round by round; its spread is the interquartile range over the
 median. The last column is what calling segments costs: the compiled plan on all cores as one device
-over `torch.compile` of the whole on as many threads.
+over `torch.compile` of the whole on all cores.
 """
 
 import argparse

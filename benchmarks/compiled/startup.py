@@ -4,7 +4,7 @@
 
 Every figure is the wall time of a whole command, from its start to its end, imports included. First
 with an empty cache: nothing compiled, nothing measured, no C++ runner. Then the same again with
-what the first left. Beside it a program that runs one step of the plain module by `torch.compile`,
+what the first left. Beside it a program that runs the first steps of the plain module by `torch.compile`,
 also with an empty cache and again.
 """
 
@@ -23,7 +23,7 @@ NETWORKS = {
     "RNNLM": "zoo:rnnlm?hidden=128&steps=20&batch=16&vocabulary=1000",
     "Inception-V3": "zoo:inception_v3?batch=2&size=149",
 }
-HEAD = ("network", "cache", "plan", "run", "torch.compile, one step")
+HEAD = ("network", "cache", "plan", "run", "torch.compile, first steps")
 PLAIN = """
 import sys
 from dovetail.executors import PlainNetwork
@@ -60,12 +60,12 @@ def main() -> None:
             commands = {
                 "plan": search,
                 "run": [sys.executable, "-m", "dovetail", "run", plan, "--steps", "2"],
-                "torch.compile, one step": [sys.executable, "-c", PLAIN, model],
+                "torch.compile, first steps": [sys.executable, "-c", PLAIN, model],
             }
             for cache in ("empty", "of the first time"):
                 spent = []
                 for title, command in commands.items():
-                    # Each begins with nothing, but for `run`, which runs what `plan` has found.
+                    # Each has a cache of its own, but for `run`, which runs what `plan` has found.
                     kept = "plan" if title == "run" else title
                     spent.append(seconds_of(command, Path(folder) / kept.replace(" ", "")))
                 rows.append((name, cache, *(f"{each:.1f} s" for each in spent)))

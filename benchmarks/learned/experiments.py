@@ -485,9 +485,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in parts:
         text = "\n".join(PARTS[name](effort, rows))
         if name != "hdp":
+            of_hdp = f" ({effort.hdp_trials:,} of HDP's)" if effort.hdp_trials else ""
             text += (
-                f"\n\n`{effort.method}`, {effort.trials:,} placements a graph and training "
-                f"({effort.hdp_trials:,} of HDP's)."
+                f"\n\n`{effort.method}`, {effort.trials:,} placements a graph and training{of_hdp}."
             )
         text += f"\n\nSeeds: {effort.seeds}."
         print(text, flush=True)

@@ -159,6 +159,19 @@ def test_many_updates_by_one_call_equal_each_by_itself(name, gradients):
     assert call.results == tuple(result for one in calls for result in one.results)
 
 
+@pytest.mark.parametrize("name", ["rmsprop", "rmsprop with momentum", "rmsprop centered", "adam"])
+def test_a_parameter_that_is_infinite_stays_so(name):
+    optimizer = OPTIMIZERS[name]
+    parameter = torch.tensor([0.5, -torch.inf])
+    states = [
+        torch.full((), s.fill) if s.scalar else torch.full_like(parameter, s.fill)
+        for s in optimizer.states
+    ]
+    run = fused(optimizer.update, len(states))
+    run(parameter, torch.tensor([0.3, 0.0]), *states, **asdict(optimizer))
+    assert parameter[0].isfinite() and parameter[1] == -torch.inf
+
+
 def test_only_updates_of_optimizers_have_fused_kernels():
     assert all(has_fused_kernel(optimizer.update) for optimizer in OPTIMIZERS.values())
     assert not has_fused_kernel(torch.relu)

@@ -359,3 +359,18 @@ def test_the_same_placement_changes_nothing(halved, monkeypatch):
     for one, other in zip(before, found, strict=True):
         assert other.value == one.value
         np.testing.assert_array_equal(other.placement, one.placement)
+
+
+def test_ops_that_are_pinned_apart_are_no_kernel():
+    """`left(x).tanh()` is read by the sum alone, which is pinned elsewhere."""
+    torch.manual_seed(0)
+    module, inputs = branches()
+    step = capture(module, *inputs)
+    names = sorted({name for name in step.graph.modules if name})
+    pins = [(names[0], "cpu0"), (names[-1], "cpu1")]
+    request = PlanRequest(step, "here/2", budget="20e", pins=pins)
+    costs = planning.costs_of(step, local_machine(2))
+    found = planning.search_plan(request, lambda *_: None, costs, compiled=True)
+    for name, device in pins:
+        of_module = [op for op, module in enumerate(step.graph.modules) if module == name]
+        assert set(found.placement[of_module].tolist()) == {int(device[-1])}

@@ -77,16 +77,19 @@ def test_the_time_of_another_process_is_the_one_that_it_sees_itself():
 
 
 def make_spinning(threads=2):
-    """(what it is, what it will see at its looks, how often it held OpenMP back, let it go, and
-    began to watch anew)"""
-    seen, counts = [], {"held": 0, "released": 0, "restarted": 0}
+    """(what it is, what it will see at its looks, how often it held OpenMP back, let it go,
+    and left out a pause)"""
+    seen, counts = [], {"held": 0, "released": 0, "paused": 0, "resumed": 0}
 
     class Seen:
         def look(self):
             return seen.pop(0)
 
-        def restart(self):
-            counts["restarted"] += 1
+        def pause(self):
+            counts["paused"] += 1
+
+        def resume(self):
+            counts["resumed"] += 1
 
     def hold_back(team):
         assert team == 3
@@ -130,27 +133,45 @@ def test_what_others_did_during_a_pause_does_not_count(monkeypatch):
     seen += [None] * 4
     now[0] += 1  # before the first step
     spinning.look()
-    assert counts["restarted"] == 1
+    assert counts["resumed"] == 1
     now[0] += 1  # within a step
     spinning.look()
-    assert counts["restarted"] == 1
+    assert counts["resumed"] == 1
     spinning.pause()
     now[0] += neighbours.GAP_SECONDS / 2
     spinning.look()
-    assert counts["restarted"] == 1
+    assert counts["resumed"] == 1
     spinning.pause()
     now[0] += 2 * neighbours.GAP_SECONDS
     spinning.look()
-    assert counts["restarted"] == 2
+    assert (counts["resumed"], counts["paused"]) == (2, 2)
 
 
-def test_a_watch_that_begins_anew_forgets_what_others_did(monkeypatch):
+def test_short_steps_between_long_pauses_are_watched_together(monkeypatch):
+    """Others keep 1.5 cores busy while the steps run, and 3 in the pauses, of which nothing
+    counts."""
+    busy, now = [0.0], [0.0]
+    monkeypatch.setattr(neighbours, "clock", lambda: now[0])
+    monkeypatch.setattr(neighbours, "busy_seconds", lambda _cores: busy[0])
+    monkeypatch.setattr(neighbours.time, "process_time", lambda: 0.0)
+    found, seen = neighbours.Neighbours((4094,)), []
+    for _ in range(4):
+        now[0], busy[0] = now[0] + 0.1, busy[0] + 0.15
+        found.pause()
+        now[0], busy[0] = now[0] + 1.0, busy[0] + 3.0
+        found.resume()
+        seen.append(found.look())
+    assert seen[:2] == [None, None]
+    assert seen[2] == pytest.approx(1.5)
+
+
+def test_a_watch_that_resumes_without_a_pause_forgets_what_others_did(monkeypatch):
     busy, now = [0.0], [0.0]
     monkeypatch.setattr(neighbours, "clock", lambda: now[0])
     monkeypatch.setattr(neighbours, "busy_seconds", lambda _cores: busy[0])
     found = neighbours.Neighbours((4094,))
     busy[0], now[0] = 5.0, 5.0
-    found.restart()
+    found.resume()
     assert found.look() is None
     now[0] += 1
     assert found.look() == 0.0

@@ -53,6 +53,7 @@ HOP_BYTES = (4096, 262144, 4194304)
 _HOPS = 60
 """Messages of each size that are sent to and fro in a game."""
 _GAMES, _BETWEEN_GAMES_SECONDS = 6, 0.05
+"""Games of messages and the pause after each, so that one bad moment of the host does not count."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 400
 """Bounds on the rounds in which the calls of a batch are timed."""
 _BUDGET_SECONDS = 1.0

@@ -192,12 +192,13 @@ class _Loaded:
                 assert value is not None, "the step has made it"
                 distinct(copy, slot.strides).copy_(distinct(value, slot.strides))
             self.runner.clear(self.kept)
-            self.spinning.pause()
         except Aborted:
             return "aborted"
         except Exception:
             publish(self.abort, 1)
             return Failed(self.runner.failed, traceback.format_exc())
+        finally:
+            self.spinning.pause()
         return "done"
 
     def _meet(self, value: int, spin_ns: int) -> None:

@@ -161,7 +161,7 @@ def search_plan(
     kept = _kept_modules(request, machine)
     costs = costs or costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
-    groups = _groups_to_place(request, kept, compiled)
+    groups = _groups_to_place(request, machine, kept, compiled)
     problem, simulator = problem_of(request, machine, costs, groups, kept)
     budget = _budget_of(request)
     chosen: Plan | None = None
@@ -402,7 +402,9 @@ def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
     return _Kept(patterns, rules.units, may_run, rules.chain, notes)
 
 
-def _groups_to_place(request: PlanRequest, kept: "_Kept", compiled: bool = False) -> GroupLevels:
+def _groups_to_place(
+    request: PlanRequest, machine: Machine, kept: "_Kept", compiled: bool = False
+) -> GroupLevels:
     """The groups of the problem. Only `auto` splits groups while it searches, down to the kernels
     of compiled code if that is what runs. An instance has only one kind of groups, and what a
     format keeps together is small already."""
@@ -414,6 +416,9 @@ def _groups_to_place(request: PlanRequest, kept: "_Kept", compiled: bool = False
         graph, units = graph_of(step), kept.units
         if compiled:
             ties = compiled_ties(graph, cells_of(graph))
+            # Ops that are pinned otherwise stay apart.
+            may_run = permitted(graph, machine, request.pins)
+            ties = ties[(may_run[ties[:, 0]] == may_run[ties[:, 1]]).all(axis=1)]
             units = units or Units(np.full(len(graph), -1, np.int32), ties[:0])
             units = replace(units, ties=np.concatenate([units.ties, ties]))
         return group_levels(graph, units)
@@ -699,7 +704,8 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
         if replaces and not on_one and not request.stages:
             began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
             rival = _rival_on_all_cores(plans[1], request, share, progress)
-            limit_seconds -= min(time.perf_counter() - began, share)
+            if rival is not None:
+                limit_seconds -= min(time.perf_counter() - began, share)
     except KeyboardInterrupt:
         return replace(chosen, interrupted=True)
     return fastest_way(

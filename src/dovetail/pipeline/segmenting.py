@@ -146,6 +146,8 @@ def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]
         if op in waits or op in updates.needed_by:
             yield from updates.close_after(run)
         if has_fused_update(graph, program, op):
+            if op in waits:
+                yield from run.close()
             updates.add(op)
             if op in sends or updates.bytes >= MOST_BYTES:
                 yield from updates.close_after(run)

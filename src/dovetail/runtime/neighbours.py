@@ -47,6 +47,7 @@ class Neighbours:
         self.cores = frozenset(cores)
         self._processes = tuple(processes)
         self._before = self._sample()
+        self._paused: tuple[float, float | None, float] | None = None
 
     def look(self) -> float | None:
         """How many cores others kept busy since the last look, or since the beginning.
@@ -63,9 +64,22 @@ class Neighbours:
         busy, our_seconds = now[1] - before[1], now[2] - before[2]
         return max(0.0, (busy - our_seconds) / (now[0] - before[0]))
 
-    def restart(self) -> None:
-        """Let what others did until now not count."""
-        self._before = self._sample()
+    def pause(self) -> None:
+        """Let what others do until `resume` not count."""
+        self._paused = self._sample()
+
+    def resume(self) -> None:
+        """Count on from `pause`; without one, from now on."""
+        now, paused, before = self._sample(), self._paused, self._before
+        self._paused = None
+        if paused is None or now[1] is None or paused[1] is None or before[1] is None:
+            self._before = now
+            return
+        self._before = (
+            before[0] + now[0] - paused[0],
+            before[1] + now[1] - paused[1],
+            before[2] + now[2] - paused[2],
+        )
 
     def settled(self, sleep: Callable[[float], None] = time.sleep) -> float | None:
         """`look`, after sleeping until `WINDOW_SECONDS` have passed since the last look."""
@@ -137,17 +151,21 @@ class Spinning:
         self._team = len(cores) + 1 if threads > 1 else 0
         self._calm = 0
         self._release: Callable[[], None] | None = None
-        self._paused = clock()
+        self._paused, self._has_pauses = clock(), False
         self.spin_seconds = SPIN_SECONDS
 
     def pause(self) -> None:
         """The process does nothing from now on until it looks again."""
         self._paused = clock()
+        # It takes some 50 us to read what others do, which is spent only where there are pauses.
+        if self._has_pauses:
+            self._neighbours.pause()
 
     def look(self) -> None:
         """Look at the neighbours, if the last look is some time ago. Call it before each step."""
         if clock() - self._paused > GAP_SECONDS:
-            self._neighbours.restart()
+            self._neighbours.resume()
+            self._has_pauses = True
         self._paused = math.inf
         others_cores = self._neighbours.look()
         if others_cores is None:
