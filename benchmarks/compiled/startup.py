@@ -4,8 +4,8 @@
 
 Every figure is the wall time of a whole command, from its start to its end, imports included. First
 with an empty cache: nothing compiled, nothing measured, no C++ runner. Then the same again with
-what the first left. Beside it a program that runs the first steps of the plain module by `torch.compile`,
-also with an empty cache and again.
+what the first left. Beside it a program that runs the first steps of the plain module by
+`torch.compile`, also with an empty cache and again.
 """
 
 import argparse
