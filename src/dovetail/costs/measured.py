@@ -790,8 +790,7 @@ def probed_machine(
     measured while other programs used these cores are not cached, and `beside` is called with the
     number of cores that those used.
     """
-    device = device_key(machine.devices[0], machine)
-    key = f"{machine.name} | {machine.fingerprint} | {device} | {_GAMES} games"
+    key = f"{machine.name} | {machine.fingerprint} | {device_key(machine.devices[0], machine)}"
     rates = None if fresh else cache.probe(key)
     if rates is not None:
         try:

@@ -1,4 +1,4 @@
-"""RMSprop's update in one pass over memory. torch has no fused kernel for it.
+"""Updates parameters by RMSprop in one pass over memory. torch has no fused kernel for it.
 
     g' = g + weight_decay p
     s  = alpha s + (1 - alpha) g'^2
@@ -66,12 +66,18 @@ def _element(builder: Any, address: Any, index: Any, kind: Any) -> Any:
 
 
 @inlined
+def _decayed(at: Any, i: Any, lr: Any, weight_decay: Any) -> Any:
+    # Without decay nothing is added: 0 times an infinite parameter would be NaN.
+    if weight_decay == 0:
+        return _get(at[1], i, lr)
+    return _get(at[1], i, lr) + weight_decay * _get(at[0], i, lr)
+
+
+@inlined
 def _update(at: Any, size: Any, settings: Any) -> None:
     lr, alpha, rest, eps, weight_decay, _ = settings
     for i in range(size):
-        gradient = _get(at[1], i, lr)
-        if weight_decay != 0:  # 0 times an infinite parameter would be NaN
-            gradient += weight_decay * _get(at[0], i, lr)
+        gradient = _decayed(at, i, lr, weight_decay)
         square = alpha * _get(at[2], i, lr) + rest * gradient * gradient
         _set(at[2], i, square)
         _set(at[0], i, _get(at[0], i, lr) - lr * (gradient / (math.sqrt(square) + eps)))
@@ -81,9 +87,7 @@ def _update(at: Any, size: Any, settings: Any) -> None:
 def _update_with_momentum(at: Any, size: Any, settings: Any) -> None:
     lr, alpha, rest, eps, weight_decay, momentum = settings
     for i in range(size):
-        gradient = _get(at[1], i, lr)
-        if weight_decay != 0:  # 0 times an infinite parameter would be NaN
-            gradient += weight_decay * _get(at[0], i, lr)
+        gradient = _decayed(at, i, lr, weight_decay)
         square = alpha * _get(at[2], i, lr) + rest * gradient * gradient
         change = momentum * _get(at[3], i, lr) + gradient / (math.sqrt(square) + eps)
         _set(at[2], i, square)
@@ -96,9 +100,7 @@ def _update_centered(at: Any, size: Any, settings: Any) -> None:
     """Without momentum there is no buffer."""
     lr, alpha, rest, eps, weight_decay, momentum = settings
     for i in range(size):
-        gradient = _get(at[1], i, lr)
-        if weight_decay != 0:  # 0 times an infinite parameter would be NaN
-            gradient += weight_decay * _get(at[0], i, lr)
+        gradient = _decayed(at, i, lr, weight_decay)
         square = alpha * _get(at[2], i, lr) + rest * gradient * gradient
         mean = _get(at[4], i, lr) + rest * (gradient - _get(at[4], i, lr))
         change = gradient / (math.sqrt(square - mean * mean) + eps)
