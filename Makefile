@@ -6,7 +6,7 @@ JOBS ?= 2
 
 .PHONY: demo test lint format clean
 
-demo: .venv/ready
+demo: .venv/package
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready .venv/scotch
@@ -26,11 +26,17 @@ format: .venv/ready
 TORCH ?= torch==2.13.0+cpu
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 
-.venv/ready: pyproject.toml
+# The package and what it needs to plan, run and train: what a user installs.
+.venv/package: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet '$(TORCH)' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --index-url $(CPU_BUILDS) '$(TORCH)' || \
 	  $(BIN)/python -m pip install --quiet 'torch>=2.11'
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+# The same, with what the tests and the linters need.
+.venv/ready: .venv/package
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 

@@ -218,7 +218,9 @@ def row_of(case: Case, seconds: dict[str, tuple[float, ...]], spent: float) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases with one of these texts: lstm,inception")
+    parser.add_argument(
+        "--only", default="", help="cases with one of these texts: lstm;gpt-2, adam"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", default="20s")
     parser.add_argument("--compile-budget", default="600s")
@@ -227,7 +229,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, lines = [], []
     for case in cases():
-        only = arguments.only.lower().split(",")
+        only = arguments.only.lower().split(";")
         if not any(text in f"{case.name}, {case.train or 'inference'}".lower() for text in only):
             continue
         seconds, spent = measured(

@@ -31,7 +31,7 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline import resolve_model
 with PlainNetwork(resolve_model(sys.argv[1], "adam"), parse_machine("here"), compiled=True) as it:
     it.begin()
-    it.step_seconds(1)
+    it.step_seconds(2)
 """
 
 
