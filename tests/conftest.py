@@ -56,6 +56,19 @@ def pytest_collection_modifyitems(items):
         return min(ranks, default=len(LONGEST))
 
     items.sort(key=rank)
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (why := reason_without_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def reason_without_gpu():
+    """Why tests of GPUs cannot run here; "" where they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU here"
+    return ""
 
 
 # No example fails for being slow: how long it takes is the machine's business.

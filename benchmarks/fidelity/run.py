@@ -1,7 +1,7 @@
 """Predicted against measured step seconds of 20 plans a network on here/2, interleaved.
 
     python benchmarks/fidelity/run.py [--repeats 3] [--steps 10] [--patience 8]
-                                      [--only rnnlm] [--csv FILE]
+                                      [--machine here/2] [--only rnnlm] [--csv FILE]
 
 8 random placements, 6 blended (each op from a planned placement with probability .5, else random)
 and 6 planned ones. Ops that must share a device are placed together; nothing else is. Each is
@@ -42,12 +42,14 @@ KINDS = ("random", "blended", "planned")
 IN_STEP, ALONE = "within a step", "by themselves"
 
 
-def placements(graph, planned: list[np.ndarray], rng) -> list[tuple[str, np.ndarray]]:
+def placements(
+    graph, devices: list[int], planned: list[np.ndarray], rng
+) -> list[tuple[str, np.ndarray]]:
     """(kind, [ops]) for 8 random, 6 blended and 6 planned placements."""
     pinned = must_share(graph)
 
     def random() -> np.ndarray:
-        return rng.integers(0, 2, pinned.max() + 1).astype(np.int32)[pinned]
+        return rng.choice(devices, pinned.max() + 1).astype(np.int32)[pinned]
 
     def blend(one: np.ndarray) -> np.ndarray:
         keep = rng.random(pinned.max() + 1)[pinned] < 0.5
@@ -70,7 +72,8 @@ def must_share(graph) -> np.ndarray:
 def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> list[dict]:
     step = resolve_model(model, train)
     graph = step.graph
-    machine = resolve_machine("here/2")
+    machine = resolve_machine(arguments.machine)
+    devices = [d for d, device in enumerate(machine.devices) if device.kind != "host"]
     base = search_plan(PlanRequest(step, machine, placer="single"), silent)
     methods = (("expert", 0), ("balanced", 0), ("etf", 0), *(("local_search", s) for s in range(3)))
     planned = []
@@ -80,7 +83,7 @@ def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Ca
         # Ops that a plan runs on both devices count where the search has put them.
         originals = duplicate(graph, plan.copies).copy_of < 0
         planned.append(plan.placement[originals])
-    chosen = placements(graph, planned, np.random.default_rng(arguments.seed))
+    chosen = placements(graph, devices, planned, np.random.default_rng(arguments.seed))
     simulator = Simulator(graph, machine, costs_of(step, machine))
     by_itself = Simulator(graph, machine, measured_costs(graph, step.program, machine, CostCache()))
     rows = []
@@ -91,7 +94,7 @@ def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Ca
             plan = replace(
                 base,
                 placement=placement,
-                orders=tuple(timeline.order_of(d) for d in range(2)),
+                orders=tuple(timeline.order_of(d) for d in range(len(machine.devices))),
                 value=timeline.step_seconds,
                 peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
             )
@@ -132,6 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=8.0, help="seconds to wait for calm")
+    parser.add_argument("--machine", default="here/2")
     parser.add_argument("--only", default="")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()

@@ -55,6 +55,7 @@ DovetailError
     │   ├── ServerLostError     .restarts .status
     │   └── NoWorkersError      .lost .status
     ├── UnequalError          a schedule whose outputs are others   .scheduler .error
+    ├── StreamRaceError       works of two streams that no event orders
     ├── ProcessError          .process .traceback
     ├── ProcessDiedError      .process .status
     ├── WorkerError           .device .op .traceback
@@ -437,6 +438,10 @@ class WorkerDiedError(RunError):
         self.device = device
         self.op = op
         self.status = status
+
+
+class StreamRaceError(RunError):
+    """Two works in streams of a GPU touch the same memory, and no event is between them."""
 
 
 # Learned placers.

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 HERE = "here"
 """The MACHINE text of the machine we stand on."""
+HERE_CPU = "here/cpu"
+"""The same without its GPUs."""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MOST_BYTES = 2**62

@@ -29,7 +29,7 @@ def step():
 
 @pytest.fixture(scope="module")
 def machine():
-    return local_machine(min(2, len(local_machine().devices[0].cores)))
+    return local_machine(f"here/{min(2, len(local_machine().devices[0].cores))}")
 
 
 def test_ops_of_one_signature_cost_the_same_and_a_step_is_measured_once(
@@ -95,7 +95,7 @@ def test_weights_that_are_fake_cannot_be_timed(machine, tmp_path):
 
 def test_disturbed_costs_are_told_and_not_kept(step, tmp_path, monkeypatch):
     monkeypatch.setattr(neighbours, "BUSY_CORES", 0.0)  # whatever the others do disturbs
-    cache, told, machine = CostCache(tmp_path / "costs.sqlite"), [], local_machine(1)
+    cache, told, machine = CostCache(tmp_path / "costs.sqlite"), [], local_machine("here/1")
     assert costs_in_step(step, machine, cache, beside=told.append) is not None
     assert len(told) == 1
     assert costs_in_step(step.graph, machine, cache) is None

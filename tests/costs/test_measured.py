@@ -25,7 +25,7 @@ def step():
 
 @pytest.fixture(scope="module")
 def machine():
-    return local_machine(min(2, len(local_machine().devices[0].cores)))
+    return local_machine(f"here/{min(2, len(local_machine().devices[0].cores))}")
 
 
 def test_equal_signatures_cost_the_same_and_are_measured_once(step, machine, tmp_path):
@@ -54,7 +54,7 @@ def test_ops_measured_beside_other_programs_have_costs_that_are_not_kept(
     monkeypatch.setattr(neighbours, "BUSY_CORES", 0.0)  # whatever the others do disturbs
     monkeypatch.setattr(measured, "_NEIGHBOURS_SECONDS", 0.5)
     cache, told = CostCache(tmp_path / "costs.sqlite"), []
-    machine = local_machine(1)
+    machine = local_machine("here/1")
     costs = measured_costs(step.graph, step.program, machine, cache, beside=told.append)
     assert (costs.compute_seconds[~step.graph.is_source] > 0).all()
     assert len(told) > 1, "a batch is measured again before it counts"

@@ -22,7 +22,7 @@ def test_a_fit_is_never_negative():
 
 
 def test_the_probe_measures_once_and_the_cache_remembers(tmp_path):
-    machine = local_machine(min(2, len(local_machine().devices[0].cores)))
+    machine = local_machine(f"here/{min(2, len(local_machine().devices[0].cores))}")
     cache = CostCache(tmp_path / "costs.sqlite")
     probed = probed_machine(machine, cache)
     assert probed.fingerprint == machine.fingerprint
@@ -41,7 +41,7 @@ def measured(monkeypatch):
     def measure(machine):
         machines.append(machine)
         devices = [{"op_overhead_seconds": 1e-5}] * len(machine.devices)
-        return {"devices": devices, "link": {}}, 1.5
+        return {"devices": devices, "links": []}, 1.5
 
     monkeypatch.setattr("dovetail.costs.measured._measure_rates", measure)
     return machines
@@ -77,9 +77,9 @@ def test_rates_measured_beside_other_programs_are_told_and_not_kept(
     "row",
     [
         {},
-        {"devices": [], "link": {}},
-        {"devices": [{"surprise": 1}], "link": {}},
-        {"devices": [{"op_overhead_seconds": -1.0}], "link": {}},
+        {"devices": [], "links": []},
+        {"devices": [{"surprise": 1}], "links": []},
+        {"devices": [{"op_overhead_seconds": -1.0}], "links": []},
     ],
 )
 def test_a_row_that_does_not_fit_is_measured_anew(tmp_path, measured, monkeypatch, row):

@@ -2,6 +2,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dovetail.errors import (
     FileFormatError,
@@ -17,6 +18,7 @@ from dovetail.machine import (
     Machine,
     check_local,
     emulated_dtypes,
+    gpus,
     load_machine,
     local_machine,
     parse_machine,
@@ -78,14 +80,14 @@ def test_an_unknown_machine_is_named_with_what_there_is(text):
 def test_here_splits_the_cores_in_disjoint_devices():
     one = local_machine()
     count = min(2, len(one.devices[0].cores))
-    many = local_machine(count)
+    many = local_machine(f"here/{count}")
     cores = [core for device in many.devices for core in device.cores]
     assert sorted(cores) == sorted(one.devices[0].cores)
     assert many.local
 
 
 def test_here_1_is_one_device_of_one_core():
-    one, whole = local_machine(1), local_machine()
+    one, whole = local_machine("here/1"), local_machine()
     assert (one.name, whole.name) == ("here/1", "here")
     (device,) = one.devices
     assert len(device.cores) == 1
@@ -113,12 +115,12 @@ def test_a_device_uses_a_thread_a_core_unless_it_says_otherwise(tmp_path):
 
 def test_the_host_is_among_the_smaller_devices_where_cores_do_not_divide(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(5)))
-    sizes = [len(device.cores) for device in local_machine(3).devices]
+    sizes = [len(device.cores) for device in local_machine("here/3").devices]
     assert sizes == [1, 2, 2]
 
 
 def test_the_devices_of_here_are_of_this_machine():
-    check_local(local_machine(min(2, len(os.sched_getaffinity(0)))))
+    check_local(local_machine(f"here/{min(2, len(os.sched_getaffinity(0)))}"))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_two_devices_that_share_a_core_are_refused():
 
 def test_more_devices_than_cores_are_refused():
     with pytest.raises(MachineError, match="cores here"):
-        local_machine(100_000)
+        local_machine("here/100000")
 
 
 def test_measured_rates_do_not_change_the_fingerprint_but_devices_do():
@@ -227,3 +229,73 @@ def test_only_its_own_source_can_be_a_links_channel():
         Machine(
             "m", devices, "d0", (Link("d0", "d1", 1e9, 0.0, "d1"), Link("d1", "d0", 1e9, 0.0, "d1"))
         )
+
+
+# ---- GPUs ----
+
+
+def with_gpus(monkeypatch, count=2, gib=16):
+    """torch sees so many GPUs, and a driver is there."""
+    monkeypatch.setattr(gpus, "_DRIVERS", (__file__,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _number: (gib << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _number: "NVIDIA Test")
+
+
+def test_here_has_the_cores_and_every_gpu(monkeypatch):
+    with_gpus(monkeypatch)
+    machine = parse_machine("here")
+    assert machine.device_names == ("cpu0", "gpu0", "gpu1")
+    assert [d.torch_device for d in machine.devices] == ["", "cuda:0", "cuda:1"]
+    assert machine.host == "cpu0" and machine.local
+    assert parse_machine("here/cpu").device_names == ("cpu0",)
+    check_local(machine)
+
+
+def test_here_gpu_has_the_gpus_alone(monkeypatch):
+    with_gpus(monkeypatch)
+    machine = parse_machine("here/gpu")
+    assert machine.device_names == ("host", "gpu0", "gpu1")
+    assert machine.devices[0].kind == "host" and machine.local
+    check_local(machine)
+
+
+def test_a_gpu_may_be_several_devices_that_share_it(monkeypatch):
+    with_gpus(monkeypatch, count=1)
+    machine = parse_machine("here/gpu*2")
+    assert machine.device_names == ("host", "gpu0.0", "gpu0.1")
+    halves = machine.devices[1:]
+    assert {d.torch_device for d in halves} == {"cuda:0"}
+    assert {d.memory_bytes for d in halves} == {8 << 30}
+    channels = {link.destination: link.channel for link in machine.links if link.source == "host"}
+    assert len(set(channels.values())) == 1, "they share the engine that copies"
+
+
+def test_gpus_that_are_not_here_are_refused(monkeypatch):
+    with_gpus(monkeypatch)
+    machine = parse_machine("here/gpu")
+    with_gpus(monkeypatch, count=1)
+    with pytest.raises(MachineError, match=r"gpu1.*torch sees cuda:0 to cuda:0"):
+        check_local(machine)
+    with_gpus(monkeypatch, count=0)
+    with pytest.raises(MachineError, match="torch sees no GPU"):
+        parse_machine("here/gpu")
+    assert parse_machine("here").device_names == ("cpu0",)
+
+
+@pytest.mark.parametrize("text", ["here/gpus", "here/gpu*", "here/cpu2", "here/gpu*x", "here/-1"])
+def test_other_texts_do_not_name_this_machine(text):
+    with pytest.raises(UnknownPresetError):
+        parse_machine(text)
+
+
+def test_a_machine_file_names_its_gpus(tmp_path, monkeypatch):
+    with_gpus(monkeypatch)
+    machine = parse_machine("here")
+    save_machine(machine, tmp_path / "box.toml")
+    assert load_machine(tmp_path / "box.toml") == machine
+    with pytest.raises(MachineError, match="torch_device is 'cuda'"):
+        replace(machine.devices[1], torch_device="cuda")
+    with pytest.raises(MachineError, match="torch_device"):
+        replace(machine.devices[0], torch_device="cuda:0")

@@ -32,7 +32,7 @@ def _quick_costs():
 @pytest.fixture(scope="module")
 def asked():
     return TaskRequest(
-        "m", resolve_model("tests.support.small_models:trained", "adam"), local_machine(2)
+        "m", resolve_model("tests.support.small_models:trained", "adam"), local_machine("here/2")
     )
 
 

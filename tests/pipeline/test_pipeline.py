@@ -99,7 +99,7 @@ def test_a_machine_with_cores_that_is_described_keeps_its_rates(
     op_seconds, monkeypatch, tmp_path, as_file
 ):
     monkeypatch.setattr(sources, "probed_machine", raising(AssertionError("probed")))
-    machine = replace(local_machine(min(2, len(os.sched_getaffinity(0)))), name="box")
+    machine = replace(local_machine(f"here/{min(2, len(os.sched_getaffinity(0)))}"), name="box")
     save_machine(machine, tmp_path / "box.toml")
     found = plan(three_ops(), str(tmp_path / "box.toml") if as_file else machine, budget="50e")
     assert found.machine == machine

@@ -359,7 +359,7 @@ def test_what_ops_take_as_compiled_goes_by_kind_and_number_of_threads(halved):
 def placed_again(step, monkeypatch, placement):
     """The plans before and after, if the search with compiled costs finds this placement."""
     graph = step.graph
-    machine = local_machine(2)
+    machine = local_machine("here/2")
     chosen = plan_for(step, random_placement(graph, 0), machine=machine)
     chosen = replace(chosen, compute_seconds=np.ones((len(graph), 2)), notes=("first",))
     before = segmented(chosen, step)
@@ -429,7 +429,7 @@ def test_ops_that_are_pinned_apart_are_no_kernel():
     step = capture(Sides(), torch.randn(4, 8))
     pins = [("left", "cpu0"), ("right", "cpu1")]
     request = PlanRequest(step, "here/2", budget="20e", pins=pins)
-    costs = planning.costs_of(step, local_machine(2))
+    costs = planning.costs_of(step, local_machine("here/2"))
     found = planning.search_plan(request, lambda *_: None, costs, compiled=True)
     for name, device in pins:
         of_module = [op for op, module in enumerate(step.graph.modules) if module.startswith(name)]

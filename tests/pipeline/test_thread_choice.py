@@ -112,7 +112,7 @@ def test_a_choice_made_beside_other_programs_is_not_remembered(step, tmp_path, m
 def test_one_core_a_long_step_and_one_that_does_not_fit_are_not_tried(step, tmp_path, monkeypatch):
     cache = CostCache(tmp_path / "costs.sqlite")
     monkeypatch.setattr(sources, "_try_threads", None)
-    assert choose_threads(step, local_machine(1), cache) is None
+    assert choose_threads(step, local_machine("here/1"), cache) is None
     monkeypatch.setattr(sources, "LONG_SECONDS", 0.0)
     assert choose_threads(step, local_machine(), cache) is None
     monkeypatch.undo()

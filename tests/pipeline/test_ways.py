@@ -161,7 +161,7 @@ def test_all_cores_and_the_best_number_of_threads_are_measured(step, timed):
 )
 def test_a_plan_for_all_cores_as_one_device_is_a_rival(step, timed, of_plan, of_rival, chosen):
     timed[0][PLACED][0], timed[0][HERE][0] = of_plan, of_rival
-    machine = local_machine(2)
+    machine = local_machine("here/2")
     several = plan_for(step, random_placement(step.graph, 0), machine=machine)
     several = replace(several, min_gain=0.02)
     single = search_plan(PlanRequest(step, "here", placer="single"), lambda *_: None)

@@ -22,6 +22,10 @@ def test_a_setting_that_no_run_can_have_is_refused_where_the_request_is_built():
     with pytest.raises(UsageError) as caught:
         replace(request, validate="often")
     assert caught.value.option == "validate"
+    for option, value in (("device", "gpu"), ("device", "cuda:x"), ("autocast", "float16")):
+        with pytest.raises(UsageError) as caught:
+            replace(request, **{option: value})
+        assert caught.value.option == option
 
 
 def test_a_trainer_builds_the_request_of_its_arguments():

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from dovetail.errors import ModelError, UsageError
-from dovetail.training.modules import ModuleLearner, flatten, unflatten
+from dovetail.training.modules import ModuleLearner, device_of, flatten, unflatten
+from dovetail.training.trainer import Trainer
 from tests.support.training_models import (
     OPTIMIZERS,
     SGD,
@@ -253,3 +254,80 @@ def plateau(optimizer):
 def test_a_schedule_that_sets_no_rate_is_an_error(schedule, says):
     with pytest.raises(UsageError, match=says):
         learner_of(perceptron(), schedule=schedule).rate(0.0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_another_device_trains_as_the_cpu_does(name):
+    # "cpu:0" is another device than "cpu" to a learner: all goes through copies.
+    found = trained(
+        learner_of(perceptron(), OPTIMIZERS[name], device="cpu:0"), flatten(perceptron())
+    )
+    expected = trained(learner_of(perceptron(), OPTIMIZERS[name]), flatten(perceptron()))
+    assert np.array_equal(found, expected)
+
+
+def test_a_read_only_center_is_copied_to_another_device():
+    theta = flatten(perceptron())
+    theta.flags.writeable = False
+    here, there = learner_of(perceptron()), learner_of(perceptron(), device="cpu:0")
+    indices = np.arange(8)
+    assert np.array_equal(
+        here.gradient(theta, indices, 0).vector, there.gradient(theta, indices, 0).vector
+    )
+
+
+def test_a_gradient_that_others_have_added_to_is_the_one_that_counts():
+    # Ranks of a group sum their gradients in place.
+    here, there = learner_of(perceptron()), learner_of(perceptron(), device="cpu:0")
+    theta, changes = flatten(perceptron()), []
+    for learner in (here, there):
+        gradient = learner.gradient(theta.copy(), np.arange(8), 0)
+        gradient.vector[:] *= 2
+        changes.append(learner.update(theta.copy(), gradient.vector, 0.0))
+    assert np.array_equal(*changes)
+
+
+def test_autocast_computes_in_bfloat16():
+    seen = []
+
+    class Watching(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            seen.append(output.dtype)
+            return output.float()
+
+    data = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    learner = learner_of(Watching(4, 3), data=data, autocast="bfloat16")
+    gradient = learner.gradient(flatten(Watching(4, 3)), np.arange(8), 0)
+    assert seen == [torch.bfloat16]
+    assert gradient.vector.dtype == np.float32 and np.isfinite(gradient.vector).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gpu_trains_as_the_cpu_does(name):
+    found = trained(
+        learner_of(perceptron(), OPTIMIZERS[name], device="cuda:0"), flatten(perceptron())
+    )
+    expected = trained(learner_of(perceptron(), OPTIMIZERS[name]), flatten(perceptron()))
+    assert relative(found, expected) < 1e-4
+
+
+def test_devices_that_cannot_train_are_refused_before_anything_starts(monkeypatch):
+    trainer = Trainer(perceptron(), cross_entropy, SGD, device="cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="torch sees no GPU"):
+        trainer.fit(table())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match="torch sees cuda:0 to cuda:0"):
+        trainer.fit(table())
+    with pytest.raises(UsageError, match="ray"):
+        Trainer(perceptron(), cross_entropy, SGD, backend="ray", device="cuda").fit(table())
+
+
+def test_workers_have_the_gpus_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [device_of("cuda", worker) for worker in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert device_of("cuda:1", 0) == "cuda:1"
+    assert device_of("cpu", 1) == "cpu"

@@ -92,6 +92,16 @@ def train(  # noqa: PLR0913  one argument an option
             show_default=_default("partition"),
         ),
     ] = "",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Where workers compute: cpu, cuda (the GPUs in turn) or cuda:NUMBER",
+            show_default=_default("device"),
+        ),
+    ] = "",
+    autocast: Annotated[
+        str, typer.Option(help="bfloat16: workers compute in it by torch.autocast")
+    ] = "",
     lr: Annotated[
         float | None, typer.Option(help="Learning rate, in place of the optimizer's own")
     ] = None,
@@ -195,7 +205,7 @@ def train(  # noqa: PLR0913  one argument an option
     settings = _given(
         workers=workers, batch=batch, epochs=epochs, lr=lr, seed=seed, patience=patience,
         folder=folder, backend=backend or None, wire=wire or None, monitor=monitor or None,
-        partition=partition or None,
+        partition=partition or None, device=device or None, autocast=autocast or None,
         metrics=tuple(metric) if metric else None, resume=resume or None,
         validate=int(validate) if validate.isdecimal() else validate or None,
     )  # fmt: skip

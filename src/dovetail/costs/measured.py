@@ -15,7 +15,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,19 @@ from numpy.typing import NDArray
 
 from dovetail.costs.analytic import analytic_costs
 from dovetail.costs.cache import CostCache, MeasuredCost
+from dovetail.costs.messages import (
+    FailedCall,
+    OpTimes,
+    TimedCalls,
+    TimedEntry,
+    TimedStep,
+    random_tensor,
+)
 from dovetail.costs.records import Costs
 from dovetail.errors import CostError, MachineError, ModelError, ProcessDiedError
 from dovetail.frontends import Captured, Program
 from dovetail.frontends.interpret import example_values, initial_values, last_uses
-from dovetail.frontends.program import Call, distinct_refs
+from dovetail.frontends.program import distinct_refs
 from dovetail.frontends.runners import Runner, Stream, make_runner, runner_kind
 from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
@@ -38,15 +46,13 @@ from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
-from dovetail.runtime.timers import Timing, clock, summarise, time_call
+from dovetail.runtime.timers import clock, summarise, time_call
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
 # The process that measures. It is pinned to a device's cores and set up like an executor's worker.
 #
 # Messages to it are tuples whose first element is a key of `_ANSWERS`. It sends one reply to each.
 
-
-Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in elements, dtype
 
 HOP_BYTES = (4096, 262144, 4194304)
 """A link's latency and bandwidth are fitted to messages of these sizes."""
@@ -65,44 +71,6 @@ _PACE_LOOPS, _DISTURBED = 2000, 1.15
 counts as disturbed."""
 _FLAG_BYTES = 256
 """Bytes before the payload, which hold two flags and an abort flag."""
-
-
-@dataclass(frozen=True)
-class TimedEntry:
-    """A call to time.
-
-    layouts   tensor that the call reads -> its layout
-    cold      tensors that a network holds from step to step
-    """
-
-    call: Call
-    layouts: dict[int, Layout]
-    cold: frozenset[int]
-
-
-@dataclass(frozen=True)
-class TimedCalls:
-    """The reply with a timing per entry.
-
-    pace_seconds     the best pace of the core, seen now or known before
-    waited_seconds   time of the disturbed rounds
-    seconds          time of all rounds
-    others_cores     how many of this process's cores other programs used meanwhile
-    """
-
-    timings: list[Timing]
-    pace_seconds: float
-    waited_seconds: float
-    seconds: float
-    others_cores: float
-
-
-@dataclass(frozen=True)
-class FailedCall:
-    """The reply where entry `index` raised."""
-
-    index: int
-    traceback: str
 
 
 def serve(channel: Channel) -> None:
@@ -216,7 +184,7 @@ def _bind_inputs(entry: TimedEntry) -> list[Callable[[], float]]:
     The call runs as in an executor, by a runner. It frees its results, as it does there, and the
     time of that is part of the cost.
     """
-    hot = {t: _random_tensor(x, entry.layouts) for t, x in entry.layouts.items()}
+    hot = {t: random_tensor(x, entry.layouts) for t, x in entry.layouts.items()}
     cold_bytes = sum(hot[tensor].untyped_storage().nbytes() for tensor in entry.cold)
     count = 1 + max((*entry.layouts, *entry.call.results), default=0)
     frees = tuple(tensor for tensor in entry.call.results if tensor >= 0)
@@ -324,30 +292,6 @@ class _Hops:
 # ops twice. So the whole step runs, on all devices at once, and the runner stamps every op.
 
 
-@dataclass(frozen=True)
-class TimedStep:
-    """A step to time, op by op.
-
-    calls     op -> call, in running order
-    frees     op -> tensors that nobody reads after it
-    values    tensor -> value of the step's sources
-    tensors   how many tensors the step has
-    """
-
-    calls: dict[int, Call]
-    frees: dict[int, tuple[int, ...]]
-    values: dict[int, torch.Tensor]
-    tensors: int
-
-
-@dataclass(frozen=True)
-class OpTimes:
-    """The reply with the seconds [passes, ops] of each op, in the order of `TimedStep.calls`."""
-
-    seconds: NDArray[np.float64]
-    others_cores: float
-
-
 _WARM_UP_SECONDS, _STEPS_SECONDS = 0.3, 3.0
 """The first steps, for so long, do not count. Then steps are timed for so long, but at least
 `_LEAST_STEPS` and at most `_MOST_STEPS` of them."""
@@ -356,8 +300,11 @@ LONG_SECONDS = 5.0
 """A step that takes longer than this by data sheet is not timed as a whole."""
 
 
-def time_step(step: TimedStep) -> OpTimes | FailedCall:
-    """Run a step repeatedly, and time its ops. Returns a `FailedCall` for an op that raises."""
+def time_step(step: TimedStep, beside: tuple[int, ...] = ()) -> OpTimes | FailedCall:
+    """Run a step repeatedly, and time its ops. Returns a `FailedCall` for an op that raises.
+
+    beside   ids of processes that time the step at the same time: a GPU's uses any core
+    """
     runner = make_runner(step.tensors)
     for tensor, value in step.values.items():
         runner.set(tensor, value)
@@ -370,7 +317,8 @@ def time_step(step: TimedStep) -> OpTimes | FailedCall:
         stream.call(call, tag=op, frees=step.frees.get(op, ()), seed=seed)
     stamps = np.zeros((len(step.calls), 2), dtype=np.int64)
     samples: list[NDArray[np.float64]] = []
-    neighbours = Neighbours(os.sched_getaffinity(0))
+    others = [pid for pid in beside if pid != os.getpid()]
+    neighbours = Neighbours(os.sched_getaffinity(0), others)
     try:
         began = clock()
         runner.run(stream)
@@ -386,28 +334,6 @@ def time_step(step: TimedStep) -> OpTimes | FailedCall:
         return FailedCall(runner.failed, traceback.format_exc())
     gc.collect()
     return OpTimes(np.array(samples), neighbours.settled() or 0.0)
-
-
-def _random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
-    """Return a random tensor of this layout for a call with these `layouts`.
-
-    Floats are in [0.1, 1), so that no root or logarithm fails. Integers may be indices, so they are
-    below every axis of the call's floating-point tensors, or of all its tensors if it has none.
-    """
-    shape, strides, dtype_name = layout
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    # The elements of a strided tensor lie within this many elements of memory.
-    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    extent = 0 if 0 in shape else 1 + reach
-    if dtype.is_floating_point or dtype.is_complex:
-        flat = torch.empty(extent).uniform_(0.1, 1.0).to(dtype)
-    else:
-        indexed = [s for s, _, name in layouts.values() if "float" in name]
-        shapes = indexed or [s for s, _, _ in layouts.values()]
-        lengths = [n for sizes in shapes for n in sizes if n > 0]
-        high = 2 if dtype == torch.bool else min(lengths, default=2)
-        flat = torch.randint(0, high, (extent,)).to(dtype)
-    return flat.as_strided(shape, strides)
 
 
 _hops = _Hops()
@@ -473,7 +399,8 @@ def measured_costs(
     for kind, devices in _kinds(machine).items():
         device_name = device_key(devices[0], machine)
         device_costs = cache.costs(device_name, first)
-        missing = [op for key, op in first.items() if key not in device_costs]
+        runs = graph.runs_on(devices[0].kind)
+        missing = [op for key, op in first.items() if key not in device_costs and runs[op]]
         if missing and program is None:
             raise CostError(
                 graph.names[missing[0]],
@@ -490,11 +417,15 @@ def measured_costs(
                     cache.add_costs(device_name, by_key)
                 device_costs |= by_key
                 progress(1 - sum(key not in device_costs for key in first) / len(first))
-        column = np.array([device_costs[key].seconds for key in keys])
+        column = np.array(
+            [device_costs[key].seconds if key in device_costs else np.inf for key in keys]
+        )
         for d, device in enumerate(machine.devices):
-            if _kind(device) == kind:
+            if device.kind == "host":
+                seconds[ops, d] = np.inf
+            elif _kind(device) == kind:
                 seconds[ops, d] = column
-                seconds[~graph.runs_on(device.kind), d] = np.inf
+                seconds[~graph.runs_on(device.kind) & ~graph.is_source, d] = np.inf
     return Costs(seconds, "measured")
 
 
@@ -534,7 +465,7 @@ def costs_in_step(
             beside(others_cores)
         for kind in kinds:
             samples: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
-            for device, reply in zip(machine.devices, replies, strict=True):
+            for device, reply in zip(_measured_devices(machine), replies, strict=True):
                 if _kind(device) == kind:
                     for place, key in enumerate(keys):
                         samples[key].append(reply.seconds[:, place])
@@ -546,19 +477,25 @@ def costs_in_step(
             if not disturbs(others_cores):
                 cache.add_costs(names[kind], costs[kind])
     for d, device in enumerate(machine.devices):
-        seconds[ops, d] = [costs[_kind(device)][key].seconds for key in keys]
+        if device.kind == "host":
+            seconds[:, d] = np.inf
+        else:
+            seconds[ops, d] = [costs[_kind(device)][key].seconds for key in keys]
         seconds[~graph.runs_on(device.kind), d] = np.inf
+    seconds[graph.is_source] = 0.0
     return Costs(seconds, "measured")
 
 
 def _may_run_everywhere(graph: Graph, machine: Machine) -> bool:
     """True if the step is not long, every op may run on every device, and all its tensors fit into
     memory twice for each device: once here or on the way, and once there."""
-    if analytic_costs(graph, machine).compute_seconds.sum(axis=0).max() > LONG_SECONDS:
+    costs = analytic_costs(graph, machine).compute_seconds[~graph.is_source]
+    if np.where(np.isfinite(costs), costs, 0.0).sum(axis=0).max() > LONG_SECONDS:
         return False
-    held_bytes = int(graph.tensor_bytes.sum()) * len(machine.devices)
-    runs = all(bool(graph.runs_on(device.kind).all()) for device in machine.devices)
-    return runs and 2 * held_bytes <= available_bytes()
+    devices, step_bytes = _measured_devices(machine), int(graph.tensor_bytes.sum())
+    runs = all(bool(graph.runs_on(device.kind).all()) for device in devices)
+    fits = all(step_bytes <= d.memory_bytes for d in devices if d.torch_device)
+    return runs and fits and 2 * step_bytes * len(devices) <= available_bytes()
 
 
 def _timed_everywhere(
@@ -609,11 +546,13 @@ def _run_everywhere(captured: Captured, machine: Machine) -> list[OpTimes] | Non
     except ModelError:
         return None
     with ExitStack() as stack:
-        workers = [stack.enter_context(start_worker(device)) for device in machine.devices]
+        devices = _measured_devices(machine)
+        workers = [stack.enter_context(start_worker(device)) for device in devices]
         for worker in workers:
             worker.receive()
+        pids = tuple(worker.pid for worker in workers)
         for worker in workers:
-            worker.send(("step", step))
+            worker.send(("step", step, pids))
         try:
             replies: list[OpTimes | FailedCall] = [worker.receive() for worker in workers]
         except ProcessDiedError:  # op by op takes less memory
@@ -622,7 +561,19 @@ def _run_everywhere(captured: Captured, machine: Machine) -> list[OpTimes] | Non
     return times if len(times) == len(replies) else None
 
 
+def _measured_devices(machine: Machine) -> list[Device]:
+    """The devices that are measured, all at once: those that run anything, and of those that share
+    a GPU the first."""
+    found: dict[str, Device] = {}
+    for device in machine.devices:
+        if device.kind != "host":
+            found.setdefault(device.torch_device or device.name, device)
+    return list(found.values())
+
+
 def _threads_of(device: Device) -> str:
+    if device.torch_device:
+        return "GPU"
     cores, threads = len(device.cores), device.op_threads
     return f"{cores} cores" if threads == cores else f"{threads} threads on {cores} cores"
 
@@ -633,7 +584,7 @@ def _kind(device: Device) -> tuple[str, int, int]:
 
 def _kinds(machine: Machine) -> dict[tuple[str, int, int], list[Device]]:
     kinds = defaultdict(list)
-    for device in machine.devices:
+    for device in _measured_devices(machine):
         kinds[_kind(device)].append(device)
     return kinds
 
@@ -706,6 +657,10 @@ def _measure(
 
 def start_worker(device: Device) -> Worker:
     """Start a worker for the device and tell it to set up. The caller receives its reply."""
+    if device.torch_device:
+        worker = launch("dovetail.costs.gpus:serve", name=device.name)
+        worker.send(("set up", device.torch_device))
+        return worker
     threads = device.op_threads
     entry = "dovetail.costs.measured:serve"
     worker = launch(entry, cores=device.cores, threads=threads, name=device.name)
@@ -785,12 +740,14 @@ def probed_machine(
 ) -> Machine:
     """Return the machine with measured rates, from the cache unless `fresh`.
 
-    Devices are measured at the same time, because they will work at the same time. Links are
-    assumed to be alike: the link between the first two devices is measured for all. Rates that were
+    Devices are measured at the same time, because they will work at the same time. Links between
+    sets of cores are assumed to be alike: the one between the first two is measured for all. Links
+    of GPUs are measured each way, those to the host with pinned memory. Rates that were
     measured while other programs used these cores are not cached, and `beside` is called with the
     number of cores that those used.
     """
-    key = f"{machine.name} | {machine.fingerprint} | {device_key(machine.devices[0], machine)}"
+    measured = _measured_devices(machine)[0]
+    key = f"{machine.name} | {machine.fingerprint} | {device_key(measured, machine)} | links"
     rates = None if fresh else cache.probe(key)
     if rates is not None:
         try:
@@ -810,7 +767,10 @@ def _with_rates(machine: Machine, rates: dict[str, Any]) -> Machine:
         replace(device, **measured)
         for device, measured in zip(machine.devices, rates["devices"], strict=True)
     )
-    links = tuple(replace(link, **rates["link"]) for link in machine.links)
+    links = tuple(
+        replace(link, **measured)
+        for link, measured in zip(machine.links, rates["links"], strict=True)
+    )
     return replace(machine, devices=devices, links=links)
 
 
@@ -831,17 +791,61 @@ def fit_link(hop_seconds: dict[int, float]) -> dict[str, float]:
 
 def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
     """Return (rates of devices and links, cores that other programs used meanwhile)."""
+    measured = _measured_devices(machine)
     with ExitStack() as stack:
-        workers = [stack.enter_context(start_worker(device)) for device in machine.devices]
+        workers = [stack.enter_context(start_worker(device)) for device in measured]
         for worker in workers:
             worker.receive()
         cores = [core for device in machine.devices for core in device.cores]
         neighbours = Neighbours(cores, [worker.pid for worker in workers])
         for worker in workers:
             worker.send(("rates",))
-        devices = [worker.receive() for worker in workers]
-        link = fit_link(_measure_hops(workers[0], workers[1])) if machine.links else {}
-        return {"devices": devices, "link": link}, neighbours.settled() or 0.0
+        of_worker = {_name_of(d): w.receive() for d, w in zip(measured, workers, strict=True)}
+        devices = [of_worker.get(_name_of(device), {}) for device in machine.devices]
+        on_cores = [w for d, w in zip(measured, workers, strict=True) if d.cores]
+        hops = fit_link(_measure_hops(*on_cores[:2])) if len(on_cores) > 1 else {}
+        copies = _measure_copies(measured, workers)
+        links = [
+            copies.get((_name_of(a), _name_of(b)), hops)
+            for a, b in (
+                (
+                    machine.devices[machine.device_index(end)]
+                    for end in (link.source, link.destination)
+                )
+                for link in machine.links
+            )
+        ]
+        return {"devices": devices, "links": links}, neighbours.settled() or 0.0
+
+
+def _name_of(device: Device) -> str:
+    """What a device is measured as: devices that share a GPU are measured as one."""
+    return device.torch_device or device.name
+
+
+def _measure_copies(
+    devices: list[Device], workers: list[Worker]
+) -> dict[tuple[str, str], dict[str, float]]:
+    """(source, destination) -> the link's rates, of all pairs with a GPU. Every set of cores, and a
+    host, has the same memory."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    gpus = [device.torch_device for device in devices if device.torch_device]
+    for device, worker in zip(devices, workers, strict=True):
+        if not device.torch_device:
+            continue
+        # One after the other: they share the way to the host's memory.
+        worker.send(("links", gpus))
+        rates = {name: fit_link(seconds) for name, seconds in worker.receive().items()}
+        for other in gpus:
+            found[device.torch_device, other] = rates[other]
+        for other in (d.name for d in devices if not d.torch_device):
+            found[device.torch_device, other] = rates["from"]
+            found[other, device.torch_device] = rates["to"]
+        found[device.torch_device, "host"], found["host", device.torch_device] = (
+            rates["from"],
+            rates["to"],
+        )
+    return found
 
 
 def _measure_hops(first: Worker, second: Worker) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Executors run a checked plan for real. So far they run it on the CPU devices of one machine."""
+"""Executors run a checked plan for real, on the CPU devices and GPUs of one machine."""
 
 from dovetail.executors.placed import Measurement, PlacedNetwork, run
 from dovetail.executors.plain import PlainNetwork

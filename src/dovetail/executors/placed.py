@@ -1,4 +1,5 @@
-"""Runs a loaded plan: parameters lie in shared memory, and the devices' processes run the steps.
+"""Runs a loaded plan: parameters lie in shared memory or on GPUs, and the devices' processes run
+the steps.
 
     parent                   shared block                       worker of a device
     step(*inputs) ─ copy ──► inputs                             reads its sources in place
@@ -7,7 +8,8 @@
     result ◄─────── copy ─── outputs           ◄─ copied ────── after the step
 
 This process reads and writes parameters only between steps, so that `state_dict` needs no help of
-the workers.
+the workers. What lives on GPUs is copied from the block when a plan is loaded, and into it when it
+is asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.errors import (
+    DovetailError,
     OutOfMemoryError,
     ProcessDiedError,
     ProcessError,
@@ -29,11 +32,20 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.shares import SendTensor, Share, ops_of, share_out, tensor_at
+from dovetail.executors.gpus.steps import steps_of
+from dovetail.executors.gpus.worker import LoadGpus, ReadSources, SaveSources
+from dovetail.executors.shares import (
+    ReadSource,
+    SendTensor,
+    Share,
+    ops_of,
+    share_out,
+    tensor_at,
+)
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import Workers
 from dovetail.frontends.interpret import example_values, held_values, source_value
-from dovetail.frontends.program import Captured, Ref
+from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
@@ -67,6 +79,11 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
                 to = instruction.destination
                 channel = _channel(machine, share.device, to)
                 row = (instruction.tensor, instruction.op, share.device, to)
+                transfers.append((start, channel, *row, stop))
+            if isinstance(instruction, ReadSource):
+                channel = _channel(machine, instruction.source, share.device)
+                ends = (instruction.source, share.device)
+                row = (instruction.tensor, instruction.producer, *ends)
                 transfers.append((start, channel, *row, stop))
     # Rows begin with the start, so that sorting them puts spans in order of time.
     op_rows = np.array(sorted(spans), dtype=np.int64).reshape(-1, 4)
@@ -219,6 +236,8 @@ class PlacedNetwork:
         self._held = _fill(captured, self._sources, seed)
         self._fed = False
         self._processes: list[Worker] = []
+        self._of_processes: list[Share] = []
+        self._gpus: Worker | None = None
         self._load()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +269,7 @@ class PlacedNetwork:
             self.feed()
         self._steps += 1
         request = Step(self._key, self._steps, timed)
-        waiting = dict(zip(self._processes, self._shares.shares, strict=True))
+        waiting = dict(zip(self._processes, self._of_processes, strict=True))
         try:
             self._send(request, waiting)
             self._collect(waiting)
@@ -263,6 +282,7 @@ class PlacedNetwork:
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of parameters and buffers, by their names in the plain module's state_dict."""
         self._check_open()
+        self._with_gpus(SaveSources(self._key))
         return {name: self._value_of(name).clone() for name in self.captured.module.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -273,11 +293,14 @@ class PlacedNetwork:
         """
         self._check_open()
         names = self.captured.module.state_dict()
+        self._with_gpus(SaveSources(self._key))
         _load_values("state_dict", {name: self._value_of(name) for name in names}, state)
+        self._with_gpus(ReadSources(self._key))
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"."""
         self._check_open()
+        self._with_gpus(SaveSources(self._key))
         return {name: value.clone() for name, value in self._optimizer_state().items()}
 
     def load_optimizer_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -287,7 +310,9 @@ class PlacedNetwork:
         of the step in this run.
         """
         self._check_open()
+        self._with_gpus(SaveSources(self._key))
         _load_values("optimizer_state_dict", self._optimizer_state(), state)
+        self._with_gpus(ReadSources(self._key))
 
     def measure(
         self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
@@ -348,23 +373,62 @@ class PlacedNetwork:
         return timeline_of(self.plan.machine, self._shares.shares, self._block)
 
     def _load(self) -> None:
-        graph, program = self.captured.graph, self.captured.program
-        shares = self._shares.shares
+        graph = self.captured.graph
+        devices = self.plan.machine.devices
+        # Of each process the share by which it is named in errors: all GPUs have one process.
+        on_gpus = [share for share in self._shares.shares if devices[share.device].torch_device]
+        self._of_processes = [s for s in self._shares.shares if s not in on_gpus[1:]]
+        gpus = next((d for d, device in enumerate(devices) if device.torch_device), -1)
         try:
-            self._processes = self.workers.start(tuple(share.device for share in shares))
+            self._processes = self.workers.start(
+                tuple(gpus if s in on_gpus else s.device for s in self._of_processes)
+            )
+            beside = tuple(
+                process.pid
+                for process, share in zip(self._processes, self._of_processes, strict=True)
+                if share in on_gpus
+            )
             # All processes get their load before any is waited for, so that they bind it at the
             # same time.
-            for process, share in zip(self._processes, shares, strict=True):
-                number, ops = self.workers.unsent(program, share.device, share.ops)
-                calls = {op: call for op in ops if (call := program.calls[op]) is not None}
-                process.send(Load(self._key, share, number, calls, graph.tensors, self._seed))
+            for process, share in zip(self._processes, self._of_processes, strict=True):
+                if share in on_gpus:
+                    self._gpus = process
+                    ops = [op for each in on_gpus for op in each.ops]
+                    number, calls = self._unsent(gpus, ops)
+                    random = {
+                        op for op, call in enumerate(self.captured.program.calls)
+                        if call is not None and call.random
+                    }  # fmt: skip
+                    steps = steps_of(self.plan, graph, self._shares.shares, random)
+                    load: object = LoadGpus(
+                        self._key, tuple(on_gpus), steps,
+                        {s.device: devices[s.device].torch_device for s in on_gpus}, number, calls,
+                        graph.tensors, self._seed,
+                    )  # fmt: skip
+                else:
+                    number, calls = self._unsent(share.device, share.ops)
+                    load = Load(self._key, share, number, calls, graph.tensors, self._seed, beside)
+                process.send(load)
                 process.send_descriptor(self._block.descriptor)
-            for process in self._processes:
-                process.receive()
+            for process, share in zip(self._processes, self._of_processes, strict=True):
+                if isinstance(reply := process.receive(), Failed):
+                    raise self._error_of(reply, share)
         except BaseException:
             self.workers.close(kill=True)
             self._release("its devices could not be started")
             raise
+
+    def _unsent(self, device: int, ops: Sequence[int]) -> tuple[int, dict[int, Call]]:
+        """(key of the program, those calls of the ops that the device's process does not have)."""
+        program = self.captured.program
+        number, fresh = self.workers.unsent(program, device, ops)
+        return number, {op: call for op in fresh if (call := program.calls[op]) is not None}
+
+    def _with_gpus(self, request: SaveSources | ReadSources) -> None:
+        """Have the GPUs' process bring their sources and the block into agreement."""
+        if self._gpus is not None:
+            self._gpus.send(request)
+            self._gpus.receive()
 
     def _send(self, request: Step, waiting: dict[Worker, Share]) -> None:
         for process, share in waiting.items():
@@ -375,7 +439,7 @@ class PlacedNetwork:
 
     def _collect(self, waiting: dict[Worker, Share]) -> None:
         """Receive every device's reply, emptying `waiting`; then raise the first failure."""
-        failure: RunError | None = None
+        failure: DovetailError | None = None
         while waiting:
             # A single process is waited for directly: the selector in `ready` takes as long as a
             # small step's hand-over.
@@ -389,11 +453,20 @@ class PlacedNetwork:
                     failure = failure or self._failure(share, error)
                 else:
                     if isinstance(reply, Failed):
-                        name, op = self._device_name(share), self._op_name(reply.op)
-                        failure = failure or WorkerError(name, op, reply.traceback)
+                        failure = failure or self._error_of(reply, share)
                 del waiting[process]
         if failure is not None:
             raise failure
+
+    def _error_of(self, reply: Failed, share: Share) -> DovetailError:
+        """The error for a reply that says that something was raised."""
+        device = self._device_name(share)
+        if reply.op >= 0 and self.plan.machine.devices[share.device].torch_device:
+            # All GPUs have one process.
+            device = self.plan.machine.device_names[self.plan.placement[reply.op]]
+        if reply.lacking is not None:
+            return OutOfMemoryError(device, *reply.lacking)
+        return WorkerError(device, self._op_name(reply.op), reply.traceback)
 
     def _failure(self, share: Share, error: ProcessDiedError | ProcessError) -> RunError:
         """The error for a process that is gone, naming the device and the op that was running."""
@@ -490,7 +563,7 @@ def labelled(
 def run(
     plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None
 ) -> PlacedNetwork:
-    """Load the plan on this machine's CPU devices; return it ready to run.
+    """Load the plan on this machine's devices; return it ready to run.
 
     `seed` seeds the weights where the captured module is fake, and the numbers of random ops.
     `workers` are processes to share with other plans for the same devices.

@@ -7,9 +7,11 @@
     AskState, GiveState ◄──────────────► parameters, buffers, optimizer state
 
 Nothing of ours touches the computation: the process has torch's own defaults, but for the number of
-threads.
+threads. On a GPU the module is moved there, and each step's inputs are copied there, as a plan
+copies them; a step ends when the GPU has ended.
 """
 
+import os
 import sys
 import time
 import traceback
@@ -49,7 +51,9 @@ from dovetail.frontends.structures import substitute
 from dovetail.machine import Machine
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
+from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel, launch
+from dovetail.runtime.torch_versions import pytree
 from dovetail.timeline import Timeline
 
 ENTRY = "dovetail.executors.plain:serve"
@@ -63,6 +67,7 @@ class LoadPlain:
     parcel: Parcel
     compiled: bool
     seed: int
+    torch_device: str
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,10 @@ class _Served:
             module = module()
         _fill_main(module, step.loss)
         self.seed = load.seed
+        self.cuda = cuda_of([load.torch_device]) if load.torch_device else None
+        self.device = torch_device_of(load.torch_device) if load.torch_device else None
+        if self.device is not None:
+            module.to(self.device)
         self.plain = PlainModule(module, signature, step, compiled=load.compiled)
         self.tensors: tuple[Tensor, ...] = ()
 
@@ -139,7 +148,7 @@ class _Served:
             case UseThreads(count=count):
                 torch.set_num_threads(count)
             case AskState():
-                return plain.module.state_dict(), plain.optimizer_state()
+                return _on_cpu((plain.module.state_dict(), plain.optimizer_state()))
             case GiveState(module=of_module, optimizer=of_optimizer):
                 if of_module is not None:
                     plain.module.load_state_dict(of_module)
@@ -150,11 +159,16 @@ class _Served:
     def _run(self, number: int, returns: bool) -> tuple[float, Any]:
         torch.manual_seed(seed_for(self.seed, number, -1))
         began = time.perf_counter()
-        result = self.plain.step(self.tensors)
+        tensors = self.tensors
+        if self.device is not None:
+            tensors = tuple(tensor.to(self.device) for tensor in tensors)
+        result = self.plain.step(tensors)
+        if self.cuda is not None:
+            self.cuda.synchronize(self.device)
         seconds = time.perf_counter() - began
         if not returns:
             return seconds, None
-        return seconds, substitute(result, Tensor, _alone)
+        return seconds, substitute(result, Tensor, lambda tensor: _alone(tensor.cpu()))
 
 
 def _fill_main(module: nn.Module, loss: object) -> None:
@@ -176,7 +190,7 @@ class PlainNetwork:
     """A step at work as its user would run it; a context manager, with the methods of
     `PlacedNetwork`.
 
-    machine    of one device, whose cores and threads the step has
+    machine    of one device, whose cores and threads the step has, or a GPU
     compiled   True: by `torch.compile`
     seed       seeds the weights if the captured module is fake, and each step's random numbers
     threads    on which each op runs now
@@ -194,17 +208,18 @@ class PlainNetwork:
         self.threads = self.device.op_threads
         self._seed, self._steps, self._fed, self._closed = seed, 0, False, ""
         parcel, self._block = _pack(captured)
+        threads = self.device.op_threads or len(os.sched_getaffinity(0))
         self._process = launch(
             ENTRY,
             cores=self.device.cores,
-            threads=self.device.op_threads,
+            threads=threads,
             name=self.device.name,
             spins_briefly=False,
         )
         try:
-            self._process.send(self.device.op_threads)
+            self._process.send(threads)
             self._ask_ready()
-            self._process.send(LoadPlain(parcel, compiled, seed))
+            self._process.send(LoadPlain(parcel, compiled, seed, self.device.torch_device))
             self._process.send_descriptor(self._block.descriptor)
             self._ask_ready()
         except BaseException:
@@ -381,6 +396,10 @@ class PlainNetwork:
     def _check_open(self) -> None:
         if self._closed:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
+
+
+def _on_cpu(state: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
 
 
 def _alone(tensor: Tensor) -> Tensor:

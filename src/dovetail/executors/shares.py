@@ -16,6 +16,9 @@ cores runs the groups of a stage at the same time:
     Await x, Await y ── RunLanes ┬ a, b ┬── Send a, Send c
                                  └ c    ┘
 
+All GPUs have one process (`executors.gpus`). Between two of them nothing goes through the block. A
+source that lives on a CPU is read from the block by the GPU itself, so no CPU sends it.
+
 Cutting a plan takes O(ops + tensors + reads).
 """
 
@@ -43,6 +46,10 @@ INT64_BYTES = 8
 """Bytes of a flag or a time stamp."""
 LINE_BYTES = ALIGNMENT_BYTES
 """Bytes of a cache line. Each device's flag of the barrier has a line of its own."""
+
+
+NOT_IN_BLOCK = -1
+"""The offset of the slot of a tensor that goes from one GPU to another."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +145,29 @@ class SendTensor:
 class AwaitFlag:
     """Wait for the flag before `op` runs. Once it is published, `tensor` is in `slot`.
 
-    For a control edge `tensor` is -1 and `slot` is None.
+    For a control edge `tensor` is -1 and `slot` is None. `source` is the device that sends.
     """
 
     op: int
     tensor: int
     flag: int
     slot: BlockSlot | None
+    source: int
 
 
-Instruction = RunOp | RunUpdates | RunLanes | RunCompiled | SendTensor | AwaitFlag
+@dataclass(frozen=True)
+class ReadSource:
+    """Copy a source that lives on a CPU, the device `source`, from its slot to a GPU, before `op`
+    runs there. `producer` is its source op."""
+
+    op: int
+    tensor: int
+    slot: BlockSlot
+    source: int
+    producer: int
+
+
+Instruction = RunOp | RunUpdates | RunLanes | RunCompiled | SendTensor | AwaitFlag | ReadSource
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,8 @@ class Share:
     """What one device does in a step.
 
     device     index in the machine
-    seat       position among the devices that take part; `seats` is the number of these
+    seat       position among the processes that take part; `seats` is the number of these. All GPUs
+               have one process
     barrier    offset in the block of the barrier's flags
     abort      offset in the block of the abort flag
     sources    (tensor, slot) of the sources that the device reads in place, because they live on
@@ -207,15 +228,19 @@ def share_out(plan: Plan, graph: Graph, program: Program | None = None) -> Share
     abort, barrier = layout.reserve(INT64_BYTES), layout.reserve(LINE_BYTES * len(devices))
     outputs = tuple(dict.fromkeys(graph.outputs.tolist()))
     builder = _InstructionBuilder(plan, graph, stages, layout, outputs, program)
+    source_slots = builder.source_slots
     instructions = [tuple(builder.instructions(device, stages[device])) for device in devices]
-    source_slots = {
-        tensor: builder.slot(tensor)
-        for op in np.flatnonzero(graph.is_source).tolist()
-        for tensor in graph.outputs_of(op)
+    output_slots = {
+        # A host that runs nothing has no process, which could copy a source.
+        tensor: source_slots[tensor] if builder.is_on_host(tensor) else builder.slot(tensor)
+        for tensor in outputs
     }
-    output_slots = {tensor: builder.slot(tensor) for tensor in outputs}
     copied_out = [
-        tuple(tensor for tensor in outputs if builder.producing_device(tensor) == device)
+        tuple(
+            tensor
+            for tensor in outputs
+            if builder.producing_device(tensor) == device and not builder.is_on_host(tensor)
+        )
         for device in devices
     ]
     # A source may be a graph output, too. The device that copies it out reads it in place.
@@ -226,11 +251,12 @@ def share_out(plan: Plan, graph: Graph, program: Program | None = None) -> Share
     ]
     # A device that runs nothing and copies no output gets no process.
     seated = [device for device in devices if instructions[device] or copied_out[device]]
+    processes = list(dict.fromkeys(map(builder.process_of, seated)))
     shares = tuple(
         Share(
             device=device,
-            seat=seat,
-            seats=len(seated),
+            seat=processes.index(builder.process_of(device)),
+            seats=len(processes),
             barrier=barrier,
             abort=abort,
             instructions=instructions[device],
@@ -239,7 +265,7 @@ def share_out(plan: Plan, graph: Graph, program: Program | None = None) -> Share
             progress=layout.reserve(3 * INT64_BYTES),
             stamps=layout.reserve(2 * INT64_BYTES * len(instructions[device])),
         )
-        for seat, device in enumerate(seated)
+        for device in seated
     )
     return Shares(shares, layout.size_bytes, abort, source_slots, output_slots)
 
@@ -276,7 +302,13 @@ class _InstructionBuilder:
             EVERYWHERE if graph.residences[op] == EVERYWHERE else self.placement[op]
             for op in graph.producers.tolist()
         ]
+        self.on_gpu = [device.kind == "gpu" for device in plan.machine.devices]
         self.flags: dict[tuple[int, int, int], tuple[int, BlockSlot | None]] = {}
+        self.source_slots = {
+            tensor: self.slot(tensor)
+            for op in np.flatnonzero(graph.is_source).tolist()
+            for tensor in graph.outputs_of(op)
+        }
         self.control_targets: dict[int, set[int]] = defaultdict(set)
         self.control_before: dict[int, list[int]] = defaultdict(list)
         for before, op in graph.control.tolist():
@@ -288,6 +320,20 @@ class _InstructionBuilder:
         """The device that makes the tensor; of one that lives everywhere, a device that reads
         it."""
         return int(self.placement[self.graph.producers[tensor]])
+
+    def is_on_host(self, tensor: int) -> bool:
+        """True for a source that lives on a host that runs nothing."""
+        return self.plan.machine.devices[self.producing_device(tensor)].kind == "host"
+
+    def process_of(self, device: int) -> int:
+        """The device whose process runs this one's share: that of the first GPU for all GPUs."""
+        return self.on_gpu.index(True) if self.on_gpu[device] else device
+
+    def is_read_from_block(self, op: int, destination: int) -> bool:
+        """True if a GPU reads the op's tensors from the block by itself: those of a source that
+        does not live on a GPU."""
+        home = self.placement[op]
+        return bool(self.graph.is_source[op] and self.on_gpu[destination] and not self.on_gpu[home])
 
     def sources_in_place(self, device: int, stages: Stages) -> set[int]:
         """Tensors of the sources that the device needs in place.
@@ -304,12 +350,12 @@ class _InstructionBuilder:
             if self.homes[tensor] == device or (self.homes[tensor] == EVERYWHERE and tensor in read)
         }
 
-    def slot(self, tensor: int, slack_bytes: int = 0) -> BlockSlot:
+    def slot(self, tensor: int, slack_bytes: int = 0, *, in_block: bool = True) -> BlockSlot:
         """A new slot for the tensor, with room for it to start up to `slack_bytes` later."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
         extent_bytes = extent_of(shape, strides) * DTYPE_BYTES[dtype]
-        offset = self.layout.reserve(extent_bytes + slack_bytes)
+        offset = self.layout.reserve(extent_bytes + slack_bytes) if in_block else NOT_IN_BLOCK
         return BlockSlot(offset, extent_bytes, shape, strides, dtype)
 
     def flag_and_slot(self, op: int, tensor: int, destination: int) -> tuple[int, BlockSlot | None]:
@@ -319,8 +365,11 @@ class _InstructionBuilder:
         key = (op, tensor, destination)
         if key not in self.flags:
             # The copy keeps the original's address modulo a cache line: some kernels of BLAS
-            # libraries round differently by alignment.
-            slot = None if tensor < 0 else self.slot(tensor, slack_bytes=ALIGNMENT_BYTES)
+            # libraries round differently by alignment. Between GPUs nothing goes through the block.
+            in_block = not (self.on_gpu[self.placement[op]] and self.on_gpu[destination])
+            slot = None
+            if tensor >= 0:
+                slot = self.slot(tensor, slack_bytes=ALIGNMENT_BYTES, in_block=in_block)
             self.flags[key] = (self.layout.reserve(INT64_BYTES), slot)
         return self.flags[key]
 
@@ -348,14 +397,18 @@ class _InstructionBuilder:
             if home not in (device, EVERYWHERE) and tensor not in arrived:
                 arrived.add(tensor)
                 producer = int(self.graph.producers[tensor])
+                if self.is_read_from_block(producer, device):
+                    place, home = self.source_slots[tensor], self.placement[producer]
+                    instructions.append(ReadSource(op, tensor, place, home, producer))
+                    continue
                 flag, slot = self.flag_and_slot(producer, tensor, device)
-                instructions.append(AwaitFlag(op, tensor, flag, slot))
+                instructions.append(AwaitFlag(op, tensor, flag, slot, self.placement[producer]))
         for before in self.control_before[op]:
             # `arrived` holds tensors as they are and ops as ~op, so that the two never collide.
             if ~before not in arrived:
                 arrived.add(~before)
                 flag, slot = self.flag_and_slot(before, -1, device)
-                instructions.append(AwaitFlag(op, -1, flag, slot))
+                instructions.append(AwaitFlag(op, -1, flag, slot, self.placement[before]))
         return instructions
 
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
@@ -386,6 +439,8 @@ class _InstructionBuilder:
             consumers = self.graph.consumers_of(tensor).tolist()
             readers = {self.placement[consumer] for consumer in consumers}
             for device in sorted(readers - {self.placement[op]}):
+                if self.is_read_from_block(op, device):
+                    continue
                 flag, slot = self.flag_and_slot(op, tensor, device)
                 instructions.append(SendTensor(op, tensor, device, flag, slot))
         for device in sorted(self.control_targets[op]):
@@ -413,7 +468,7 @@ class _InstructionBuilder:
         with_frees = list(instructions)
         for index, tensors in frees.items():
             instruction = instructions[index]
-            assert not isinstance(instruction, AwaitFlag), "a wait is no use of a tensor"
+            assert not isinstance(instruction, (AwaitFlag, ReadSource)), "waits use no tensor"
             with_frees[index] = replace(instruction, frees=tuple(tensors))
         return with_frees
 

@@ -47,6 +47,8 @@ class Load:
 
     program   number of the program that `calls` belong to. The calls add to those that earlier
               loads of the same program brought.
+    beside    ids of the plan's other processes whose work on these cores is the plan's own: a GPU's
+              uses any core
     """
 
     key: int
@@ -55,6 +57,7 @@ class Load:
     calls: dict[int, Call]
     tensors: int
     seed: int
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,14 @@ class UseThreads:
 
 @dataclass(frozen=True)
 class Failed:
-    """The reply to a step in which an op raised."""
+    """The reply to a step in which an op raised.
+
+    lacking   (bytes that a GPU was asked for, bytes that it had free), if that is why
+    """
 
     op: int
     traceback: str
+    lacking: tuple[int, int] | None = None
 
 
 class Aborted(Exception):
@@ -114,6 +121,7 @@ def serve(channel: Channel) -> None:
                     if request.program != program:
                         program, calls = request.program, {}
                     calls.update(request.calls)
+                    spinning.beside(request.beside)
                     loaded[key] = _Loaded(request, calls, block, spinning)
                     channel.send("ready")
                 case Step(key=key, number=number, timed=timed):

@@ -1,5 +1,5 @@
-"""Keeps the processes behind a machine's CPU devices. Starting one takes seconds, so that plans
-can share them.
+"""Keeps the processes behind a machine's devices. Starting one takes seconds, so that plans can
+share them. Each CPU device has one, and all GPUs have one together.
 
 with Workers(machine) as workers:
     for plan in plans:
@@ -15,22 +15,28 @@ from typing import Self
 from dovetail.errors import RunError, UsageError
 from dovetail.executors.worker import UseThreads
 from dovetail.machine import Device, Machine
+from dovetail.machine.gpus import check_gpu
 from dovetail.runtime.native import build_native
 from dovetail.runtime.processes import Worker, launch
 
 ENTRY = "dovetail.executors.worker:serve"
-"""The function that a device's process runs, as `launch` takes it."""
+"""The function that a CPU device's process runs, as `launch` takes it."""
+GPUS_ENTRY = "dovetail.executors.gpus.worker:serve"
+"""The function that the process of all GPUs runs."""
 
 
 class Workers:
-    """One pinned process per device, each started when a plan first needs it. A context manager.
+    """One pinned process per CPU device and one for all GPUs, each started when a plan first needs
+    it. A context manager.
 
-    Raises `UsageError` for a machine whose devices are not sets of this machine's cores.
+    Raises `UsageError` or `MachineError` for a machine whose devices are not of the machine that we
+    run on.
     """
 
     def __init__(self, machine: Machine) -> None:
         for device in machine.devices:
-            check_here(device)
+            if device.kind != "host":
+                check_here(device)
         self.machine = machine
         self.closed = False
         self._stack = ExitStack()
@@ -41,7 +47,8 @@ class Workers:
         self._sent: dict[int, set[int]] = {}
 
     def start(self, devices: tuple[int, ...]) -> list[Worker]:
-        """Start those of the devices' processes that do not run yet; return all of them, ready."""
+        """Start those of the devices' processes that do not run yet; return all of them, ready. Of
+        the GPUs the first one's number stands for all."""
         self.check_open()
         try:
             fresh = [d for d in devices if d not in self._started]
@@ -49,10 +56,18 @@ class Workers:
                 build_native()
             for index in fresh:
                 device = self.machine.devices[index]
-                threads = device.op_threads
-                worker = launch(ENTRY, cores=device.cores, threads=threads, name=device.name)
+                if device.torch_device:
+                    worker = launch(GPUS_ENTRY, name="GPUs")
+                    told: object = tuple(
+                        d.torch_device for d in self.machine.devices if d.torch_device
+                    )
+                else:
+                    told = device.op_threads
+                    worker = launch(
+                        ENTRY, cores=device.cores, threads=device.op_threads, name=device.name
+                    )
                 self._started[index] = self._stack.enter_context(worker)
-                worker.send(threads)
+                worker.send(told)
             # All are started before any is waited for, so that their imports run at the same time.
             for index in fresh:
                 self._started[index].receive()
@@ -64,9 +79,10 @@ class Workers:
     def set_threads(self, threads: int) -> None:
         """Have the started processes run each op on this many threads from now on."""
         self.check_open()
-        for worker in self._started.values():
+        on_cores = [w for d, w in self._started.items() if self.machine.devices[d].cores]
+        for worker in on_cores:
             worker.send(UseThreads(threads))
-        for worker in self._started.values():
+        for worker in on_cores:
             worker.receive()
 
     def new_key(self) -> int:
@@ -90,10 +106,12 @@ class Workers:
 
     def serves(self, machine: Machine) -> bool:
         """True if plans for `machine` can run here: the same devices on the same cores, with as
-        many threads."""
-        return [(d.name, d.cores, d.op_threads) for d in self.machine.devices] == [
-            (d.name, d.cores, d.op_threads) for d in machine.devices
-        ]
+        many threads, and on the same GPUs."""
+        own, other = (
+            [(d.name, d.cores, d.op_threads, d.torch_device) for d in each.devices]
+            for each in (self.machine, machine)
+        )
+        return own == other
 
     def check_open(self) -> None:
         """Raise `RunError` if these workers were closed."""
@@ -125,7 +143,11 @@ class Workers:
 
 
 def check_here(device: Device) -> None:
-    """Raise `UsageError` unless the device is a set of cores that this process may use."""
+    """Raise `UsageError` unless the device is a set of cores that this process may use, or a GPU
+    that is here."""
+    if device.torch_device:
+        check_gpu(device)
+        return
     if not device.cores:
         raise UsageError(
             "machine",

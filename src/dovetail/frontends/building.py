@@ -162,6 +162,13 @@ class _Builder:
     def ref(self, node: fx.Node) -> Ref:
         return Ref(self.tensor_of[node])
 
+    def colocate_with(self, op: int, other: int) -> None:
+        """Give an op without a colocation that of another one, or both a new one."""
+        if self.ops[other].colocation < 0:
+            self.colocate([op, other])
+        else:
+            self.ops[op].colocation = self.ops[other].colocation
+
     def colocate(self, ops: Iterable[int]) -> None:
         """Give the ops a new colocation id."""
         for op in ops:
@@ -284,6 +291,9 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
     first = trace.draws.get(node)
     draws_of = -1 if first is None or first is node else builder.op_of[first]
     op.call = Call(target, args, kwargs, results, random=first is not None, draws_of=draws_of)
+    if draws_of >= 0:
+        # Generators of unlike devices draw other numbers from one seed.
+        builder.colocate_with(builder.op_of[node], draws_of)
 
 
 def _add_results(builder: _Builder, node: fx.Node, reads: list[int]) -> tuple[int, ...]:
@@ -475,6 +485,8 @@ def _graph(model: str, builder: _Builder, outputs: list[int]) -> Graph:
         accessed_bytes=np.array([op.accessed_bytes for op in ops]),
         colocation=np.array([op.colocation for op in ops]),
         gradient_of=np.array([op.gradient_of for op in ops]),
+        # oneDNN's recurrent kernels are of CPUs, and nothing else keeps their workspace.
+        device_kinds=tuple(("cpu",) if "mkldnn" in op.kind else () for op in ops),
         producers=np.array([t.producer for t in tensors]),
         shapes=tuple(tuple(v.shape) for v in values),
         strides=tuple(v.stride() for v in values),

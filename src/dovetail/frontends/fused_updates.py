@@ -4,8 +4,8 @@
 
 The kernels go over all memory once, where the single-tensor functions of `optimizers` make seven or
 more passes with temporaries in between, and one call of a list costs as little as one of a single
-parameter. SGD, Adam and AdamW are torch's own kernels of CPUs, which `torch.optim` calls if it is
-given `fused=True`; RMSprop is ours (`runtime.rmsprop`). Their roundings differ: Adam drives a
+parameter. SGD, Adam and AdamW are torch's own kernels, which `torch.optim` calls if it is given
+`fused=True`; RMSprop is ours (`runtime.rmsprop`), for CPUs. Their roundings differ: Adam drives a
 parameter elsewhere whose gradient is nothing but noise, such as a bias in front of a normalisation.
 So plans take them only where they run compiled code, whose roundings differ too.
 """
@@ -85,7 +85,7 @@ class FusedUpdates:
         """Find the lists of updates that one kernel does, and those that none does."""
         lists: dict[Any, tuple[OneUpdate, list[int]]] = {}
         for number, (update, tensors) in enumerate(zip(self.updates, of_update, strict=True)):
-            if not _may_be_fused(*tensors):
+            if not _may_be_fused(update.function, *tensors):
                 self._single.append(number)
                 continue
             settings = tuple(sorted(update.settings.items()))
@@ -124,7 +124,9 @@ _KERNELS: dict[Callable[..., Any], Callable[[Lists, Mapping[str, Any]], None]] =
 }
 
 
-def _may_be_fused(parameter: Tensor, gradient: Tensor, *states: Tensor) -> bool:
+def _may_be_fused(
+    function: Callable[..., Any], parameter: Tensor, gradient: Tensor, *states: Tensor
+) -> bool:
     """Return True if the fused kernel computes what the single-tensor function does, but for
     rounding.
 
@@ -133,7 +135,8 @@ def _may_be_fused(parameter: Tensor, gradient: Tensor, *states: Tensor) -> bool:
     """
     whole = [state for state in states if state.dim() or not parameter.dim()]
     return (
-        parameter.device.type == "cpu"
+        # RMSprop's kernel is ours, and for CPUs.
+        (parameter.device.type == "cpu" or function is not update_rmsprop)
         and parameter.dtype in (torch.float32, torch.float64)
         and gradient.dtype == parameter.dtype
         and all(s.dtype == parameter.dtype and s.stride() == parameter.stride() for s in whole)

@@ -31,16 +31,23 @@ class PlainModule:
 
     module      with real weights; it is used as it is, not copied
     compiled    True: module and loss are compiled by `torch.compile`. The first step compiles them
+    mode        of `torch.compile`
     """
 
     def __init__(
-        self, module: nn.Module, signature: Signature, step: PlainStep, *, compiled: bool = False
+        self,
+        module: nn.Module,
+        signature: Signature,
+        step: PlainStep,
+        *,
+        compiled: bool = False,
+        mode: str = "default",
     ) -> None:
         self.module = module
         self._signature = signature
         self._compute = _compute(module, step)
         if compiled:
-            self._compute = torch.compile(self._compute)
+            self._compute = torch.compile(self._compute, mode=mode)
         self._optimizer: torch.optim.Optimizer | None = None
         if step.optimizer is not None:
             trained = [p for p in module.parameters() if p.requires_grad]
@@ -78,8 +85,13 @@ class PlainModule:
         names them."""
         assert self._optimizer is not None, "inference has no optimizer"
         for name, parameter in self.module.named_parameters():
-            own = {key.rpartition("/")[2]: value.clone() for key, value in state.items()
-                   if key.rpartition("/")[0] == name}  # fmt: skip
+            # torch keeps the counts of steps on the CPU, and all else beside the parameter.
+            own = {
+                entry: value.clone().to("cpu" if entry == "step" else parameter.device)
+                for key, value in state.items()
+                for owner, _, entry in (key.rpartition("/"),)
+                if owner == name
+            }
             if own:
                 self._optimizer.state[parameter] = own
 
@@ -87,9 +99,10 @@ class PlainModule:
 def _compute(module: nn.Module, step: PlainStep) -> Callable[..., Any]:
     """Return compute(args, kwargs, arguments of the loss): the module's output, or the loss."""
     trains, loss = step.optimizer is not None, step.loss
+    device = next((p.device.type for p in module.parameters()), "cpu")
 
     def compute(args: Any, kwargs: Any, arguments: Any) -> Any:
-        with torch.autocast("cpu", dtype=step.autocast, enabled=step.autocast is not None):
+        with torch.autocast(device, dtype=step.autocast, enabled=step.autocast is not None):
             output = module(*args, **kwargs)
             if not trains:
                 return output

@@ -212,6 +212,20 @@ def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
     return run, tuple(refs)
 
 
+def add_seeded(
+    stream: Stream, call: Call, seed: Callable[[], int], *, tag: int, frees: Sequence[int] = ()
+) -> None:
+    """Add a call that draws numbers on a GPU, in front of which the generators of all devices are
+    seeded. The seeds of a runner are those of the CPU's generator alone."""
+    run, takes = _as_function(call)
+
+    def seeded(*tensors: Tensor) -> Any:
+        torch.manual_seed(seed())
+        return run(*tensors)
+
+    stream.function(seeded, takes, call.results, tag=tag, frees=frees)
+
+
 # ---- In C++ ----
 
 

@@ -1,12 +1,11 @@
 """Machines: records, TOML files, presets, and `here`, the machine that the program runs on."""
 
 from dovetail.machine.files import load_machine, save_machine
-from dovetail.machine.local import check_local, local_machine
+from dovetail.machine.local import check_local, local_machine, names_here
 from dovetail.machine.presets import (
     PAPER_MACHINES,
     PRESETS,
     emulated_dtypes,
-    names_here,
     parse_machine,
 )
 from dovetail.machine.records import Device, Link, Machine

@@ -13,6 +13,7 @@ op_overhead_seconds = 1e-6
 flops_per_second = { float32 = 1.3e12 }
 cores = [0, 1]                     # only of a CPU of the machine the file is used on, which can
                                    # run plans then; its rates are taken as they stand here
+torch_device = "cuda:0"            # only of a GPU of the machine the file is used on
 threads = 1                        # an op uses so many threads; default: one a core
 efficiencies = { "" = 0.4, "aten.convolution" = 0.1 }    # share of flops_per_second that ops
                                    # reach whose kind begins so; the longest counts; default: 1
@@ -49,8 +50,8 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
     """The machine as a dict that `machine_from_dict` reads back to an equal one."""
     raw: dict[str, Any] = to_file(machine)
     for device in raw["devices"]:
-        # Most devices have neither field. A file without them is shorter and means the same.
-        for optional in ("efficiencies", "threads"):
+        # Most devices have none of these fields. A file without them is shorter and means the same.
+        for optional in ("efficiencies", "threads", "torch_device"):
             if not device[optional]:
                 del device[optional]
     return raw

@@ -1,17 +1,25 @@
-"""Describes `here`, the machine that the program runs on: its cores as one device or several.
+"""Describes `here`, the machine that the program runs on: its cores as one device or several, and
+its GPUs.
 
-    here      one device of all cores; the number of threads of an op is measured for each step
-    here/1    one device of one core, the last, since the system's own work is mostly on the first
-    here/n    n devices that share the cores evenly; an op has one thread for each core
+    here         all cores as one device, and each GPU; the number of threads of an op on the cores
+                 is measured for each step
+    here/cpu     all cores as one device, without the GPUs
+    here/1       one device of one core, the last: the system's own work is mostly on the first
+    here/n       n devices that share the cores evenly; an op has one thread for each core
+    here/gpu     the GPUs alone; inputs come from a host that runs nothing
+    here/gpu*2   the same, each GPU as two devices with half of its memory
 
-GPUs will join when an executor for them exists: `here` lists only devices that can be used.
+Without GPUs `here` and `here/cpu` are the same.
 """
 
 import os
 import platform
+import re
 
 from dovetail.errors import MachineError
+from dovetail.machine.gpus import check_gpu, gpus_here
 from dovetail.machine.records import Device, Link, Machine
+from dovetail.units import HERE
 
 # Typical rates, which count until the probe has measured: those of a core of the last ten years,
 # and of a copy through its cache.
@@ -19,30 +27,53 @@ _FLOPS_PER_CORE = {"float32": 5e10, "float64": 2.5e10}
 _BANDWIDTH_PER_CORE = 1e10
 _OP_OVERHEAD_SECONDS = 8e-6
 _LATENCY_SECONDS = 2e-5
+# Of pinned copies over PCIe 4.0 x16, and of copies from GPU to GPU.
+_TO_GPU, _BETWEEN_GPUS, _GPU_LATENCY_SECONDS = 2e10, 5e10, 1e-5
+_HERE = re.compile(r"here(/([0-9]{1,9}|cpu|gpu(\*[0-9]{1,3})?))?")
 
 
-def local_machine(count: int | None = None) -> Machine:
-    """The machine `here`, or `here/count` with a count.
+def names_here(text: str) -> bool:
+    """True if the text names the machine that the program runs on, such as "here" or "here/2"."""
+    return _HERE.fullmatch(text) is not None
 
-    `here` has all cores of this process as one device. `here/count` has them split into `count`
-    equal devices, and `here/1` has one core. If the cores do not divide evenly, some devices have
-    one core more, always the last device and never the first, which is the host. The memory that
-    is available now is divided among the devices. Raises `MachineError` if there are fewer cores
-    than devices.
+
+def local_machine(text: str = HERE) -> Machine:
+    """The machine that a text names for which `names_here` is true.
+
+    If the cores do not divide evenly, some devices have one core more, always the last device and
+    never the first, which is the host. The memory that is available now is divided among the
+    devices. Raises `MachineError` if there are fewer cores than devices, and for "here/gpu" where
+    torch sees no GPU.
     """
+    part = text.removeprefix(HERE).removeprefix("/")
+    if part.startswith("gpu"):
+        gpus = gpus_here(int(part.removeprefix("gpu").removeprefix("*") or 1))
+        if not gpus:
+            raise MachineError(
+                f"{text}: torch sees no GPU here; use here, or here/2 for two sets of cores"
+            )
+        host = Device("host", "host", _cpu_model(), available_bytes())
+        return Machine(text, (host, *gpus), "host", _links((host,), gpus))
+    if part.isdecimal():
+        return Machine(text, cpus := _cpus(int(part)), cpus[0].name, _links(cpus, ()))
+    cpus, gpus = _cpus(None), () if part == "cpu" else gpus_here()
+    return Machine(text, (*cpus, *gpus), cpus[0].name, _links(cpus, gpus))
+
+
+def _cpus(count: int | None) -> tuple[Device, ...]:
+    """All cores as one device (None), or as so many; one device of one core for 1."""
     cores = sorted(os.sched_getaffinity(0))
-    name = "here" if count is None else f"here/{count}"
     if count is not None and not 1 <= count <= len(cores):
         raise MachineError(
-            f"{name}: there are {len(cores)} cores here; use here/1 to here/{len(cores)}, or "
-            "here for all as one device"
+            f"{HERE}/{count}: there are {len(cores)} cores here; use here/1 to here/{len(cores)}, "
+            "or here for all as one device"
         )
     if count == 1:
         cores = cores[-1:]
     count = count or 1
     memory_bytes = available_bytes() // count
     shares = [cores[len(cores) * i // count : len(cores) * (i + 1) // count] for i in range(count)]
-    devices = tuple(
+    return tuple(
         Device(
             f"cpu{i}",
             "cpu",
@@ -55,20 +86,40 @@ def local_machine(count: int | None = None) -> Machine:
         )
         for i, share in enumerate(shares)
     )
-    names = [device.name for device in devices]
-    # The sender itself copies into shared memory, so each link's channel is its source.
-    links = tuple(
-        Link(a, b, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, a) for a in names for b in names if a != b
-    )
-    return Machine(name, devices, names[0], links)
+
+
+def _links(cpus: tuple[Device, ...], gpus: tuple[Device, ...]) -> tuple[Link, ...]:
+    """Links between all pairs of devices, with typical rates."""
+    links = []
+    for a in (*cpus, *gpus):
+        for b in (*cpus, *gpus):
+            if a is b:
+                continue
+            if a in cpus and b in cpus:
+                # The sender itself copies into shared memory, so each link's channel is its source.
+                link = Link(a.name, b.name, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, a.name)
+            elif a in gpus and b in gpus:
+                link = Link(a.name, b.name, _BETWEEN_GPUS, _GPU_LATENCY_SECONDS)
+            else:
+                # A GPU has one engine for copies from the host and one for copies to it. Devices of
+                # one GPU share them.
+                gpu, way = (b, "to") if a in cpus else (a, "from")
+                channel = f"{way} {gpu.torch_device}"
+                link = Link(a.name, b.name, _TO_GPU, _GPU_LATENCY_SECONDS, channel)
+            links.append(link)
+    return tuple(links)
 
 
 def check_local(machine: Machine) -> None:
-    """Raise `MachineError` unless all devices are CPUs of the machine that the program runs on:
-    they must have its model and cores that this process may use, and no core may be listed
-    twice."""
+    """Raise `MachineError` unless all devices are of the machine that the program runs on: CPUs
+    must have its model and cores that this process may use, and no core may be listed twice; GPUs
+    must be those that torch sees."""
     usable_cores, listed_cores = os.sched_getaffinity(0), set[int]()
     for device in machine.devices:
+        if device.torch_device:
+            check_gpu(device)
+        if device.torch_device or device.kind == "host":
+            continue
         where = f"machine {machine.name!r}: device {device.name!r}"
         if device.kind != "cpu" or device.model != _cpu_model():
             raise MachineError(

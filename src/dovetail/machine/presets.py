@@ -24,7 +24,7 @@ from typing import Any
 
 from dovetail.errors import UnknownPresetError
 from dovetail.machine.files import load_machine
-from dovetail.machine.local import local_machine
+from dovetail.machine.local import local_machine, names_here
 from dovetail.machine.records import Device, Link, Machine
 from dovetail.units import GIB, MIB
 
@@ -302,14 +302,9 @@ def parse_machine(text: str) -> Machine:
     `UnknownPresetError`, or what loading the file raises.
     """
     if names_here(text):
-        return local_machine(int(text[5:]) if text[5:] else None)
+        return local_machine(text)
     if text.endswith(".toml"):
         return load_machine(Path(text))
     if text in PAPER_MACHINES:
         return paper_machine(text)
     return combine(text)
-
-
-def names_here(text: str) -> bool:
-    """True if the text names the machine that the program runs on: "here" or "here/2"."""
-    return re.fullmatch(r"here(/[0-9]{1,9})?", text) is not None

@@ -1,6 +1,7 @@
 """The records of a machine: devices, and the links over which tensors are sent."""
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
@@ -24,6 +25,9 @@ class Device:
     cores           for a CPU of the machine that the program runs on: the only cores that it may
                     use; () for any other device
     threads         number of threads that an op uses, at most as many as cores; 0: one a core
+    torch_device    for a GPU of the machine that the program runs on: what torch calls it, as
+                    "cuda:0", or "played:0" for one that the CPU plays. Devices of one name share
+                    a GPU
     efficiencies    prefix of kinds of op -> share of `flops_per_second` that these ops reach. The
                     longest prefix that fits counts, and "" fits every kind. If none fits, it is 1
     """
@@ -38,6 +42,7 @@ class Device:
     cores: tuple[int, ...] = ()
     efficiencies: dict[str, float] = field(default_factory=dict, hash=False)
     threads: int = 0
+    torch_device: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "host"):
@@ -57,6 +62,13 @@ class Device:
             positive = name.startswith(("bandwidth", "flops"))
             if not np.isfinite(value) or value < 0 or (positive and value == 0):
                 raise MachineError(f"device {self.name!r}: {name} is {value}")
+        if self.torch_device and (
+            self.kind != "gpu" or not re.fullmatch(r"(cuda|played):[0-9]{1,4}", self.torch_device)
+        ):
+            raise MachineError(
+                f"device {self.name!r}: torch_device is {self.torch_device!r}; a gpu of this "
+                "machine has cuda:NUMBER, other devices none"
+            )
         if not 0 <= self.threads <= len(self.cores):
             raise MachineError(
                 f"device {self.name!r}: threads is {self.threads}, but it has "
@@ -157,9 +169,12 @@ class Machine:
 
     @property
     def local(self) -> bool:
-        """True if every device has cores, so that plans can run on the machine that has them.
-        `machine.check_local` checks whether that is the machine that the program runs on."""
-        return all(device.cores for device in self.devices)
+        """True if every device has cores or is a GPU that torch has a name for, so that plans can
+        run on the machine that has them. `machine.check_local` checks whether that is the machine
+        that the program runs on."""
+        return any(device.kind != "host" for device in self.devices) and all(
+            device.cores or device.torch_device or device.kind == "host" for device in self.devices
+        )
 
     def device_index(self, name: str) -> int:
         """Index of the device called `name`. Raises `UnknownDeviceError`."""

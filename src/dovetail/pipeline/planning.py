@@ -280,6 +280,8 @@ def in_best_form(
     automatic = request.placer == "auto" and request.method is None and not request.contiguous
     if given or not automatic or not chosen.machine.local or chosen.interrupted:
         return request, chosen
+    if _has_gpus(chosen.machine):
+        return request, chosen
     several = len(chosen.machine.devices) > 1
     forms = _forms(step, several=several)
     best, told = (request, chosen), [f"as it is {format_seconds(chosen.value)}"]
@@ -623,12 +625,12 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
     `here` becomes one of the baselines, with None as its value if it has no plan. If the placer
     is `auto` and `here` is faster, the plan for `here` is returned. With stages both are measured,
     because the seconds of stages are predicted less well than those of ops. `chosen` itself is
-    returned if there is nothing to compare: it is not on a text here/n, it has one device, pins or
-    caps name its devices, or the search was interrupted.
+    returned if there is nothing to compare: it is not on a text here/n, it has one device or GPUs,
+    pins or caps name its devices, or the search was interrupted.
     """
     named = request.pins or request.caps or chosen.interrupted
     is_here = isinstance(request.machine, str) and names_here(request.machine)
-    if named or not is_here or len(chosen.machine.devices) == 1:
+    if named or not is_here or len(chosen.machine.devices) == 1 or _has_gpus(chosen.machine):
         return chosen
     try:
         all_cores = _plan_of_all_cores(chosen, request, progress)
@@ -657,6 +659,16 @@ def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellPr
         lower_bound=weaker.lower_bound,
         bound_proof=weaker.bound_proof,
     )
+
+
+def _has_gpus(machine: Machine) -> bool:
+    return any(device.kind == "gpu" for device in machine.devices)
+
+
+def _first_gpu(machine: Machine) -> Machine:
+    """The first GPU as a machine of its own, where users run a network without a plan."""
+    gpu = next(device for device in machine.devices if device.kind == "gpu")
+    return Machine(machine.name, (gpu,), gpu.name)
 
 
 def _plan_of_all_cores(chosen: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
@@ -692,16 +704,20 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
         return chosen
     from dovetail.pipeline.ways import fastest_way
 
-    on_one = len(chosen.machine.devices) == 1
-    machine = chosen.machine if on_one else parse_machine(HERE)
+    on_one, has_gpus = len(chosen.machine.devices) == 1, _has_gpus(chosen.machine)
+    if has_gpus:
+        machine = _first_gpu(chosen.machine)
+    else:
+        machine = chosen.machine if on_one else parse_machine(HERE)
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     plans, rival, limit_seconds = (chosen, chosen), None, request.compile_seconds
     try:
-        if limit_seconds:
+        # Segments are compiled for CPUs alone.
+        if limit_seconds and not has_gpus:
             began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
             plans = with_compiled(chosen, request, share, progress)
             limit_seconds -= min(time.perf_counter() - began, share)
-        if replaces and not on_one and not request.stages:
+        if replaces and not on_one and not request.stages and not has_gpus:
             began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
             rival = _rival_on_all_cores(plans[1], request, share, progress)
             if rival is not None:

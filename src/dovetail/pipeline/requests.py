@@ -238,6 +238,10 @@ class PlanRequest:
         machine = self.machine
         if isinstance(machine, str):
             machine = parse_machine(machine or HERE)
+        if any(device.torch_device for device in machine.devices):
+            raise UsageError(
+                "stages", f"{machine.name} has GPUs, whose plans have no stages yet; use here/cpu"
+            )
         if machine.local:
             # `here/n` is compared with all cores as one device, so its cores count together.
             cores = sum(len(device.cores) for device in machine.devices)

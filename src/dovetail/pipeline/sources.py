@@ -50,7 +50,7 @@ from dovetail.runtime.native import build_native
 from dovetail.runtime.neighbours import Neighbours, disturbs
 from dovetail.runtime.timers import clock
 from dovetail.simulator import Simulator
-from dovetail.units import HERE, format_seconds
+from dovetail.units import HERE, HERE_CPU, format_seconds
 
 # --- The number of threads that ops of `here` use ---
 
@@ -240,8 +240,10 @@ def in_order(graph: Graph, machine: Machine) -> Plan:
 
 
 def with_threads(machine: Machine, threads: int) -> Machine:
-    """The machine with `threads` threads an op on every device."""
-    devices = tuple(replace(device, threads=threads) for device in machine.devices)
+    """The machine with `threads` threads an op on every device of cores."""
+    devices = tuple(
+        replace(device, threads=threads) if device.cores else device for device in machine.devices
+    )
     return replace(machine, devices=devices)
 
 
@@ -395,21 +397,24 @@ def machine_of(
     notes = notes or Notes()
     if not isinstance(step, Instance):
         machine = machine or HERE
-        if machine == HERE and isinstance(step, Captured):
-            return _with_best_threads(step, progress, notes)
+        if machine in (HERE, HERE_CPU) and isinstance(step, Captured):
+            return _with_best_threads(step, str(machine), progress, notes)
         return resolve_machine(machine, progress, notes=notes)
     if machine:
         raise UsageError("machine", "an instance brings its own machine and costs; leave it out")
     return step.machine
 
 
-def _with_best_threads(step: Captured, progress: TellProgress, notes: "Notes") -> Machine:
-    """`here` with the number of threads that is best for this step, probed with it."""
-    machine, cache = parse_machine(HERE), CostCache()
+def _with_best_threads(
+    step: Captured, text: str, progress: TellProgress, notes: "Notes"
+) -> Machine:
+    """`here`, with GPUs or without, with the number of threads that is best for this step on the
+    cores, probed with it."""
+    machine, cores, cache = parse_machine(text), parse_machine(HERE_CPU), CostCache()
     _prepare_runner(progress, notes)
     progress("measuring threads", 0.0, None)
     choice = choose_threads(
-        step, machine, cache, lambda fraction: progress("measuring threads", fraction, None)
+        step, cores, cache, lambda fraction: progress("measuring threads", fraction, None)
     )
     if choice is not None:
         machine = with_threads(machine, choice.threads)

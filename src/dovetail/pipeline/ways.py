@@ -5,7 +5,8 @@
     eager            all cores, best threads   │
     torch.compile    all cores, best threads  ─┘
 
-All are measured in the same rounds, in processes on the same cores. "Best threads" is the number of
+All are measured in the same rounds, in processes on the same cores. On a machine with GPUs the
+user's own ways run on the first of them. "Best threads" is the number of
 threads with which an eager step is fastest. The plan stays if its median ratio to the fastest of
 the others is below 1, and by the least gain where it uses several devices.
 """
@@ -49,6 +50,7 @@ _LOOK_SECONDS = 0.25
 class _Way:
     """One way to run the step, on so many threads. `PLACED` and `HERE` have 0.
 
+    threads     0 on a GPU too
     way         `PLACED` is the plan, `HERE` the one for all cores as one device
     segmented   of these two: with compiled segments
     """
@@ -61,6 +63,8 @@ class _Way:
         if self.way in (PLACED, HERE):
             name = "this plan" if self.way == PLACED else "a plan for all cores as one device"
             return name + " with compiled segments" * self.segmented
+        if not self.threads:
+            return f"{self.way} (on a GPU)"
         return f"{self.way} ({counted_threads(self.threads)})"
 
 
@@ -77,7 +81,7 @@ def fastest_way(
     """The faster plan, with `eager` and `torch.compile` among its baselines; or, unless the plan is
     faster than both or `replaces` is False, a plan to run the faster of these.
 
-    machine          one device, whose cores the user's own ways have
+    machine          one device, whose cores the user's own ways have, or a GPU
     plans            the plan op by op, and with compiled segments; the same object for both if no
                      segment is compiled
     rival            the same of a plan for `machine`, where `plans` use several devices; it is
@@ -97,7 +101,8 @@ def fastest_way(
     placed = _placed(plans, rival)
     held = 1 + len(placed) + (2 if compile_seconds else 0)
     needed = sum(plan.peak_memory_bytes) * held
-    if needed > available_bytes():
+    (own_device,) = machine.devices
+    if needed > (own_device.memory_bytes if own_device.torch_device else available_bytes()):
         return _noted(
             plan,
             f"eager was not measured: beside this plan it needs about {format_bytes(needed)}, and "
@@ -184,7 +189,7 @@ def _compiled(
     """
     if not limit_seconds:
         return {}, [f"{COMPILED} was not measured, as asked"]
-    if not has_compiler():
+    if not has_compiler() and not machine.devices[0].torch_device:
         return {}, [f"{COMPILED} was not measured: there is no C++ compiler (g++ or clang++)"]
     notes: list[str] = []
     done: dict[_Way, PlainNetwork] = {}

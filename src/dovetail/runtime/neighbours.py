@@ -64,6 +64,12 @@ class Neighbours:
         busy, our_seconds = now[1] - before[1], now[2] - before[2]
         return max(0.0, (busy - our_seconds) / (now[0] - before[0]))
 
+    def leave_out(self, processes: Collection[int]) -> None:
+        """From now on the work of these processes does not count as other programs'."""
+        if tuple(processes) != self._processes:
+            self._processes = tuple(processes)
+            self._before = self._sample()
+
     def pause(self) -> None:
         """Let what others do until `resume` not count."""
         self._paused = self._sample()
@@ -160,6 +166,10 @@ class Spinning:
         # It takes some 50 us to read what others do, which is spent only where there are pauses.
         if self._has_pauses:
             self._neighbours.pause()
+
+    def beside(self, processes: Collection[int]) -> None:
+        """The work of these processes does not count as that of others."""
+        self._neighbours.leave_out(processes)
 
     def look(self) -> None:
         """Look at the neighbours, if the last look is some time ago. Call it before each step."""

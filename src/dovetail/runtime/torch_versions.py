@@ -268,3 +268,22 @@ def fused_sgd(
 def can_take_data_of(tensor: Tensor, data: Tensor) -> bool:
     """True if `tensor.data = data` is allowed; `nn.Module.to` decides by this too."""
     return bool(torch._has_compatible_shallow_copy_type(tensor, data))
+
+
+# Storages.
+
+
+def storage_reference(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """A function that says whether the storage is still there, and does not keep it."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return lambda: not reference.expired()
+
+
+# GPUs.
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Issue a kernel to the current stream that does nothing for so many cycles of the GPU."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

@@ -220,6 +220,12 @@ def wait(flag: int, value: int, abort: int, spin_ns: int) -> int:
     return int(_sleep(flag, value, abort))
 
 
+@njit("int64(int64)", nogil=True, cache=True)
+def look(flag: int) -> int:
+    """What the flag is now. Whoever sees a value also sees all that was written before it."""
+    return int(_load(flag))
+
+
 @njit("void(int64)", nogil=True, cache=True)
 def _wake(flag: int) -> None:
     """Wake all that sleep until the flag changes. Call it right after the flag was set."""

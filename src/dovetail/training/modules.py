@@ -8,12 +8,18 @@ the parameters, and U(g) is the change that its step made. So `theta += U(g)` do
 optimizer would have done to the module itself. The optimizer and its state belong to one worker. A
 worker that is restarted begins with a new optimizer.
 
+On another device (`device`) the parameters are views of a vector there, and each gradient begins
+with a copy of theta to it and ends with one of the gradient from it. The optimizer works there too.
+
+    theta [size] ─copy─► vector there ─view─► parameters ─► ... ─► gradient there ─copy─► gradient
+
 The vector holds tied parameters once, and frozen ones (`requires_grad=False`) not at all. Buffers
 belong to a worker and are never sent; `validation.py` computes the trained model's statistics.
 """
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
+from dovetail.runtime.torch_versions import pytree
 from dovetail.training.datasets import (
     ArrangedSource,
     Collate,
@@ -161,9 +168,11 @@ class ModuleLearner:
     module     belongs to this learner from then on
     dataset    may be a `SampleSource`
     schedule   see `torch_optimizers`
+    device     where the module computes, as torch names it
+    autocast   dtype of `torch.autocast` around model and loss; "": none
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a worker is given
         self,
         module: nn.Module,
         loss: Loss,
@@ -173,8 +182,11 @@ class ModuleLearner:
         *,
         seed: int = 0,
         worker: int = 0,
+        device: str = "cpu",
+        autocast: str = "",
     ) -> None:
         self._module, self._loss = module.train(), loss
+        self._device, self._autocast = torch.device(device), autocast
         self._source = open_dataset(dataset)
         self._seed, self._worker, self._is_keras = seed, worker, is_keras(module)
         self._parameters = parameters_of(module)
@@ -183,16 +195,27 @@ class ModuleLearner:
         # The vector that the parameters are views of; None: they have memory of their own.
         self._bound: Vector | None = None
         self._home = torch.from_numpy(theta)
-        self._flat = torch.zeros_like(self._home)
+        # Pinned memory is copied to and from a GPU faster.
+        pinned = self._device.type == "cuda"
+        self._flat = torch.zeros_like(self._home, pin_memory=pinned)
         self._gradient = self._flat.numpy()
-        self._pieces = _views(self._flat, self._parameters)
+        # The same as the two before, where the module computes. On the CPU they are the same.
+        self._home_there, self._flat_there = self._home, self._flat
+        self._theta_there: Tensor | None = None
+        if device != "cpu":
+            self._home_there = self._home.to(self._device)
+            self._flat_there = torch.zeros_like(self._home_there)
+            self._theta_there = self._home_there.clone()
+            self._module.to(self._device)
+            self._set_parameters(self._theta_there)
+        self._pieces = _views(self._flat_there, self._parameters)
         self._optimizer = self._make(optimizer)
         self._rates = Rates(self._optimizer, schedule)
 
     def _make(self, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """The user's optimizer, made for twins of the parameters. The twins are views of `_home`,
-        and their gradients are views of `_flat`."""
-        twins = [nn.Parameter(view) for view in _views(self._home, self._parameters)]
+        and their gradients are views of `_flat`, where the module computes."""
+        twins = [nn.Parameter(view) for view in _views(self._home_there, self._parameters)]
         for twin, piece in zip(twins, self._pieces, strict=True):
             twin.grad = piece
         return check_optimizer(optimizer(twins), twins)
@@ -207,10 +230,15 @@ class ModuleLearner:
         self._bind(theta)
         for parameter in self._parameters:
             parameter.grad = None
-        loss = loss_of(self._module, self._loss, batch)
+        if self._theta_there is not None:
+            batch = to_device(batch, self._device)
+        with autocasting(self._device, self._autocast):
+            loss = loss_of(self._module, self._loss, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         for piece, parameter in zip(self._pieces, self._parameters, strict=True):
             _store(piece, parameter.grad)
+        if self._theta_there is not None:
+            self._flat.copy_(self._flat_there)
         return Gradient(self._gradient, float(loss.detach()), samples)
 
     def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
@@ -221,9 +249,13 @@ class ModuleLearner:
         # Without locks (Hogwild!) other workers write to theta during this step. The change must be
         # computed against one copy of it, which then holds the result.
         change = theta.copy()
-        self._home.copy_(torch.from_numpy(change))
+        self._home_there.copy_(torch.from_numpy(change))
+        if self._theta_there is not None:
+            self._flat_there.copy_(self._flat)
         self._rates.set(self._passes(epoch))
         self._optimizer.step()
+        if self._theta_there is not None:
+            self._home.copy_(self._home_there)
         np.subtract(self._home.numpy(), change, out=change)
         return change
 
@@ -232,13 +264,21 @@ class ModuleLearner:
         return self._rates.at(self._passes(epoch))
 
     def _bind(self, theta: Vector) -> None:
-        """Makes the parameters views of `theta`, or of a copy if `theta` is read-only."""
+        """Makes the parameters views of `theta`, or of a copy if `theta` is read-only or the module
+        computes on another device."""
+        if self._theta_there is not None:
+            self._theta_there.copy_(_readable(theta))
+            return
         if theta is self._bound:
             return
         if theta.flags.writeable:
             flat, self._bound = torch.from_numpy(theta), theta
         else:
             flat, self._bound = torch.tensor(theta), None
+        self._set_parameters(flat)
+
+    def _set_parameters(self, flat: Tensor) -> None:
+        """Makes the parameters views of a vector [size]."""
         for parameter, view in zip(self._parameters, _views(flat, self._parameters), strict=True):
             parameter.data = view
 
@@ -246,12 +286,41 @@ class ModuleLearner:
         source = np.random.SeedSequence((self._seed, self._worker, epoch, first))
         draw = int(source.generate_state(1)[0])
         torch.default_generator.manual_seed(draw)
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(draw)
         if self._is_keras:
             seed_keras(self._module, draw)
 
     def _passes(self, epoch: float) -> float:
         """Epochs so far, for the schedule. In a stream only the reader can tell them."""
         return self._source.passed if isinstance(self._source, StreamSource) else epoch
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    return pytree.tree_map_only(Tensor, lambda value: value.to(device, non_blocking=True), batch)
+
+
+def autocasting(device: torch.device, dtype: str) -> torch.autocast:
+    """The context of `torch.autocast` in a dtype by its name; "": it is off."""
+    named = getattr(torch, dtype) if dtype else None
+    return torch.autocast(device.type, dtype=named, enabled=bool(dtype))
+
+
+def device_of(text: str, worker: int) -> str:
+    """The device of a worker: "cuda" gives the GPUs in turn, and other names stand for
+    themselves."""
+    if text != "cuda":
+        return text
+    return f"cuda:{worker % max(torch.cuda.device_count(), 1)}"
+
+
+def _readable(vector: Vector) -> Tensor:
+    """A tensor over the vector, which nobody writes to."""
+    with warnings.catch_warnings():
+        # torch cannot say that a tensor may not be written to, and warns of that.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(vector)
 
 
 def _store(piece: Tensor, gradient: Tensor | None) -> None:
@@ -279,6 +348,8 @@ class ModuleLearners:
     epochs: int = 1
     seed: int = 0
     arrangement: NDArray[np.int64] | None = None
+    device: str = "cpu"
+    autocast: str = ""
 
     def __call__(self, worker: int) -> ModuleLearner:
         """A learner with its own copy of the module."""
@@ -287,5 +358,6 @@ class ModuleLearners:
             source = ArrangedSource(source, self.arrangement)
         return ModuleLearner(
             copy.deepcopy(self.module), self.loss, self.optimizer, source, self.schedule,
-            seed=self.seed, worker=worker,
+            seed=self.seed, worker=worker, device=device_of(self.device, worker),
+            autocast=self.autocast,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from dovetail.training.learner import MakeLearner
 from dovetail.training.modules import (
     ModuleLearner,
     ModuleLearners,
+    device_of,
     flatten,
     loss_of,
     named_parameters,
@@ -63,13 +65,15 @@ class PreparedTraining:
 def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTraining:
     """Checks the request with its data, and opens the run's folder. Raises `InvalidError`."""
     _check_model(request.model)
+    _check_device(request)
     optimizer = resolve_optimizer(request.optimizer, request.lr)
     rule = bind_rule(request.rule, optimizer)
     run = _backend_of(request)
     source = open_dataset(dataset, request.collate, request.epochs)
     learners = ModuleLearners(
         request.model, request.loss, optimizer, dataset, request.schedule, request.collate,
-        request.epochs, request.seed, _arrangement(request, source),
+        request.epochs, request.seed, _arrangement(request, source), request.device,
+        request.autocast,
     )  # fmt: skip
     theta = flatten(request.model)
     _try_out(learners, theta, request.batch)
@@ -151,6 +155,23 @@ def _check_model(model: Any) -> None:
     check_travels({"model": model})
 
 
+def _check_device(request: TrainRequest) -> None:
+    """Raises `UsageError` for a device that is not here, or on which this cannot train."""
+    device = request.device
+    if device == "cpu":
+        return
+    if is_keras(request.model):
+        raise UsageError("device", "a Keras model trains on the CPU; leave it out")
+    if request.backend == "ray":
+        raise UsageError("device", "workers of ray train on the CPU so far; leave it out")
+    if not torch.cuda.is_available():
+        raise UsageError("device", f"{device!r} is not here: torch sees no GPU")
+    number = device.removeprefix("cuda").removeprefix(":") or "0"
+    if int(number) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise UsageError("device", f"{device!r} is not here; torch sees cuda:0 to cuda:{last}")
+
+
 def _backend_of(request: TrainRequest) -> Backend:
     if isinstance(request.backend, str):
         return load_backend(request.backend, **request.backend_options)
@@ -172,8 +193,9 @@ def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
     if not loss.requires_grad:
         raise UsageError("loss", "does not depend on any parameter of the model that is trained")
     learner = ModuleLearner(
-        module, learners.loss, learners.optimizer, source, learners.schedule, seed=learners.seed
-    )
+        module, learners.loss, learners.optimizer, source, learners.schedule, seed=learners.seed,
+        device=device_of(learners.device, 0), autocast=learners.autocast,
+    )  # fmt: skip
     indices = np.arange(first[1], dtype=np.int64)
     gradient = learner.gradient(theta.copy(), indices, 0)
     learner.update(theta, gradient.vector, 0.0)

@@ -82,6 +82,9 @@ class TrainRequest:
     folder      where the run's state is kept, so that nothing is lost with the server. `storage`
                 holds further settings of `Storage`
     resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart
+    device      where workers compute: "cpu", "cuda" for the GPUs in turn, or "cuda:1". Several
+                workers share a GPU. The center is on the CPU, and so are evaluations
+    autocast    "bfloat16": workers compute in it by `torch.autocast`; "": in the model's own dtype
     group       processes of each worker, which average their gradients (see `group`)
     name        the label of the run's history. "": the rule's name
     shards, wire, guard, policy, order   see `backends.contract`
@@ -109,6 +112,8 @@ class TrainRequest:
     resume: bool = False
     storage: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    device: str = "cpu"
+    autocast: str = ""
     group: int = 1
     guard: Guard = field(default_factory=_guard)
     policy: FailurePolicy = field(default_factory=_policy)
@@ -130,6 +135,10 @@ class TrainRequest:
         if self.partition not in PARTITIONS:
             says = f"must be one of {', '.join(PARTITIONS)}, not {self.partition!r}"
             raise UsageError("partition", says)
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", str(self.device)):
+            raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
+        if self.autocast not in ("", "bfloat16"):
+            raise UsageError("autocast", f"must be bfloat16 or left out, not {self.autocast!r}")
         self._check_window()
         self._check_backend()
         self._check_folder()

@@ -1,0 +1,128 @@
+"""Random placements on GPUs against the same step in one process on the CPU, in float64.
+
+    python benchmarks/gpu/correctness.py --out correctness.json [--machines here/gpu*2,here]
+
+Five networks, inference and training, five steps each, of which the last three run as CUDA graphs.
+The error is the largest difference of an output or a parameter, relative to the largest value of
+its tensor. Dropout is off, since generators of GPUs draw other numbers.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dovetail.costs import analytic_costs
+from dovetail.executors import Workers, run
+from dovetail.frontends import SGD, Adam, example_values, initial_values, resolve, run_step
+from dovetail.machine import parse_machine
+from dovetail.pipeline.planning import search_plan
+from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.sources import silent
+from dovetail.plans import normalise
+from dovetail.runtime.files import write_atomically
+from dovetail.runtime.torch_versions import pytree
+from dovetail.simulator import Simulator
+
+NETWORKS = {
+    "RNNLM": ("zoo:rnnlm?layers=2&hidden=32&steps=6&batch=8&vocabulary=100", Adam(lr=1e-3)),
+    "NMT": ("zoo:nmt?hidden=32&steps=5&batch=4&vocabulary=60", SGD(lr=0.1, momentum=0.9)),
+    "GPT-2": (
+        "zoo:gpt2?layers=2&batch=2&context=16&hidden=32&heads=2&vocabulary=100&dropout=0",
+        Adam(lr=1e-3),
+    ),
+    "mixture of experts": (
+        "zoo:moe?layers=2&hidden=32&heads=2&key_heads=1&inner=32&experts=2&context=16"
+        "&vocabulary=60",
+        SGD(lr=0.1),
+    ),
+    "Inception-V3": ("zoo:inception_v3?width=0.0625&size=75&batch=2&dropout=0", SGD(lr=0.01)),
+}
+MACHINES = "here/gpu*2,here"
+STEPS, PLACEMENTS, LIMIT = 5, 4, 1e-10
+
+
+def random_plan(captured, machine, seed):
+    """A plan of a random placement, colocated ops together, in the order of a simulation."""
+    graph, rng = captured.graph, np.random.default_rng(seed)
+    devices = [d for d, device in enumerate(machine.devices) if device.kind != "host"]
+    placement = rng.choice(devices, len(graph)).astype(np.int32)
+    for group in sorted(set(graph.colocation.tolist()) - {-1}):
+        members = graph.colocation == group
+        placement[members] = placement[np.argmax(members)]
+    placement = normalise(placement, graph, machine)
+    costs = analytic_costs(graph, machine)
+    timeline = Simulator(graph, machine, costs).timeline(placement)
+    request = PlanRequest(captured, machine, placer="single", budget="1e")
+    return replace(
+        search_plan(request, silent, costs),
+        placement=placement,
+        orders=tuple(timeline.order_of(d) for d in range(len(machine.devices))),
+        value=timeline.step_seconds,
+        copies=(),
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+    )
+
+
+def error_of(found, expected):
+    worst = 0.0
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    for one, other in pairs:
+        scale = max(float(other.abs().max()), 1e-30) if other.numel() else 1.0
+        worst = max(worst, float((one - other).abs().max()) / scale if other.numel() else 0.0)
+    return worst
+
+
+def measure(name, train, text, seed, workers):
+    model, optimizer = NETWORKS[name]
+    captured = resolve(model, train=optimizer) if train else resolve(model)
+    values = initial_values(captured)
+    inputs, targets = example_values(captured)
+    expected = [run_step(captured, values, inputs, targets, step=i) for i in range(STEPS)]
+    plan = random_plan(captured, workers.machine, seed)
+    with run(plan, captured, workers=workers) as placed:
+        found = [placed.step(*inputs, *targets) for _ in range(STEPS)]
+        state = placed.state_dict() | placed.optimizer_state_dict()
+    worst = error_of(found, expected)
+    for op, source in enumerate(captured.program.sources):
+        if source is not None and source.name in state:
+            tensor = captured.graph.outputs_of(op)[0]
+            worst = max(worst, error_of(state[source.name], values[tensor]))
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--machines", default=MACHINES)
+    arguments = parser.parse_args()
+    torch.set_default_dtype(torch.float64)
+    rows = []
+    for text in arguments.machines.split(","):
+        machine = parse_machine(text)
+        workers = Workers(machine)
+        for name in NETWORKS:
+            for train in (False, True):
+                for seed in range(PLACEMENTS):
+                    row = {"machine": text, "network": name, "train": train, "seed": seed}
+                    try:
+                        row["error"] = measure(name, train, text, seed, workers)
+                        row["right"] = row["error"] <= LIMIT
+                    # The next case is worth its own try, with processes of its own.
+                    except Exception as error:
+                        row["right"], row["raised"] = False, f"{type(error).__name__}: {error}"
+                        workers.close(kill=True)
+                        workers = Workers(machine)
+                    rows.append(row)
+                    print(row, flush=True)
+                    write_atomically(arguments.out, json.dumps({"rows": rows}, indent=1))
+        workers.close()
+    sys.exit(any(not row["right"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

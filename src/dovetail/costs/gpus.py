@@ -1,0 +1,217 @@
+"""Measures GPUs: the process that answers for a GPU what `costs.measured` asks of a device.
+
+Everything is timed by events on the GPU, warm, on a stream of its own. An op is timed within the
+step that it belongs to, from the end of the op before it to its own end. The GPU sleeps first while
+the host issues some hundred ops, so that it never waits for the host in between: plans replay their
+launches as graphs, in which it does not either.
+"""
+
+import gc
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.costs.messages import (
+    FailedCall,
+    OpTimes,
+    TimedCalls,
+    TimedEntry,
+    TimedStep,
+    random_tensor,
+)
+from dovetail.frontends.gpu_calls import on_gpu
+from dovetail.frontends.program import Call
+from dovetail.frontends.runners import Stream, add_seeded, make_runner
+from dovetail.runtime.played_cuda import cuda_of, torch_device_of
+from dovetail.runtime.processes import Channel
+from dovetail.runtime.setup import set_up
+from dovetail.runtime.timers import clock, summarise
+from dovetail.runtime.torch_versions import sleep_on_gpu
+
+COPIED_BYTES = (4096, 2**20, 2**26)
+"""A link's latency and bandwidth are fitted to copies of these sizes."""
+_WARM_UPS, _SAMPLES = 3, 20
+_WARM_UP_SECONDS, _STEPS_SECONDS, _LEAST_STEPS, _MOST_STEPS = 0.3, 3.0, 3, 60
+"""As in `costs.measured`."""
+_ISSUED, _SLEEP_CYCLES = 200, 10_000_000
+"""So many works are issued while the GPU sleeps for some 5 ms. One takes the host 5 to 20 us."""
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def serve(channel: Channel) -> None:
+    """Answer messages until the other end closes. The first is ("set up", name of the GPU)."""
+    measuring: _MeasuredGpu | None = None
+    with torch.inference_mode():
+        while True:
+            name, *arguments = channel.receive()
+            if name == "set up":
+                set_up(1)
+                measuring = _MeasuredGpu(*arguments)
+                channel.send(None)
+                continue
+            assert measuring is not None, "it is set up first"
+            answers: dict[str, Callable[..., Any]] = {
+                "time": measuring.time_calls,
+                "step": measuring.time_step,
+                "rates": measuring.rates,
+                "links": measuring.links,
+            }
+            channel.send(answers[name](*arguments))
+
+
+class _MeasuredGpu:
+    """A GPU by the name that torch gives it, and the stream on which it is measured."""
+
+    def __init__(self, name: str) -> None:
+        self.cuda, self.device = cuda_of([name]), torch_device_of(name)
+        self.stream = self.cuda.Stream(device=self.device)
+
+    def time_step(self, step: TimedStep, _beside: tuple[int, ...] = ()) -> OpTimes | FailedCall:
+        """Run a step repeatedly, and time its ops. Returns a `FailedCall` for an op that raises."""
+        runner = make_runner(step.tensors)
+        with self.cuda.stream(self.stream):
+            for tensor, value in step.values.items():
+                runner.set(tensor, value.to(self.device))
+        self.cuda.synchronize(self.device)
+        alone = []
+        for op, call in step.calls.items():
+            alone.append(runner.stream())
+            self._add(alone[-1], call, op, step.frees.get(op, ()))
+        samples: list[list[float]] = []
+        try:
+            began = clock()
+            self._seconds_between(runner.run, alone)
+            while clock() - began < _WARM_UP_SECONDS:
+                self._seconds_between(runner.run, alone)
+            began = clock()
+            while len(samples) < _LEAST_STEPS or (
+                len(samples) < _MOST_STEPS and clock() - began < _STEPS_SECONDS
+            ):
+                samples.append(self._seconds_between(runner.run, alone))
+        except Exception:
+            return FailedCall(runner.failed, traceback.format_exc())
+        gc.collect()
+        return OpTimes(np.array(samples), 0.0)
+
+    def time_calls(
+        self, entries: list[TimedEntry], best_seconds: float, _patience_seconds: float
+    ) -> TimedCalls | FailedCall:
+        """Time calls in turn, round after round, on random inputs."""
+        began = clock()
+        count = 1 + max((max((*e.layouts, *e.call.results), default=0) for e in entries), default=0)
+        runners, streams = [], []
+        for entry in entries:
+            runner = make_runner(count)
+            for tensor, layout in entry.layouts.items():
+                runner.set(tensor, random_tensor(layout, entry.layouts).to(self.device))
+            stream = runner.stream()
+            frees = tuple(tensor for tensor in entry.call.results if tensor >= 0)
+            self._add(stream, entry.call, 0, frees)
+            runners.append(runner)
+            streams.append(stream)
+        self.cuda.synchronize(self.device)
+        rounds: list[list[float]] = []
+        for index, (runner, stream) in enumerate(zip(runners, streams, strict=True)):
+            try:
+                for _ in range(_WARM_UPS):
+                    self._seconds_of(lambda r=runner, s=stream: r.run(s))  # type: ignore[misc]
+            except Exception:
+                return FailedCall(index, traceback.format_exc())
+        places = list(range(len(streams)))
+        for _ in range(_SAMPLES):
+            rounds.append(self._seconds_between(lambda i: runners[i].run(streams[i]), places))
+        gc.collect()
+        timings = [summarise(list(column)) for column in zip(*rounds, strict=True)]
+        return TimedCalls(timings, best_seconds, 0.0, clock() - began, 0.0)
+
+    def rates(self) -> dict[str, Any]:
+        """This GPU's measured rates, under the names of `Device`'s fields: FLOP/s of a matrix
+        product of 4096 by dtype, bytes/s of a copy of 256 MB that is read and written, and the
+        seconds of an op that does next to nothing."""
+        size = 4096 if self.device.type == "cuda" else 512
+        flops = {}
+        for name in _DTYPES:
+            try:
+                a = torch.rand(size, size, device=self.device).to(getattr(torch, name))
+                self.cuda.synchronize(self.device)
+                seconds = self._median_of(lambda a=a: a @ a)  # type: ignore[misc]
+            except RuntimeError:  # no such arithmetic there
+                continue
+            flops[name] = 2 * size**3 / seconds
+        source = torch.rand(2**26 if self.device.type == "cuda" else 2**22, device=self.device)
+        target, tiny = torch.empty_like(source), torch.ones(8, device=self.device)
+        self.cuda.synchronize(self.device)
+        return {
+            "flops_per_second": flops,
+            "bandwidth_bytes_per_second": 2
+            * source.nbytes
+            / self._median_of(lambda: target.copy_(source)),
+            "op_overhead_seconds": self._median_of(lambda: torch.ops.aten.add.Tensor(tiny, tiny)),
+        }
+
+    def links(self, peers: list[str]) -> dict[str, dict[int, float]]:
+        """Median seconds of copies by size: "to" and "from" the GPU's memory and pinned memory of
+        the host, and to each of these GPUs by name."""
+        found: dict[str, dict[int, float]] = {}
+        pinned = self.device.type == "cuda"
+        for size in COPIED_BYTES:
+            here = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+            ends = {"to": (here, host), "from": (host, here)}
+            for peer in peers:
+                there = torch.zeros(size, dtype=torch.uint8, device=torch_device_of(peer))
+                ends[peer] = (there, here)
+            self.cuda.synchronize(self.device)
+            for name, (target, source) in ends.items():
+                seconds = self._median_of(
+                    lambda t=target, s=source: t.copy_(s, non_blocking=True)  # type: ignore[misc]
+                )
+                found.setdefault(name, {})[size] = seconds
+        return found
+
+    def _add(self, stream: Stream, call: Call, tag: int, frees: tuple[int, ...]) -> None:
+        moved = on_gpu(call, self.device)
+        if moved.random:
+            add_seeded(stream, moved, lambda: 0, tag=tag, frees=frees)
+        else:
+            stream.call(moved, tag=tag, frees=frees)
+
+    def _median_of(self, work: Callable[[], Any]) -> float:
+        for _ in range(_WARM_UPS):
+            self._seconds_of(work)
+        return statistics.median(self._seconds_of(work) for _ in range(_SAMPLES))
+
+    def _seconds_of(self, work: Callable[[], Any]) -> float:
+        """Seconds of a work on the GPU, from when it began to its end."""
+        (seconds,) = self._seconds_between(lambda _: work(), [None])
+        return seconds
+
+    def _seconds_between(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[float]:
+        """[items] seconds from the end of the work before each one to the end of its own."""
+        spans = []
+        with self.cuda.stream(self.stream):
+            for first in range(0, len(items), _ISSUED):
+                self._sleep()
+                begin = self._recorded()
+                for item in items[first : first + _ISSUED]:
+                    work(item)
+                    end = self._recorded()
+                    spans.append((begin, end))
+                    begin = end
+        self.cuda.synchronize(self.device)
+        # CUDA gives milliseconds.
+        return [1e-3 * begin.elapsed_time(end) for begin, end in spans]
+
+    def _sleep(self) -> None:
+        """Let the stream stand still while the host issues works."""
+        if self.device.type == "cuda":
+            sleep_on_gpu(_SLEEP_CYCLES)
+
+    def _recorded(self) -> Any:
+        event = self.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event

@@ -1,0 +1,1 @@
+"""Runs the GPUs of this machine, all of them from one process."""

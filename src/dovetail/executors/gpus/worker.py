@@ -1,0 +1,762 @@
+"""Serves all GPUs of this machine from one process, whose only thread of work issues to all.
+
+    compute stream of each GPU     launch ─────────── launch ── take ── launch
+    copy stream of each pair            └─ push ─► ─────────────┘
+    block (pinned) ◄── push ── GPU      GPU ◄── pull, take ── block
+
+The thread runs ahead of the GPUs. It waits for flags of CPUs, and at the end of a step for all
+streams; also for copies between a GPU and the block of tensors with gaps, which torch makes through
+memory of its own. Flags for CPUs are published by a thread for each pair of a GPU and a CPU, which
+waits for the events of copies in the order in which they were issued.
+
+Graphs: in the third step each launch is captured as a CUDA graph, and replayed from then on, which
+takes the host a few microseconds for all of its works together. Its memory stays where it was in
+capture. Copies between devices stay outside of graphs, and so do works that draw random numbers and
+those that cannot be captured: what they make is copied to where it was in the third step. What a
+copy or such a work reads is held for good, as its place must not be given to another tensor.
+"""
+
+import gc
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.executors.gpus.steps import (
+    IssueStep,
+    LaunchWorks,
+    PullSource,
+    PushTensor,
+    ReleasePushed,
+    TakeArrived,
+    Work,
+)
+from dovetail.executors.shares import (
+    AwaitFlag,
+    BlockSlot,
+    ReadSource,
+    RunUpdates,
+    Share,
+    ops_of,
+    tensor_at,
+)
+from dovetail.executors.worker import Aborted, Failed, Step, Unload
+from dovetail.frontends.fused_updates import fused_updates
+from dovetail.frontends.gpu_calls import on_gpu
+from dovetail.frontends.interpret import seed_for
+from dovetail.frontends.program import Call, distinct_refs
+from dovetail.frontends.runners import SKEW, Stream, add_seeded, distinct, make_runner
+from dovetail.runtime.neighbours import SPIN_SECONDS
+from dovetail.runtime.played_cuda import cuda_of, torch_device_of
+from dovetail.runtime.processes import Channel
+from dovetail.runtime.setup import set_up
+from dovetail.runtime.shared import Block
+from dovetail.runtime.waiting import ABORTED, barrier, look, publish, wait
+from dovetail.units import GIB, KIB, MIB
+
+_SPIN_NS = round(SPIN_SECONDS * 1e9)
+_CAPTURED_STEP = 3
+"""The step in which launches are captured. Libraries choose algorithms and allocate workspaces in
+the first ones."""
+
+
+@dataclass(frozen=True)
+class LoadGpus:
+    """Asks the process to bind the shares of all GPUs; the block's descriptor follows.
+
+    shares     of the GPUs
+    steps      what is issued in each step of the plan, in order
+    names      device in the machine -> what torch calls it
+    captures   launches are captured as graphs
+    """
+
+    key: int
+    shares: tuple[Share, ...]
+    steps: tuple[IssueStep, ...]
+    names: dict[int, str]
+    program: int
+    calls: dict[int, Call]
+    tensors: int
+    seed: int
+    captures: bool = True
+
+
+@dataclass(frozen=True)
+class SaveSources:
+    """Asks the process to copy the sources that live on GPUs into the block; reply: "ready"."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class ReadSources:
+    """Asks the process to read the sources that live on GPUs from the block; reply: "ready"."""
+
+    key: int
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests until the channel closes. The first message is the names of the GPUs."""
+    names: tuple[str, ...] = channel.receive()
+    set_up(1)
+    cuda = cuda_of(names)
+    loaded: dict[int, LoadedGpus] = {}
+    program, calls = 0, dict[int, Call]()
+    with torch.inference_mode():
+        channel.send("ready")
+        while True:
+            request = channel.receive()
+            match request:
+                case LoadGpus(key=key):
+                    block = Block(channel.receive_descriptor())
+                    if request.program != program:
+                        program, calls = request.program, {}
+                    calls.update(request.calls)
+                    try:
+                        loaded[key] = LoadedGpus(request, calls, block, cuda)
+                    except torch.OutOfMemoryError as error:
+                        channel.send(_failed(-1, error))
+                    else:
+                        channel.send("ready")
+                case Step(key=key, number=number, timed=timed):
+                    channel.send(loaded[key].run(number, timed))
+                case SaveSources(key=key):
+                    loaded[key].save_sources()
+                    channel.send("ready")
+                case ReadSources(key=key):
+                    loaded[key].read_sources()
+                    channel.send("ready")
+                case Unload(key=key):
+                    loaded.pop(key).close()
+                    gc.collect()
+
+
+class _LoadedGpu:
+    """One device of the plan: its stream, its table of values, and its memory that lasts.
+
+    sources    tensor -> its value here, of those that live here
+    arriving   tensor -> where it lies here, of those that come from elsewhere
+    """
+
+    def __init__(self, share: Share, name: str, cuda: Any, tensors: int) -> None:
+        self.share = share
+        self.torch_device = torch_device_of(name)
+        self.compute = cuda.Stream(device=self.torch_device)
+        self.runner = make_runner(tensors)
+        self.pool = cuda.graph_pool_handle()
+        self.sources = {tensor: self.empty(slot) for tensor, slot in share.sources}
+        self.arriving = {
+            instruction.tensor: self.empty(instruction.slot)
+            for instruction in share.instructions
+            if isinstance(instruction, AwaitFlag | ReadSource) and instruction.slot is not None
+        }
+        for tensor, value in {**self.sources, **self.arriving}.items():
+            self.runner.set(tensor, value)
+
+    def empty(self, slot: BlockSlot) -> Tensor:
+        dtype = getattr(torch, slot.dtype)
+        shape, strides = slot.shape, slot.strides
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.torch_device)
+
+
+@dataclass
+class _Launch:
+    """Works that are issued together.
+
+    whole    all of them; `works`: each by itself; `held`: all of them, and what is read from the
+             table later is not freed
+    reads, makes   the tensors that they read and make
+    graph    None: not captured yet, or not to be captured
+    places   of works that are not captured, where what they make lies
+    """
+
+    whole: Stream
+    held: Stream
+    works: list[Stream] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    makes: list[int] = field(default_factory=list)
+    may_be_captured: bool = False
+    graph: Any = None
+    places: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Running:
+    """What belongs to the step that is on.
+
+    number     of the step, from 1
+    now        the value that flags have in this step
+    events     flag -> event after the copy, or after the op of a control edge
+    pulled     (device, tensor) -> event after the copy
+    awaited    flags of CPUs whose tensors were not copied yet: flag -> (device, wait)
+    spans      (device, index of the instruction, event before, event after) in timed steps
+    """
+
+    number: int
+    now: int
+    events: dict[int, Any] = field(default_factory=dict)
+    pulled: dict[tuple[int, int], Any] = field(default_factory=dict)
+    awaited: dict[int, tuple[int, AwaitFlag]] = field(default_factory=dict)
+    spans: list[tuple[int, int, Any, Any]] | None = None
+
+
+class LoadedGpus:
+    """The shares of all GPUs, ready to run steps.
+
+    cuda   `torch.cuda`, or what plays it
+    """
+
+    def __init__(self, load: LoadGpus, calls: dict[int, Call], block: Block, cuda: Any) -> None:
+        self.load, self.block, self.cuda = load, block, cuda
+        self.base = int(block.bytes.ctypes.data)
+        first = load.shares[0]
+        self.abort = self.base + first.abort
+        self.unpin = _pinned(cuda, self.base, block.size_bytes)
+        self.gpus = {
+            share.device: _LoadedGpu(share, load.names[share.device], cuda, load.tensors)
+            for share in load.shares
+        }
+        self.progress = {
+            share.device: block.view(share.progress, (3,), np.int64) for share in load.shares
+        }
+        for progress in self.progress.values():
+            progress[0] = -1
+        self.copying: dict[tuple[int, int], Any] = {}  # (from, to) -> stream
+        self.publishers: dict[tuple[int, int], _Publisher] = {}
+        # Op of each call that draws numbers, and the seeds of the step that is on.
+        self.drawing: list[int] = []
+        self.seeds: list[int] = []
+        self.launches: dict[tuple[int, int], _Launch] = {}
+        # Launches that failed to be captured, and the step from which on the others are.
+        self.updates = {
+            op: calls[op]
+            for share in load.shares
+            for instruction in share.instructions
+            if isinstance(instruction, RunUpdates)
+            for op in instruction.ops
+        }
+        self.calls = {
+            op: on_gpu(calls[op], gpu.torch_device)
+            for gpu in self.gpus.values()
+            for op in gpu.share.ops
+        }
+        self.uncaptured: set[tuple[int, int]] = set()
+        self.capture_from = _CAPTURED_STEP
+        self._bind_launches()
+        self.waits = {
+            step.wait.flag: (step.device, step.wait)
+            for step in load.steps
+            if isinstance(step, TakeArrived)
+            and isinstance(step.wait, AwaitFlag)
+            and step.wait.source not in self.gpus
+        }
+        self.failed = -1
+        self.read_sources()
+
+    # ---- Between steps ----
+
+    def read_sources(self) -> None:
+        """Copy the sources that live on GPUs from the block."""
+        for gpu in self.gpus.values():
+            with self.cuda.stream(gpu.compute):
+                for tensor, slot in gpu.share.sources:
+                    _copy(gpu.sources[tensor], tensor_at(self.block, slot), slot)
+        self._synchronize()
+
+    def save_sources(self) -> None:
+        """Copy the sources that live on GPUs into the block: from the first of those that have it,
+        since what several have is the same."""
+        saved: set[int] = set()
+        for gpu in self.gpus.values():
+            with self.cuda.stream(gpu.compute):
+                for tensor, slot in gpu.share.sources:
+                    if tensor in saved:
+                        continue
+                    saved.add(tensor)
+                    _copy(tensor_at(self.block, slot), gpu.sources[tensor], slot)
+        self._synchronize()
+
+    def close(self) -> None:
+        for publisher in self.publishers.values():
+            publisher.close()
+        self.unpin()
+        self.block.close()
+
+    # ---- A step ----
+
+    def run(self, number: int, timed: bool) -> str | Failed:
+        """Run one step. Returns "done", "aborted" if another device failed, or `Failed`."""
+        self.failed = -1
+        running = _Running(number, number * (SKEW + 1), awaited=dict(self.waits))
+        running.spans = [] if timed else None
+        self.seeds[:] = [seed_for(self.load.seed, number - 1, op) for op in self.drawing]
+        try:
+            self._meet(2 * number - 1)
+            began = time.perf_counter_ns()
+            starts = self._starts() if timed else {}
+            for step in self.load.steps:
+                self._issue(step, running)
+            self._synchronize()
+            for publisher in self.publishers.values():
+                publisher.wait()
+            ended = time.perf_counter_ns()
+            for progress in self.progress.values():
+                progress[1], progress[2] = began, ended
+            if running.spans is not None:
+                self._stamp(running.spans, starts)
+            self._meet(2 * number)
+            self._copy_outputs(running)
+        except Aborted:
+            self._synchronize()
+            return "aborted"
+        except Exception as error:
+            publish(self.abort, 1)
+            failed = _failed(self.failed, error)
+            # What was issued may still read and write memory that is given up next.
+            with suppress(Exception):
+                self._synchronize()
+            return failed
+        return "done"
+
+    def _meet(self, value: int) -> None:
+        share = self.load.shares[0]
+        flags = self.base + share.barrier
+        reached = barrier(flags, share.seats, share.seat, value, self.abort, _SPIN_NS)
+        if reached == ABORTED:
+            raise Aborted
+
+    def _issue(self, step: IssueStep, running: _Running) -> None:
+        match step:
+            case LaunchWorks():
+                self._look_for_arrived(running)
+                self._launch(step, running)
+            case PushTensor():
+                self._push(step, running)
+            case PullSource(device=device, read=read):
+                value = tensor_at(self.block, read.slot)
+                into = self.gpus[device].arriving[read.tensor]
+                begin = self._begin_span(read.source, device, running)
+                event = self._copy_across(read.source, device, into, value, read.slot)
+                self._end_span(begin, read.source, device, running, step)
+                running.pulled[device, read.tensor] = event
+            case TakeArrived(device=device, wait=ReadSource(tensor=tensor)):
+                self.gpus[device].compute.wait_event(running.pulled[device, tensor])
+            case TakeArrived(device=device, wait=AwaitFlag() as waiting):
+                self._take(device, waiting, running)
+            case ReleasePushed(device=device, flags=flags, tensors=tensors):
+                gpu = self.gpus[device]
+                for flag in flags:
+                    gpu.compute.wait_event(running.events[flag])
+                if not self._captures(running):
+                    gpu.runner.clear(tensors)
+
+    def _captures(self, running: _Running) -> bool:
+        """True if launches run as graphs in this step: what they made stays where it is."""
+        return self.load.captures and running.number >= self.capture_from
+
+    def _launch(self, step: LaunchWorks, running: _Running) -> None:
+        gpu, launch = self.gpus[step.device], self.launches[step.device, step.first]
+        spans = running.spans
+        try:
+            with self.cuda.stream(gpu.compute):
+                if self._captures(running):
+                    begin = self._timing(gpu.compute) if spans is not None else None
+                    self._replay((step.device, step.first), running)
+                    if spans is not None:
+                        # Works of a graph have the span of all of it.
+                        end = self._timing(gpu.compute)
+                        places = range(step.first, step.first + len(step.works))
+                        spans += [(step.device, place, begin, end) for place in places]
+                elif spans is None:
+                    if self._has_failed(running):
+                        self._try_to_capture((step.device, step.first))
+                    gpu.runner.run(launch.whole)
+                else:
+                    for place, work in enumerate(launch.works):
+                        begin = self._timing(gpu.compute)
+                        gpu.runner.run(work)
+                        end = self._timing(gpu.compute)
+                        spans.append((step.device, step.first + place, begin, end))
+        except Exception:
+            self.failed = gpu.runner.failed
+            raise
+
+    def _replay(self, key: tuple[int, int], running: _Running) -> None:
+        """Run a launch as a graph, which is captured first if it was not yet. If that fails, this
+        step goes on without graphs, and the next one captures all launches anew that can be."""
+        gpu, launch = self.gpus[key[0]], self.launches[key]
+        if launch.graph is None and launch.may_be_captured:
+            launch.graph = self._captured(key)
+            if launch.graph is None:
+                self.capture_from = running.number + 1
+                gpu.runner.run(launch.whole)
+                return
+        if launch.graph is not None:
+            launch.graph.replay()
+            return
+        gpu.runner.run(launch.held)
+        for tensor in launch.makes:
+            value = gpu.runner.get(tensor)
+            if value is None:
+                continue
+            place = launch.places.setdefault(tensor, value)
+            if place.data_ptr() != value.data_ptr():
+                strides = value.stride()
+                distinct(place, strides).copy_(distinct(value, strides))
+                gpu.runner.set(tensor, place)
+
+    def _captured(self, key: tuple[int, int]) -> Any:
+        """The graph of a launch, and in the table what it makes; None if it cannot be captured."""
+        gpu, launch = self.gpus[key[0]], self.launches[key]
+        reads = {tensor: gpu.runner.get(tensor) for tensor in launch.reads}
+        graph = self.cuda.CUDAGraph()
+        try:
+            # "thread_local" lets other threads wait for events meanwhile.
+            with self.cuda.graph(
+                graph, stream=gpu.compute, pool=gpu.pool, capture_error_mode="thread_local"
+            ):
+                gpu.runner.run(launch.held)
+        except RuntimeError:
+            # A capture that failed may leave its pool unusable.
+            gpu.pool = self.cuda.graph_pool_handle()
+            self.uncaptured.add(key)
+            for tensor, value in reads.items():
+                gpu.runner.set(tensor, value)
+            return None
+        return graph
+
+    def _has_failed(self, running: _Running) -> bool:
+        """True if a launch could not be captured in this step."""
+        return self.capture_from == running.number + 1 > _CAPTURED_STEP
+
+    def _try_to_capture(self, key: tuple[int, int]) -> None:
+        """Note whether a launch can be captured, and leave the table as it is."""
+        gpu, launch = self.gpus[key[0]], self.launches[key]
+        if launch.may_be_captured:
+            reads = {tensor: gpu.runner.get(tensor) for tensor in launch.reads}
+            self._captured(key)
+            for tensor, value in reads.items():
+                gpu.runner.set(tensor, value)
+
+    def _push(self, step: PushTensor, running: _Running) -> None:
+        gpu, send = self.gpus[step.device], step.send
+        there = self.gpus.get(send.destination)
+        if send.slot is None:
+            event = self.cuda.Event(blocking=there is None)
+            event.record(gpu.compute)
+            if running.spans is not None:
+                now = self._timing(gpu.compute)
+                running.spans.append((step.device, step.index, now, now))
+        else:
+            before = self.cuda.Event()
+            before.record(gpu.compute)
+            value = gpu.runner.get(send.tensor)
+            assert value is not None, "the step has made it"
+            if there is None:
+                into = tensor_at(self.block, send.slot)
+            else:
+                into = there.arriving[send.tensor]
+            self._copy_stream(step.device, send.destination).wait_event(before)
+            begin = self._begin_span(step.device, send.destination, running)
+            event = self._copy_across(step.device, send.destination, into, value, send.slot)
+            self._end_span(begin, step.device, send.destination, running, step)
+        running.events[send.flag] = event
+        if there is None:
+            self._publisher(step.device, send.destination).publish(
+                event, self.base + send.flag, running.now
+            )
+
+    def _take(self, device: int, waiting: AwaitFlag, running: _Running) -> None:
+        if waiting.source not in self.gpus:
+            reached = wait(self.base + waiting.flag, running.now, self.abort, _SPIN_NS)
+            if reached == ABORTED:
+                raise Aborted
+            self._look_for_arrived(running)
+            if waiting.slot is None:
+                return
+        self.gpus[device].compute.wait_event(running.events[waiting.flag])
+
+    def _look_for_arrived(self, running: _Running) -> None:
+        """Copy to GPUs what CPUs have sent since the last look."""
+        for flag, (device, waiting) in list(running.awaited.items()):
+            reached = look(self.base + flag)
+            if reached < running.now:
+                continue
+            del running.awaited[flag]
+            if waiting.slot is None:
+                continue
+            sent = tensor_at(self.block, waiting.slot, reached & SKEW)
+            into = self.gpus[device].arriving[waiting.tensor]
+            event = self._copy_across(waiting.source, device, into, sent, waiting.slot)
+            running.events[flag] = event
+
+    def _copy_outputs(self, running: _Running) -> None:
+        for gpu in self.gpus.values():
+            with self.cuda.stream(gpu.compute):
+                for tensor, slot in gpu.share.outputs:
+                    value = gpu.runner.get(tensor)
+                    assert value is not None, "the step has made it"
+                    _copy(tensor_at(self.block, slot), value, slot)
+        self._synchronize()
+        if not self._captures(running):
+            for device, gpu in self.gpus.items():
+                gpu.runner.clear(self.made[device])
+            if self._has_failed(running):
+                self._bind_launches()
+
+    # ---- Streams and events ----
+
+    def _copy_stream(self, source: int, destination: int) -> Any:
+        """The stream of the copies from one device to another, one of which is a GPU."""
+        pair = source, destination
+        if pair not in self.copying:
+            gpu = self.gpus[source if source in self.gpus else destination]
+            self.copying[pair] = self.cuda.Stream(device=gpu.torch_device)
+        return self.copying[pair]
+
+    def _copy_across(
+        self, source: int, destination: int, into: Tensor, value: Tensor, slot: BlockSlot
+    ) -> Any:
+        """Issue a copy from one device to another; return the event of its end."""
+        stream = self._copy_stream(source, destination)
+        # A publisher waits for events of copies to the block: it sleeps meanwhile.
+        event = self.cuda.Event(blocking=destination not in self.gpus)
+        ends = [self.gpus[end].torch_device for end in (source, destination) if end in self.gpus]
+        if len(set(ends)) < 2:
+            with self.cuda.stream(stream):
+                _copy(into, value, slot)
+            event.record(stream)
+            return event
+        # Between two GPUs without access to each other, the last part of a copy of a tensor with
+        # gaps runs on the destination's current stream.
+        arriving = self._arriving_stream(destination)
+        with self.cuda.stream(arriving), self.cuda.stream(stream):
+            _copy(into, value, slot)
+        sent = self.cuda.Event()
+        sent.record(stream)
+        arriving.wait_event(sent)
+        event.record(arriving)
+        return event
+
+    def _arriving_stream(self, destination: int) -> Any:
+        """The stream of a GPU that copies from other GPUs end in."""
+        pair = destination, destination
+        if pair not in self.copying:
+            self.copying[pair] = self.cuda.Stream(device=self.gpus[destination].torch_device)
+        return self.copying[pair]
+
+    def _begin_span(self, source: int, destination: int, running: _Running) -> Any:
+        """In a timed step, an event before the next copy from one device to another."""
+        if running.spans is None:
+            return None
+        return self._timing(self._copy_stream(source, destination))
+
+    def _end_span(
+        self,
+        begin: Any,
+        source: int,
+        destination: int,
+        running: _Running,
+        step: PushTensor | PullSource,
+    ) -> None:
+        """In a timed step, note the span of the copy that `begin` stands before."""
+        if running.spans is not None:
+            end = self._timing(self._copy_stream(source, destination))
+            running.spans.append((step.device, step.index, begin, end))
+
+    def _timing(self, stream: Any) -> Any:
+        event = self.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _publisher(self, source: int, destination: int) -> "_Publisher":
+        pair = source, destination
+        if pair not in self.publishers:
+            self.publishers[pair] = _Publisher(self.abort)
+        return self.publishers[pair]
+
+    def _synchronize(self) -> None:
+        for device in dict.fromkeys(gpu.torch_device for gpu in self.gpus.values()):
+            self.cuda.synchronize(device)
+
+    # ---- Times ----
+
+    def _starts(self) -> dict[int, tuple[Any, int]]:
+        """Device -> (an event now, the host's clock in ns)."""
+        self._synchronize()
+        return {
+            device: (self._timing(gpu.compute), time.perf_counter_ns())
+            for device, gpu in self.gpus.items()
+        }
+
+    def _stamp(
+        self, spans: list[tuple[int, int, Any, Any]], starts: dict[int, tuple[Any, int]]
+    ) -> None:
+        """Write when each instruction began and ended, in ns of the host's clock."""
+        stamps = {
+            device: self.block.view(gpu.share.stamps, (len(gpu.share.instructions), 2), np.int64)
+            for device, gpu in self.gpus.items()
+        }
+        for device, index, begin, end in spans:
+            start, start_ns = starts[device]
+            for place, event in enumerate((begin, end)):
+                # CUDA gives milliseconds.
+                stamps[device][index, place] = start_ns + round(1e6 * start.elapsed_time(event))
+
+    # ---- Binding ----
+
+    def _bind_launches(self) -> None:
+        """Make the streams of all launches, and forget the graphs of earlier ones."""
+        self.drawing.clear()
+        held = self._held()
+        self.launches = {}
+        for step in self.load.steps:
+            if isinstance(step, LaunchWorks):
+                key = step.device, step.first
+                self.launches[key] = self._bound(step, held[step.device])
+        # What a step made is forgotten after it, but for what lasts.
+        made: dict[int, set[int]] = {device: set() for device in self.gpus}
+        for (device, _), launch in self.launches.items():
+            made[device].update(launch.makes)
+        self.made = {
+            device: [tensor for tensor in made[device] if tensor not in gpu.sources]
+            for device, gpu in self.gpus.items()
+        }
+
+    def _held(self) -> dict[int, set[int]]:
+        """Device -> tensors that are read from the table of a captured step: by copies, by works
+        that are not captured, and at its end."""
+        held: dict[int, set[int]] = {
+            device: {tensor for tensor, _ in gpu.share.outputs} for device, gpu in self.gpus.items()
+        }
+        for step in self.load.steps:
+            if isinstance(step, PushTensor):
+                held[step.device].add(step.send.tensor)
+            elif isinstance(step, LaunchWorks) and not self._may_be_captured(step):
+                held[step.device].update(self._reads(step))
+        return held
+
+    def _may_be_captured(self, step: LaunchWorks) -> bool:
+        return not step.random and (step.device, step.first) not in self.uncaptured
+
+    def _reads(self, step: LaunchWorks) -> list[int]:
+        calls = [self.calls[op] for work in step.works for op in ops_of(work)]
+        return distinct_refs([(call.args, call.kwargs) for call in calls])
+
+    def _bound(self, step: LaunchWorks, held: set[int]) -> "_Launch":
+        runner = self.gpus[step.device].runner
+        launch = _Launch(runner.stream(), runner.stream())
+        launch.may_be_captured = self._may_be_captured(step)
+        launch.reads = self._reads(step)
+        for work in step.works:
+            alone = runner.stream()
+            launch.works.append(alone)
+            self._add(alone, work, work.frees)
+            self._add(launch.whole, work, work.frees)
+            self._add(launch.held, work, tuple(t for t in work.frees if t not in held))
+            launch.makes += [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
+        return launch
+
+    def _add(self, stream: Stream, work: Work, frees: tuple[int, ...]) -> None:
+        ops = ops_of(work)
+        if isinstance(work, RunUpdates):
+            stream.call(fused_updates([self.updates[op] for op in ops]), tag=ops[0], frees=frees)
+            return
+        for op in ops:
+            # Only after the last op is nothing of the others needed any more.
+            last = frees if op == ops[-1] else ()
+            call = self.calls[op]
+            if call.random:
+                self.drawing.append(call.seed_index(op))
+                seed = partial(_seed_at, self.seeds, len(self.drawing) - 1)
+                add_seeded(stream, call, seed, tag=op, frees=last)
+            else:
+                stream.call(call, tag=op, frees=last)
+
+
+def _failed(op: int, error: Exception) -> Failed:
+    """The reply for an error that is being handled."""
+    lacking = None
+    if isinstance(error, torch.OutOfMemoryError):
+        # torch says the size in its message alone: "Tried to allocate 2.50 GiB".
+        asked = re.search(r"allocate ([0-9.]+) (bytes|KiB|MiB|GiB)", str(error))
+        units = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+        needed = round(float(asked[1]) * units[asked[2]]) if asked else 0
+        lacking = needed, torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    return Failed(op, traceback.format_exc(), lacking)
+
+
+def _seed_at(seeds: list[int], place: int) -> int:
+    return seeds[place]
+
+
+def _copy(into: Tensor, value: Tensor, slot: BlockSlot) -> None:
+    distinct(into, slot.strides).copy_(distinct(value, slot.strides), non_blocking=True)
+
+
+def _pinned(cuda: Any, address: int, size_bytes: int) -> Callable[[], None]:
+    """Pin the block, so that copies to and from GPUs run beside the host; return what undoes it."""
+    if cuda is not torch.cuda:
+        return lambda: None
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
+        # Copies are slower then, and as right. The next kernel reports the error that is set.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        return lambda: None
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+class _Publisher:
+    """Publishes flags once their events have happened, in order, from a thread."""
+
+    def __init__(self, abort: int) -> None:
+        self._abort = abort
+        self._queue: SimpleQueue[tuple[Any, int, int] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._left = 0
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def publish(self, event: Any, flag: int, value: int) -> None:
+        with self._lock:
+            self._left += 1
+            self._idle.clear()
+        self._queue.put((event, flag, value))
+
+    def wait(self) -> None:
+        """Wait until all flags were published, and raise what went wrong."""
+        self._idle.wait()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, flag, value = item
+            try:
+                event.synchronize()
+                publish(flag, value)
+            except Exception as error:
+                self._error = error
+                publish(self._abort, 1)
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._idle.set()

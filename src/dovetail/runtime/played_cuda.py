@@ -1,0 +1,373 @@
+"""A CUDA that the CPU plays: what `torch.cuda` has of streams, events and graphs, without a GPU.
+
+What is issued to a stream runs at once, so its numbers are those of any order that events allow, as
+long as the events are right. Whether they are is watched by clocks: each stream has a clock, and
+knows of every other stream up to which of its works it surely starts after.
+
+    stream 0   work 1 ── work 2 ── record E            knows {0: 2}
+    stream 1                 wait E ── work 1          knows {0: 2, 1: 1}
+
+A work that reads memory must know of the work that wrote it, and one that writes must know of all
+that read or wrote it (Lamport 1978; FastTrack, Flanagan and Freund, PLDI 2009, has the same rule
+for threads). Memory that is freed may be given at once to the next work of the stream that it was
+allocated on, as by torch's allocator, so that stream must know of all that touched it. The host
+knows what it has waited for. A race is found whatever the times of the works are, and raised as
+`StreamRaceError`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import StreamRaceError
+from dovetail.runtime.torch_versions import TorchDispatchMode, pytree, storage_reference
+
+Clock = dict[int, int]
+"""Number of a stream -> how many of its works have surely ended."""
+PLAYED = "played:"
+"""What the names of GPUs begin with that the CPU plays."""
+
+
+def cuda_of(names: Sequence[str]) -> Any:
+    """`torch.cuda` for devices that are called "cuda:0" and so on, and what plays it for those that
+    are called "played:0" and so on."""
+    if all(name.startswith(PLAYED) for name in names):
+        return PlayedCuda(len(set(names)))
+    return torch.cuda
+
+
+def torch_device_of(name: str) -> torch.device:
+    """The torch device that has the tensors of a GPU of this name."""
+    return torch.device("cpu" if name.startswith(PLAYED) else name)
+
+
+_WAITS_FOR_RESULT = (
+    torch.ops.aten.item.default,  # as it is called in inference mode
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+)
+"""Ops for which the host waits, as what they return depends on numbers."""
+_NEVER = (0, 0)
+"""(stream, its clock) of a work that every other one starts after."""
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What is known of one storage.
+
+    owner     the stream that it was allocated on; None: the host has allocated it
+    name      what the work was that wrote it last
+    written   (stream, its clock) of the last write
+    read      stream -> its clock at the last read since then
+    """
+
+    alive: Callable[[], bool]
+    owner: "PlayedStream | None"
+    name: str
+    written: tuple[int, int]
+    read: Clock = field(default_factory=dict)
+
+
+class PlayedCuda:
+    """Has the functions of `torch.cuda` that executors use.
+
+    log         what was issued: (kind, number of the stream, event or name of the op)
+    replaying   True while a graph is replayed
+    """
+
+    def __init__(self, devices: int = 1) -> None:
+        self.log: list[tuple[str, int, Any]] = []
+        self.replaying = False
+        self._devices = devices
+        self._streams: list[PlayedStream] = []
+        self._memory: dict[int, _Memory] = {}
+        self._host: Clock = {}
+        self._capturing: PlayedGraph | None = None
+        self._current: PlayedStream = self.Stream()
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return self._devices
+
+    def synchronize(self, device: object = None) -> None:
+        """The host waits for all streams."""
+        self._refuse_in_capture("synchronize")
+        for stream in self._streams:
+            _join(self._host, stream.clock)
+        self._look_for_freed()
+
+    def Stream(self, device: object = None) -> "PlayedStream":
+        stream = PlayedStream(self, len(self._streams))
+        self._streams.append(stream)
+        return stream
+
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> "PlayedEvent":
+        return PlayedEvent(self)
+
+    def CUDAGraph(self) -> "PlayedGraph":
+        return PlayedGraph(self)
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    def current_stream(self, device: object = None) -> "PlayedStream":
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: "PlayedStream") -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._current = before
+            self._look_for_freed()
+
+    @contextmanager
+    def graph(
+        self,
+        graph: "PlayedGraph",
+        *,
+        stream: "PlayedStream",
+        pool: object = None,
+        capture_error_mode: str = "",
+    ) -> Iterator[None]:
+        self._refuse_in_capture("begin another capture")
+        self._capturing = graph
+        try:
+            with self.stream(stream):
+                yield
+        finally:
+            self._capturing = None
+
+    def issue(self, name: str, work: Callable[[], Any], reads: Any, writes: Any) -> Any:
+        """Run a work on the current stream. `writes` are the tensors that it writes over; those
+        that it returns are new."""
+        stream = self._current
+        self._look_for_freed()
+        _join(stream.clock, self._host)
+        stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+        self.log.append(("work", stream.number, name))
+        for tensor in _tensors(reads):
+            self._read(stream, tensor, name)
+        for tensor in _tensors(writes):
+            self._write(stream, tensor, name)
+        result = work()
+        for tensor in _tensors(result):
+            self._made(stream, tensor, name)
+        return result
+
+    def _read(self, stream: "PlayedStream", tensor: Tensor, name: str) -> None:
+        memory = self._memory_of(tensor)
+        if memory is None:
+            return
+        writer, at = memory.written
+        if stream.clock.get(writer, 0) < at:
+            raise StreamRaceError(
+                f"{name} in stream {stream.number} reads what {memory.name} in stream {writer} "
+                "may still write: no event is between them"
+            )
+        memory.read[stream.number] = stream.clock[stream.number]
+
+    def _write(self, stream: "PlayedStream", tensor: Tensor, name: str) -> None:
+        memory = self._memory_of(tensor)
+        if memory is None:
+            return
+        for other, at in [memory.written, *memory.read.items()]:
+            if stream.clock.get(other, 0) < at:
+                raise StreamRaceError(
+                    f"{name} in stream {stream.number} writes over what stream {other} may still "
+                    "use: no event is between them"
+                )
+        memory.written, memory.read, memory.name = _now(stream), {}, name
+
+    def _made(self, stream: "PlayedStream", tensor: Tensor, name: str) -> None:
+        """A work has returned this tensor: of new memory it is the first write."""
+        memory = self._memory_of(tensor, stream)
+        if memory is not None and memory.owner is stream and memory.written == _NEVER:
+            memory.written, memory.name = _now(stream), name
+
+    def _memory_of(self, tensor: Tensor, owner: "PlayedStream | None" = None) -> _Memory | None:
+        """What is known of the tensor's storage. One that was never seen before is the owner's."""
+        if not tensor.numel():
+            return None
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        memory = self._memory.get(key)
+        if memory is None or not memory.alive():
+            if memory is not None:
+                self._check_freed(memory)
+            memory = _Memory(storage_reference(storage), owner, "the host", _NEVER)
+            self._memory[key] = memory
+        return memory
+
+    def _look_for_freed(self) -> None:
+        """Check what was freed since the last look."""
+        freed = [key for key, memory in self._memory.items() if not memory.alive()]
+        for key in freed:
+            self._check_freed(self._memory.pop(key))
+
+    def _check_freed(self, memory: _Memory) -> None:
+        owner = memory.owner
+        if owner is None:
+            return
+        _join(owner.clock, self._host)
+        for other, at in [memory.written, *memory.read.items()]:
+            if owner.clock.get(other, 0) < at:
+                raise StreamRaceError(
+                    f"what {memory.name} made in stream {owner.number} was freed while stream "
+                    f"{other} may still use it: the next work may write over it"
+                )
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self._capturing is not None:
+            raise RuntimeError(f"CUDA does not {what} while it captures a graph")
+
+
+class PlayedStream:
+    """clock   what its next work surely starts after."""
+
+    def __init__(self, cuda: PlayedCuda, number: int) -> None:
+        self.cuda, self.number = cuda, number
+        self.clock: Clock = {}
+
+    def wait_event(self, event: "PlayedEvent") -> None:
+        self.cuda._refuse_in_capture("wait for an event of another stream")
+        self.cuda.log.append(("wait", self.number, event))
+        _join(self.clock, event.reached())
+
+    def synchronize(self) -> None:
+        self.cuda._refuse_in_capture("synchronize")
+        _join(self.cuda._host, self.clock)
+
+
+class PlayedEvent:
+    """Happens when all has ended that its stream was given before it was recorded."""
+
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self.cuda = cuda
+        self._clock: Clock | None = None
+        self._seconds = 0.0
+
+    def record(self, stream: PlayedStream | None = None) -> None:
+        stream = stream or self.cuda.current_stream()
+        self.cuda.log.append(("record", stream.number, self))
+        self._clock, self._seconds = dict(stream.clock), time.perf_counter()
+
+    def reached(self) -> Clock:
+        """What has surely ended after this event. Raises `StreamRaceError` for one that was not
+        recorded yet: in CUDA a wait for it waits for nothing."""
+        if self._clock is None:
+            raise StreamRaceError(
+                "an event is awaited before it is recorded, so the wait has no effect"
+            )
+        return self._clock
+
+    def synchronize(self) -> None:
+        _join(self.cuda._host, self.reached())
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "PlayedEvent") -> float:
+        """Milliseconds from this event to another one."""
+        return 1e3 * (end._seconds - self._seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    """A work of a graph: what it is called, how it runs again, and what it reads and writes."""
+
+    name: str
+    again: Callable[[], None]
+    reads: list[Tensor]
+    writes: list[Tensor]
+
+
+class PlayedGraph:
+    """Works that were captured, to be replayed on the same memory."""
+
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self.cuda = cuda
+        self.works: list[_Captured] = []
+
+    def replay(self) -> None:
+        """Run the works on the current stream."""
+        self.cuda.replaying = True
+        try:
+            for work in self.works:
+                self.cuda.issue(f"{work.name} of a graph", work.again, work.reads, work.writes)
+        finally:
+            self.cuda.replaying = False
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as in frontends/recording.py
+    """Issues every op of torch to the current stream, or captures it."""
+
+    def __init__(self, cuda: PlayedCuda) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or self.cuda.replaying:
+            return func(*args, **kwargs)
+        if self.cuda._capturing is None:
+            written = _written(func, args, kwargs)
+            return self.cuda.issue(
+                str(func), lambda: func(*args, **kwargs), (args, kwargs), written
+            )
+        if func in _WAITS_FOR_RESULT:
+            raise RuntimeError(f"CUDA does not run {func} while it captures a graph")
+        # What is captured does not run before its replay: what it writes over stays as it is.
+        written = _tensors(_written(func, args, kwargs))
+        before = [tensor.clone() for tensor in written]
+        result = func(*args, **kwargs)
+        for tensor, value in zip(written, before, strict=True):
+            tensor.copy_(value)
+        made = [t for t in _tensors(result) if all(t is not own for own in written)]
+
+        def again() -> None:
+            # A kernel writes its results to where they were when it was captured.
+            results = [
+                t for t in _tensors(func(*args, **kwargs)) if all(t is not w for w in written)
+            ]
+            for old, new in zip(made, results, strict=True):
+                old.copy_(new)
+
+        work = _Captured(str(func), again, _tensors((args, kwargs)), [*written, *made])
+        self.cuda._capturing.works.append(work)
+        return result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an op writes over, by its schema."""
+    written = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if place < len(args):
+                written.append(args[place])
+            elif argument.name in kwargs:
+                written.append(kwargs[argument.name])
+    return written
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _now(stream: PlayedStream) -> tuple[int, int]:
+    return stream.number, stream.clock.get(stream.number, 0)
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, at in other.items():
+        if clock.get(stream, 0) < at:
+            clock[stream] = at

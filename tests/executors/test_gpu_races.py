@@ -1,0 +1,230 @@
+"""Steps with one wait less: the CUDA that the CPU plays finds each that matters.
+
+Which waits matter is found in another way than by its clocks: by the paths of a graph of all works.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.executors.gpus.steps import (
+    LaunchWorks,
+    PullSource,
+    PushTensor,
+    ReleasePushed,
+    TakeArrived,
+    steps_of,
+)
+from dovetail.executors.gpus.worker import LoadedGpus, LoadGpus
+from dovetail.executors.shares import ops_of, share_out, tensor_at
+from dovetail.executors.worker import Failed
+from dovetail.frontends import Adam, example_values, initial_values, resolve
+from dovetail.runtime.played_cuda import PlayedCuda
+from dovetail.runtime.shared import Block
+from tests.executors.test_gpus import random_plan
+from tests.support.played_gpus import HOST, gpu, linked
+
+MACHINE = linked("three", HOST, gpu(0), gpu(1), gpu(2))
+PROGRAMS = 10
+MODEL = "zoo:rnnlm?layers=2&hidden=8&steps=3&batch=2&vocabulary=20"
+
+
+class Program:
+    """A right program for three GPUs, in this process."""
+
+    def __init__(self, seed):
+        self.captured = resolve(MODEL, train=Adam(lr=1e-3))
+        self.graph = self.captured.graph
+        plan = random_plan(MACHINE, self.captured, seed)
+        self.shares = share_out(plan, self.graph, self.captured.program)
+        self.steps = steps_of(plan, self.graph, self.shares.shares)
+
+    def run(self, steps, count=1, first=None):
+        """The reply to the last of so many steps of the plan, or to the first that failed. With
+        `first`, these are run before, in four steps, of which the last two are graphs."""
+        block = Block.create(self.shares.size_bytes)
+        sources = self.captured.program.sources
+        values = initial_values(self.captured)
+        inputs, targets = example_values(self.captured)
+        given = {f"input.{i}": value for i, value in enumerate(inputs)}
+        given |= {f"target.{i}": value for i, value in enumerate(targets)}
+        for op, source in enumerate(sources):
+            if source is not None:
+                tensor = self.graph.outputs_of(op)[0]
+                value = given[source.name] if source.role == "input" else values[tensor]
+                tensor_at(block, self.shares.sources[tensor]).copy_(value)
+        calls = {op: call for op, call in enumerate(self.captured.program.calls) if call}
+        names = {share.device: "played:0" for share in self.shares.shares}
+        load = LoadGpus(
+            1,
+            self.shares.shares,
+            tuple(first or steps),
+            names,
+            1,
+            calls,
+            self.graph.tensors,
+            0,
+            first is not None,
+        )
+        with torch.inference_mode():
+            try:
+                loaded = LoadedGpus(load, calls, block, PlayedCuda())
+                before = 4 if first is not None else 0
+                for number in range(1, before + 1):
+                    assert loaded.run(number, False) == "done"
+                loaded.load = dataclasses.replace(load, steps=tuple(steps))
+                for number in range(before + 1, before + count + 1):
+                    reply = loaded.run(number, False)
+                    if isinstance(reply, Failed):
+                        return reply
+                return reply
+            finally:
+                block.close()
+
+    def orders(self, steps):
+        """True if every tensor is there when it is read, by the paths between works."""
+        reaches = _Paths()
+        arrival, pushed, base = {}, {}, defaultdict(dict)
+        for step in steps:
+            match step:
+                case PullSource(device=device, read=read):
+                    node = reaches.add((read.source, device), [])
+                    arrival[device, read.tensor] = node
+                case PushTensor(device=device, send=send):
+                    made = reaches.last.get(device)
+                    if send.slot is None:
+                        pushed[send.flag] = made
+                        continue
+                    node = reaches.add((device, send.destination), [made])
+                    arrival[send.destination, send.tensor] = pushed[send.flag] = node
+                case TakeArrived(device=device, wait=waiting):
+                    flag = getattr(waiting, "flag", None)
+                    before = pushed.get(flag) if flag is not None else None
+                    if flag is None:
+                        before = arrival[device, waiting.tensor]
+                    reaches.wait(device, before)
+                case ReleasePushed(device=device, flags=flags):
+                    for flag in flags:
+                        reaches.wait(device, pushed[flag])
+                case LaunchWorks(device=device, works=works):
+                    node = reaches.add(device, [])
+                    for tensor in self.reads([op for w in works for op in ops_of(w)], base[device]):
+                        came = arrival.get((device, tensor))
+                        if came is not None and not reaches.reach(came, node):
+                            return False
+        return True
+
+    def is_view(self, op):
+        return getattr(self.captured.program.calls[op].target, "is_view", False)
+
+    def reads(self, ops, base):
+        """The tensors that ops read. A view reads none: who reads it reads what it is a view of."""
+        read = set()
+        for op in ops:
+            inputs = [base.get(t, t) for t in self.graph.inputs_of(op).tolist()]
+            if self.is_view(op):
+                base |= dict.fromkeys(self.graph.outputs_of(op), inputs[0])
+            else:
+                read.update(inputs)
+        return read
+
+
+class _Paths:
+    """A graph of works: those of one stream in order, and waits between streams."""
+
+    def __init__(self):
+        self.before, self.last, self.awaited = [], {}, {}
+
+    def add(self, stream, before):
+        node = len(self.before)
+        own = [self.last.get(stream), *before, *self.awaited.pop(stream, [])]
+        self.before.append([b for b in own if b is not None])
+        self.last[stream] = node
+        return node
+
+    def wait(self, stream, node):
+        self.awaited.setdefault(stream, []).append(node)
+
+    def reach(self, first, then):
+        left, seen = [then], set()
+        while left:
+            node = left.pop()
+            if node == first:
+                return True
+            if node not in seen:
+                seen.add(node)
+                left += self.before[node]
+        return False
+
+
+@pytest.fixture(scope="module", params=range(PROGRAMS))
+def program(request):
+    return Program(request.param)
+
+
+def test_right_programs_have_no_race(program):
+    assert program.orders(program.steps)
+    assert program.run(program.steps, count=2) == "done"
+
+
+def test_every_missing_wait_that_matters_is_found(program):
+    waits = [i for i, s in enumerate(program.steps) if isinstance(s, TakeArrived)]
+    matter = []
+    for place in np.random.default_rng(0).permutation(waits).tolist():
+        steps = [*program.steps[:place], *program.steps[place + 1 :]]
+        if not program.orders(steps):
+            matter.append(steps)
+    assert matter
+    for steps in matter[:4]:
+        reply = program.run(steps)
+        assert isinstance(reply, Failed) and "StreamRaceError" in reply.traceback
+
+
+def test_memory_that_is_freed_under_a_copy_is_found(program):
+    found = 0
+    releases = [i for i, s in enumerate(program.steps) if isinstance(s, ReleasePushed)]
+    for place in np.random.default_rng(0).permutation(releases)[:6].tolist():
+        bare = dataclasses.replace(program.steps[place], flags=())
+        reply = program.run([*program.steps[:place], bare, *program.steps[place + 1 :]])
+        found += isinstance(reply, Failed) and "freed" in reply.traceback
+    assert found >= 1
+
+
+def test_a_missing_wait_beside_graphs_is_found(program):
+    waits = [i for i, s in enumerate(program.steps) if isinstance(s, TakeArrived)]
+    for place in np.random.default_rng(1).permutation(waits).tolist():
+        steps = [*program.steps[:place], *program.steps[place + 1 :]]
+        if not program.orders(steps):
+            reply = program.run(steps, first=program.steps)
+            assert isinstance(reply, Failed) and "StreamRaceError" in reply.traceback
+            return
+    pytest.fail("no wait matters")
+
+
+def test_a_push_ahead_of_what_makes_its_tensor_is_found(program):
+    """In a later step the table has the tensor of the step before, so only the clocks tell."""
+    for place, step in enumerate(program.steps[1:], 1):
+        before = program.steps[place - 1]
+        if isinstance(step, PushTensor) and isinstance(before, LaunchWorks):
+            makes = {op for work in before.works for op in ops_of(work)}
+            made_here = step.device == before.device and step.send.op in makes and step.send.slot
+            if made_here and not program.is_view(step.send.op):
+                steps = list(program.steps)
+                steps[place - 1 : place + 1] = [step, before]
+                reply = program.run(steps, first=program.steps)
+                assert isinstance(reply, Failed) and "StreamRaceError" in reply.traceback
+                return
+    pytest.fail("no push follows what makes its tensor")
+
+
+def test_a_wait_ahead_of_its_push_is_refused(program):
+    for place, step in enumerate(program.steps):
+        if isinstance(step, TakeArrived) and hasattr(step.wait, "flag"):
+            steps = [step, *program.steps[:place], *program.steps[place + 1 :]]
+            reply = program.run(steps)
+            assert isinstance(reply, Failed) and "KeyError" in reply.traceback
+            return
+    pytest.fail("no device waits for another one")

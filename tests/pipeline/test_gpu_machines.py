@@ -1,0 +1,110 @@
+"""Machines with GPUs that the CPU plays, from their file to a run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import dovetail as dt
+from dovetail.errors import UsageError
+from dovetail.machine import Machine, check_local, local_machine, save_machine
+from dovetail.pipeline import resolve_model
+from dovetail.plans import EAGER, PLACED
+from dovetail.runtime.native import SWITCH
+from tests.executors.test_gpus import close
+from tests.support.played_gpus import HOST, cpu, gpu, linked
+
+MODEL = "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50"
+
+
+def machine(*devices):
+    """A machine whose CPUs are of this machine."""
+    from dataclasses import replace
+
+    model = local_machine().devices[0].model
+    return linked("box", *(replace(d, model=model) if d.cores else d for d in devices))
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(SWITCH, "python")  # a C++ runner would have to be built there first
+    return tmp_path
+
+
+def test_a_step_is_measured_planned_and_run_on_a_cpu_and_a_gpu(cache):
+    box = machine(cpu(0), gpu(0))
+    check_local(box)
+    step = resolve_model(MODEL, "adam")
+    pins = [("lstm.0", "gpu0"), ("lstm.1", "cpu0")]
+    plan = dt.plan(step, box, budget="200e", pins=pins)
+    assert plan.costs_source == "measured"
+    assert np.isfinite(plan.compute_seconds).all()
+    used = {plan.machine.device_names[d] for d in plan.placement[~step.graph.is_source]}
+    assert used == {"cpu0", "gpu0"}
+    alone = dt.plan(step, machine(cpu(0)), budget="10e")
+    with dt.run(plan, step) as placed, dt.run(alone, step) as plain:
+        placed.feed()
+        plain.feed()
+        for _ in range(4):
+            placed.step_seconds(2)
+            plain.step_seconds(2)
+        assert close(placed.state_dict(), plain.state_dict())
+        measurement = placed.measure(steps=3)
+    assert len(measurement.timeline.transfer_starts)
+
+
+def test_a_machine_file_with_gpus_is_planned_for_and_run_by_commands(dovetail, tmp_path):
+    file, out = tmp_path / "box.toml", tmp_path / "plan.json"
+    save_machine(machine(HOST, gpu(0), gpu(1)), file)
+    status, _, err = dovetail("plan", MODEL, "--machine", file, "--budget", "50e", "--out", out)
+    assert status == 0, err
+    assert {d["torch_device"] for d in json.loads(out.read_text())["machine"]["devices"][1:]} == {
+        "played:0"
+    }
+    status, _, err = dovetail("run", out, "--steps", "4")
+    assert status == 0, err
+
+
+def test_stages_are_not_of_machines_with_gpus(cache):
+    with pytest.raises(UsageError, match="GPUs"):
+        dt.plan(resolve_model(MODEL), machine(cpu(0), gpu(0)), stages=True)
+
+
+def test_a_recurrent_kernel_of_cpus_stays_on_a_cpu(cache):
+    from dovetail.frontends import capture
+    from dovetail.frontends.capturing import recaptured
+
+    torch.manual_seed(0)
+    step = capture(torch.nn.LSTM(8, 8), torch.randn(4, 2, 8))
+    fused = recaptured(step, chunks=1)
+    kernels = [op for op, kind in enumerate(fused.graph.kinds) if "mkldnn" in kind]
+    assert kernels and not fused.graph.runs_on("gpu")[kernels].any()
+    plan = dt.plan(fused, machine(cpu(0), gpu(0)), budget="50e")
+    assert set(plan.placement[kernels]) == {0}
+
+
+def test_a_plan_with_gpus_is_measured_beside_the_module_on_the_first_gpu(cache):
+    from dovetail.pipeline.ways import fastest_way
+
+    box = machine(HOST, gpu(0), gpu(1))
+    step = resolve_model(MODEL, "adam")
+    plan = dt.plan(step, box, budget="20e")
+    alone = Machine(box.name, (gpu(0),), "gpu0")
+    told = []
+    found = fastest_way(
+        (plan, plan), step, alone, replaces=True, compile_seconds=0,
+        progress=lambda doing, _done, _best: told.append(doing),
+    )  # fmt: skip
+    assert set(found.measured) == {PLACED, EAGER}
+    assert any("eager (on a GPU)" in note for note in found.notes)
+    # What the CPU plays is slow, so the module itself is the plan, and runs as one.
+    assert found.way == EAGER and found.machine.device_names == ("gpu0",)
+    found.save(cache / "plan.json")
+    with dt.run(dt.load_plan(cache / "plan.json"), step) as network:
+        network.feed()
+        network.step_seconds(3)
+        state = network.optimizer_state_dict()
+        network.load_optimizer_state_dict(state)
+        network.load_state_dict(network.state_dict())

@@ -1,0 +1,143 @@
+"""The CUDA that the CPU plays finds every missing wait."""
+
+import pytest
+import torch
+
+from dovetail.errors import StreamRaceError
+from dovetail.runtime.played_cuda import PlayedCuda
+
+
+@pytest.fixture
+def cuda():
+    return PlayedCuda()
+
+
+def test_a_read_must_wait_for_the_write(cuda):
+    first, second = cuda.Stream(), cuda.Stream()
+    with cuda.stream(first):
+        made = torch.ones(4) * 2
+    with cuda.stream(second), pytest.raises(StreamRaceError, match="reads what"):
+        made + 1
+
+
+def test_an_event_orders_two_streams(cuda):
+    first, second, event = cuda.Stream(), cuda.Stream(), cuda.Event()
+    with cuda.stream(first):
+        made = torch.ones(4) * 2
+    event.record(first)
+    second.wait_event(event)
+    with cuda.stream(second):
+        assert (made + 1).tolist() == [3.0] * 4
+
+
+def test_events_order_through_a_third_stream(cuda):
+    streams, events = [cuda.Stream() for _ in range(3)], [cuda.Event() for _ in range(2)]
+    with cuda.stream(streams[0]):
+        made = torch.ones(4) * 2
+    for place in range(2):
+        events[place].record(streams[place])
+        streams[place + 1].wait_event(events[place])
+    with cuda.stream(streams[2]):
+        assert (made + 1).tolist() == [3.0] * 4
+
+
+def test_a_work_after_the_event_is_not_ordered_by_it(cuda):
+    first, second, event = cuda.Stream(), cuda.Stream(), cuda.Event()
+    event.record(first)
+    with cuda.stream(first):
+        made = torch.ones(4) * 2
+    second.wait_event(event)
+    with cuda.stream(second), pytest.raises(StreamRaceError):
+        made + 1
+
+
+def test_a_write_must_wait_for_reads(cuda):
+    first, second, event = cuda.Stream(), cuda.Stream(), cuda.Event()
+    with cuda.stream(first):
+        made = torch.ones(4) * 2
+    event.record(first)
+    second.wait_event(event)
+    with cuda.stream(second):
+        made + 1
+    with cuda.stream(first), pytest.raises(StreamRaceError, match="writes over"):
+        made.add_(1)
+
+
+def test_an_event_must_be_recorded_before_it_is_awaited(cuda):
+    with pytest.raises(StreamRaceError, match="before it is recorded"):
+        cuda.Stream().wait_event(cuda.Event())
+
+
+def test_memory_must_not_be_freed_while_another_stream_reads_it(cuda):
+    first, second, event = cuda.Stream(), cuda.Stream(), cuda.Event()
+    with cuda.stream(first):
+        made = torch.ones(4) * 2
+    event.record(first)
+    second.wait_event(event)
+    with cuda.stream(second):
+        copied = made + 1
+    del made
+    with pytest.raises(StreamRaceError, match="freed"), cuda.stream(first):
+        torch.ones(4) + copied.numel()
+
+
+def test_memory_may_be_freed_behind_a_wait(cuda):
+    first, second = cuda.Stream(), cuda.Stream()
+    there, back = cuda.Event(), cuda.Event()
+    with cuda.stream(first):
+        made = torch.ones(4) * 2
+    there.record(first)
+    second.wait_event(there)
+    with cuda.stream(second):
+        made + 1
+    back.record(second)
+    first.wait_event(back)
+    del made
+    with cuda.stream(first):
+        assert (torch.ones(4) + 1).tolist() == [2.0] * 4
+
+
+def test_the_host_knows_what_it_has_waited_for(cuda):
+    first, second = cuda.Stream(), cuda.Stream()
+    with cuda.stream(first):
+        made = torch.ones(4) * 2
+    cuda.synchronize()
+    with cuda.stream(second):
+        assert (made + 1).tolist() == [3.0] * 4
+
+
+def test_a_graph_runs_again_on_the_same_memory_and_is_watched(cuda):
+    first, second = cuda.Stream(), cuda.Stream()
+    value = torch.zeros(4)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph, stream=first):
+        value.add_(1)
+        doubled = value * 2
+    assert value.tolist() == [0.0] * 4
+    for step in (1, 2):
+        with cuda.stream(first):
+            graph.replay()
+        assert value.tolist() == [float(step)] * 4
+        assert doubled.tolist() == [2.0 * step] * 4
+    with cuda.stream(second), pytest.raises(StreamRaceError):
+        doubled + 1
+
+
+def test_a_capture_refuses_to_wait_for_the_host(cuda):
+    stream = cuda.Stream()
+    with (
+        pytest.raises(RuntimeError, match="while it captures"),
+        cuda.graph(cuda.CUDAGraph(), stream=stream),
+    ):
+        cuda.synchronize()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_capture_refuses_to_return_a_number(cuda, inference):
+    value = torch.tensor(1.0)
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(RuntimeError, match="while it captures"),
+        cuda.graph(cuda.CUDAGraph(), stream=cuda.Stream()),
+    ):
+        value.item()
