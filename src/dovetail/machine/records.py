@@ -137,6 +137,9 @@ class Machine:
             raise MachineError(f"machine {self.name!r} has no device")
         if len(set(names)) < len(names):
             raise MachineError(f"machine {self.name!r}: two devices share a name")
+        played = {d.torch_device.startswith("played:") for d in self.devices if d.torch_device}
+        if len(played) > 1:
+            raise MachineError(f"machine {self.name!r} mixes GPUs and played ones")
         linked: set[tuple[str, str]] = set()
         for name in (
             self.host,
