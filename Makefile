@@ -4,6 +4,10 @@ BIN := .venv/bin
 # pytests side by side: one a core of a small machine; 0: all in one
 JOBS ?= 2
 
+# Python keeps what it compiles of the packages, so pip need not compile all of them beforehand.
+export PYTHONDONTWRITEBYTECODE :=
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+
 .PHONY: demo test lint format clean
 
 demo: .venv/package
@@ -29,15 +33,15 @@ CPU_BUILDS := https://download.pytorch.org/whl/cpu
 # The package and what it needs to plan, run and train: what a user installs.
 .venv/package: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet '$(TORCH)' 2>/dev/null || \
-	  $(BIN)/python -m pip install --quiet --index-url $(CPU_BUILDS) '$(TORCH)' || \
-	  $(BIN)/python -m pip install --quiet 'torch>=2.11'
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP_INSTALL) '$(TORCH)' 2>/dev/null || \
+	  $(PIP_INSTALL) --index-url $(CPU_BUILDS) '$(TORCH)' || \
+	  $(PIP_INSTALL) 'torch>=2.11'
+	$(PIP_INSTALL) --editable .
 	touch $@
 
 # The same, with what the tests and the linters need.
 .venv/ready: .venv/package
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
 # Scotch is optional: without it the placers `scotch` and `mincut` say how to install it, and their

@@ -10,7 +10,7 @@ from dovetail.pipeline import resolve_model, timeline_of
 from dovetail.reports import plan_table, run_table
 
 NETWORKS = {
-    "rnnlm": ("zoo:rnnlm?layers=2&hidden=128&steps=4&batch=16&vocabulary=1000", "adam", "36s"),
+    "rnnlm": ("zoo:rnnlm?layers=2&hidden=128&steps=3&batch=16&vocabulary=1000", "adam", "44s"),
     "inception_v3": ("zoo:inception_v3?batch=2&size=107&width=0.5", "rmsprop", "0s"),
 }
 """Name -> (MODEL, optimizer, limit of compiling). A convolutional network takes minutes."""
