@@ -74,6 +74,11 @@ PARTS = {
         ("benchmarks/learned/gpu.py", "--device", "cuda", "--seconds", "20"),
         3,
     ),
+    "trainer": Part(
+        "four asynchronous workers on one GPU, beside one process and torch's DDP",
+        ("benchmarks/gpu/trainer.py", "--out", "{out}"),
+        4,
+    ),
 }  # fmt: skip
 
 
