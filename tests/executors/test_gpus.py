@@ -156,3 +156,14 @@ def test_timelines_begin_with_the_step_on_control_edges_too(machine_and_workers,
             timeline = placed.timeline()
         for starts in (timeline.op_starts, timeline.transfer_starts):
             assert (starts >= 0).all() and (starts <= timeline.step_seconds).all()
+
+
+def test_each_step_has_its_own_inputs(machine_and_workers, one_thread):
+    machine, workers = machine_and_workers
+    captured = inference()
+    with run(random_plan(machine, captured, 0), captured, workers=workers) as placed:
+        for number in range(STEPS):
+            inputs = [torch.full_like(value, float(number)) for value in captured.inputs]
+            with torch.no_grad():
+                expected = captured.module(*inputs)
+            assert close(placed.step(*inputs), expected)

@@ -249,8 +249,14 @@ def test_here_has_the_cores_and_every_gpu(monkeypatch):
     assert machine.device_names == ("cpu0", "gpu0", "gpu1")
     assert [d.torch_device for d in machine.devices] == ["", "cuda:0", "cuda:1"]
     assert machine.host == "cpu0" and machine.local
-    assert parse_machine("here/cpu").device_names == ("cpu0",)
+    without = parse_machine("here/cpu")
+    assert (without.name, without.device_names) == ("here/cpu", ("cpu0",))
     check_local(machine)
+
+
+def test_without_gpus_here_has_one_name(monkeypatch):
+    with_gpus(monkeypatch, count=0)
+    assert parse_machine("here/cpu").name == parse_machine("here").name == "here"
 
 
 def test_here_gpu_has_the_gpus_alone(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 import dovetail as dt
 from dovetail.errors import UsageError
-from dovetail.machine import Machine, check_local, local_machine, save_machine
+from dovetail.machine import Machine, check_local, local_machine, parse_machine, save_machine
 from dovetail.pipeline import resolve_model
 from dovetail.plans import EAGER, PLACED
 from dovetail.runtime.native import SWITCH
@@ -108,3 +108,16 @@ def test_a_plan_with_gpus_is_measured_beside_the_module_on_the_first_gpu(cache):
         state = network.optimizer_state_dict()
         network.load_optimizer_state_dict(state)
         network.load_state_dict(network.state_dict())
+
+
+@pytest.mark.compares_ways
+def test_beside_gpus_a_plan_for_sets_of_cores_is_compared_with_all_cores(cache, monkeypatch):
+    monkeypatch.setattr("dovetail.machine.gpus._DRIVERS", (__file__,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _number: (1 << 34, 1 << 34))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _number: "NVIDIA Test")
+    assert parse_machine("here").device_names == ("cpu0", "gpu0")
+    plan = dt.plan(resolve_model(MODEL), "here/2", budget="20e", compile_budget="0s")
+    assert {PLACED, EAGER} <= set(plan.measured)
+    assert all(device.kind == "cpu" for device in plan.machine.devices)

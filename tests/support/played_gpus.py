@@ -29,5 +29,6 @@ HOST = Device("host", "host", "host", 1 << 33)
 MACHINES = {
     "a CPU and a GPU": linked("beside", cpu(0), gpu(0)),
     "two GPUs": linked("gpus", HOST, gpu(0), gpu(1)),
+    "a GPU that is the host": linked("hosting", gpu(0), cpu(0)),
     "two CPUs and two GPUs": linked("mixed", cpu(0), cpu(1), gpu(0), gpu(1)),
 }

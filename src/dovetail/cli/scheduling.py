@@ -13,7 +13,7 @@ from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline.requests import CPU, PlanRequest, ScheduleRequest
-from dovetail.units import HERE
+from dovetail.units import HERE_CPU
 
 
 def schedule(  # noqa: PLR0913  one option each
@@ -106,7 +106,7 @@ def _save_plan(request: ScheduleRequest, found: Any, out: Path, progress: Any) -
     ((scheduled,),) = (of_device.results for of_device in found)
     assert not isinstance(request.model, str), "its step was captured"
     step = request.model
-    plan = search_plan(PlanRequest(step, HERE, placer="single"), progress)
+    plan = search_plan(PlanRequest(step, HERE_CPU, placer="single"), progress)
     plan_of_stages(scheduled, step, plan).save(out)
 
 

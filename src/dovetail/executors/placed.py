@@ -238,6 +238,8 @@ class PlacedNetwork:
         self._processes: list[Worker] = []
         self._of_processes: list[Share] = []
         self._gpus: Worker | None = None
+        # Where a GPU is the host, inputs live there, and each new one must be copied to it.
+        self._inputs_on_gpus: frozenset[int] = frozenset()
         self._load()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,6 +259,8 @@ class PlacedNetwork:
         for source, name, tensor in labelled(self.captured, tensors, self._seed):
             if source in self._by_name:
                 _copy_into(self._sources[self._by_name[source]], tensor, name)
+        if self._inputs_on_gpus:
+            self._with_gpus(ReadSources(self._key, self._inputs_on_gpus))
         self._fed = True
 
     def _advance(self, timed: bool = False) -> float:
@@ -379,6 +383,12 @@ class PlacedNetwork:
         on_gpus = [share for share in self._shares.shares if devices[share.device].torch_device]
         self._of_processes = [s for s in self._shares.shares if s not in on_gpus[1:]]
         gpus = next((d for d, device in enumerate(devices) if device.torch_device), -1)
+        if devices[self.plan.machine.host_index].torch_device:
+            self._inputs_on_gpus = frozenset(
+                self._by_name[source.name]
+                for source in self.captured.program.sources
+                if source is not None and source.role == "input"
+            )
         try:
             self._processes = self.workers.start(
                 tuple(gpus if s in on_gpus else s.device for s in self._of_processes)

@@ -56,7 +56,12 @@ def local_machine(text: str = HERE) -> Machine:
         return Machine(text, (host, *gpus), "host", _links((host,), gpus))
     if part.isdecimal():
         return Machine(text, cpus := _cpus(int(part)), cpus[0].name, _links(cpus, ()))
-    cpus, gpus = _cpus(None), () if part == "cpu" else gpus_here()
+    cpus, gpus = _cpus(None), gpus_here()
+    if not gpus:
+        # One machine has one name, under which its rates are kept.
+        text = HERE
+    elif part == "cpu":
+        gpus = ()
     return Machine(text, (*cpus, *gpus), cpus[0].name, _links(cpus, gpus))
 
 

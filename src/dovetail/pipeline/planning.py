@@ -83,7 +83,7 @@ from dovetail.plans import (
 )
 from dovetail.runtime.files import read_json
 from dovetail.simulator import LowerBound, Simulator
-from dovetail.units import HERE, format_seconds
+from dovetail.units import HERE, HERE_CPU, format_seconds
 
 MOST_SPLIT_OPS = 100_000
 """The groups of a larger graph are not split: too few placements of it are simulated in a usual
@@ -280,6 +280,7 @@ def in_best_form(
     automatic = request.placer == "auto" and request.method is None and not request.contiguous
     if given or not automatic or not chosen.machine.local or chosen.interrupted:
         return request, chosen
+    # The other forms are of kernels of CPUs.
     if _has_gpus(chosen.machine):
         return request, chosen
     several = len(chosen.machine.devices) > 1
@@ -676,7 +677,7 @@ def _plan_of_all_cores(chosen: Plan, request: PlanRequest, progress: TellProgres
     return search_plan(
         PlanRequest(
             request.planned_step,
-            HERE,
+            HERE_CPU,
             placer="single",
             objective=chosen.objective,
             contiguous=chosen.contiguous,
@@ -708,7 +709,7 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
     if has_gpus:
         machine = _first_gpu(chosen.machine)
     else:
-        machine = chosen.machine if on_one else parse_machine(HERE)
+        machine = chosen.machine if on_one else parse_machine(HERE_CPU)
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     plans, rival, limit_seconds = (chosen, chosen), None, request.compile_seconds
     try:

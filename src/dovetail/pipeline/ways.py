@@ -6,9 +6,9 @@
     torch.compile    all cores, best threads  ─┘
 
 All are measured in the same rounds, in processes on the same cores. On a machine with GPUs the
-user's own ways run on the first of them. "Best threads" is the number of
-threads with which an eager step is fastest. The plan stays if its median ratio to the fastest of
-the others is below 1, and by the least gain where it uses several devices.
+user's own ways run on the first of them. "Best threads" is the number of threads with which an
+eager step is fastest. The plan stays if its median ratio to the fastest of the others is below 1,
+and by the least gain where it uses several devices.
 """
 
 from collections.abc import Mapping, Sequence

@@ -37,7 +37,7 @@ def cuda_of(names: Sequence[str]) -> Any:
     """`torch.cuda` for devices that are called "cuda:0" and so on, and what plays it for those that
     are called "played:0" and so on."""
     if all(name.startswith(PLAYED) for name in names):
-        return PlayedCuda(len(set(names)))
+        return PlayedCuda()
     return torch.cuda
 
 
@@ -76,25 +76,16 @@ class _Memory:
 class PlayedCuda:
     """Has the functions of `torch.cuda` that executors use.
 
-    log         what was issued: (kind, number of the stream, event or name of the op)
     replaying   True while a graph is replayed
     """
 
-    def __init__(self, devices: int = 1) -> None:
-        self.log: list[tuple[str, int, Any]] = []
+    def __init__(self) -> None:
         self.replaying = False
-        self._devices = devices
         self._streams: list[PlayedStream] = []
         self._memory: dict[int, _Memory] = {}
         self._host: Clock = {}
         self._capturing: PlayedGraph | None = None
         self._current: PlayedStream = self.Stream()
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return self._devices
 
     def synchronize(self, device: object = None) -> None:
         """The host waits for all streams."""
@@ -116,9 +107,6 @@ class PlayedCuda:
 
     def graph_pool_handle(self) -> object:
         return object()
-
-    def current_stream(self, device: object = None) -> "PlayedStream":
-        return self._current
 
     @contextmanager
     def stream(self, stream: "PlayedStream") -> Iterator[None]:
@@ -154,7 +142,6 @@ class PlayedCuda:
         self._look_for_freed()
         _join(stream.clock, self._host)
         stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
-        self.log.append(("work", stream.number, name))
         for tensor in _tensors(reads):
             self._read(stream, tensor, name)
         for tensor in _tensors(writes):
@@ -240,12 +227,7 @@ class PlayedStream:
 
     def wait_event(self, event: "PlayedEvent") -> None:
         self.cuda._refuse_in_capture("wait for an event of another stream")
-        self.cuda.log.append(("wait", self.number, event))
         _join(self.clock, event.reached())
-
-    def synchronize(self) -> None:
-        self.cuda._refuse_in_capture("synchronize")
-        _join(self.cuda._host, self.clock)
 
 
 class PlayedEvent:
@@ -256,9 +238,7 @@ class PlayedEvent:
         self._clock: Clock | None = None
         self._seconds = 0.0
 
-    def record(self, stream: PlayedStream | None = None) -> None:
-        stream = stream or self.cuda.current_stream()
-        self.cuda.log.append(("record", stream.number, self))
+    def record(self, stream: PlayedStream) -> None:
         self._clock, self._seconds = dict(stream.clock), time.perf_counter()
 
     def reached(self) -> Clock:
@@ -272,9 +252,6 @@ class PlayedEvent:
 
     def synchronize(self) -> None:
         _join(self.cuda._host, self.reached())
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end: "PlayedEvent") -> float:
         """Milliseconds from this event to another one."""

@@ -112,7 +112,7 @@ class _Merging:
 
     clock      [shares] seconds until which the device is busy
     arrived    flag -> when its tensor is there, or its op has ended
-    pushed     (device, storage) -> flags of the pushes of the storage that nothing waits for yet
+    pushed     (share, storage) -> flags of the pushes of the storage that nothing waits for yet
     kept       [shares] (tensor, flags) that are freed once these pushes have ended
     """
 

@@ -100,9 +100,13 @@ class SaveSources:
 
 @dataclass(frozen=True)
 class ReadSources:
-    """Asks the process to read the sources that live on GPUs from the block; reply: "ready"."""
+    """Asks the process to read sources that live on GPUs from the block; reply: "ready".
+
+    tensors   of these sources; None: of all
+    """
 
     key: int
+    tensors: frozenset[int] | None = None
 
 
 def serve(channel: Channel) -> None:
@@ -133,8 +137,8 @@ def serve(channel: Channel) -> None:
                 case SaveSources(key=key):
                     loaded[key].save_sources()
                     channel.send("ready")
-                case ReadSources(key=key):
-                    loaded[key].read_sources()
+                case ReadSources(key=key, tensors=tensors):
+                    loaded[key].read_sources(tensors)
                     channel.send("ready")
                 case Unload(key=key):
                     loaded.pop(key).close()
@@ -237,7 +241,6 @@ class LoadedGpus:
         self.drawing: list[int] = []
         self.seeds: list[int] = []
         self.launches: dict[tuple[int, int], _Launch] = {}
-        # Launches that failed to be captured, and the step from which on the others are.
         self.updates = {
             op: calls[op]
             for share in load.shares
@@ -250,6 +253,7 @@ class LoadedGpus:
             for gpu in self.gpus.values()
             for op in gpu.share.ops
         }
+        # Launches that failed to be captured, and the step from which on the others are.
         self.uncaptured: set[tuple[int, int]] = set()
         self.capture_from = _CAPTURED_STEP
         self._bind_launches()
@@ -265,11 +269,13 @@ class LoadedGpus:
 
     # ---- Between steps ----
 
-    def read_sources(self) -> None:
-        """Copy the sources that live on GPUs from the block."""
+    def read_sources(self, tensors: frozenset[int] | None = None) -> None:
+        """Copy sources that live on GPUs from the block: these, or all of them."""
         for gpu in self.gpus.values():
             with self.cuda.stream(gpu.compute):
                 for tensor, slot in gpu.share.sources:
+                    if tensors is not None and tensor not in tensors:
+                        continue
                     _copy(gpu.sources[tensor], tensor_at(self.block, slot), slot)
         self._synchronize()
 
