@@ -35,6 +35,7 @@ from dovetail.plans import Schedule, load_plan
 from dovetail.schedulers.placed import DeviceStages
 from dovetail.schedulers.records import StageTiming, groups_of, members
 from dovetail.schedulers.timing import block_of, signatures_of
+from dovetail.units import HERE_CPU
 
 TINY = "zoo:squeezenet_1_1?size=32&batch=1"
 
@@ -248,13 +249,13 @@ def test_stages_stay_only_if_they_are_measured_to_be_faster(
 def test_all_cores_as_one_device_are_measured_against_several_devices(
     measured, monkeypatch, several_faster
 ):
-    """The text here/2 has a plan on two devices and one on `here`, each with its stages."""
+    """The text here/2 has a plan on two devices and one on all cores, each with its stages."""
     core = min(os.sched_getaffinity(0))
     two = two_devices((core, core))
     four = Machine("here", (replace(two.devices[0], cores=(core,) * 4),), "cpu0", ())
 
     def parse(text):
-        return four if text == "here" else two
+        return four if text == HERE_CPU else two
 
     monkeypatch.setattr(machine, "parse_machine", parse)
     monkeypatch.setattr(machine, "check_local", lambda _machine: None)
