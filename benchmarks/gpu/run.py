@@ -79,6 +79,12 @@ PARTS = {
         ("benchmarks/gpu/trainer.py", "--out", "{out}"),
         4,
     ),
+    "largest": Part(
+        "with the CPU's help a plan runs models of up to 4 x the memory that the GPU may use, "
+        "beside accelerate's `device_map=\"auto\"`",
+        ("benchmarks/gpu/largest.py", "--out", "{out}"),
+        5,
+    ),
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.executors.gpus import worker
 from dovetail.executors.gpus.steps import (
     LaunchWorks,
     PullSource,
@@ -21,10 +22,11 @@ from dovetail.executors.gpus.steps import (
 from dovetail.executors.gpus.worker import LoadedGpus, LoadGpus
 from dovetail.executors.shares import ops_of, share_out, tensor_at
 from dovetail.executors.worker import Failed
-from dovetail.frontends import Adam, example_values, initial_values, resolve
+from dovetail.frontends import Adam, capture, example_values, initial_values, resolve
 from dovetail.runtime.played_cuda import PlayedCuda
 from dovetail.runtime.shared import Block
-from tests.executors.test_gpus import random_plan
+from tests.executors.test_gpus import plan_with_stages, random_plan
+from tests.executors.test_stage_runs import Branches
 from tests.support.played_gpus import HOST, gpu, linked
 
 MACHINE = linked("three", HOST, gpu(0), gpu(1), gpu(2))
@@ -35,10 +37,10 @@ MODEL = "zoo:rnnlm?layers=2&hidden=8&steps=3&batch=2&vocabulary=20"
 class Program:
     """A right program for three GPUs, in this process."""
 
-    def __init__(self, seed):
-        self.captured = resolve(MODEL, train=Adam(lr=1e-3))
+    def __init__(self, seed, captured=None, planner=random_plan):
+        self.captured = captured or resolve(MODEL, train=Adam(lr=1e-3))
         self.graph = self.captured.graph
-        plan = random_plan(MACHINE, self.captured, seed)
+        plan = planner(MACHINE, self.captured, seed)
         self.shares = share_out(plan, self.graph, self.captured.program)
         self.steps = steps_of(plan, self.graph, self.shares.shares)
 
@@ -63,6 +65,7 @@ class Program:
             self.shares.shares,
             tuple(first or steps),
             names,
+            dict.fromkeys(names, 1 << 33),
             1,
             calls,
             self.graph.tensors,
@@ -228,3 +231,22 @@ def test_a_wait_ahead_of_its_push_is_refused(program):
             assert isinstance(reply, Failed) and "KeyError" in reply.traceback
             return
     pytest.fail("no device waits for another one")
+
+
+@pytest.fixture(scope="module")
+def staged():
+    captured = capture(Branches().eval(), torch.randn(8, 8))
+    return Program(0, captured, plan_with_stages)
+
+
+def test_stages_on_streams_of_their_own_have_no_race(staged):
+    assert staged.run(staged.steps, count=5) == "done"
+    assert staged.run(staged.steps, first=staged.steps) == "done"
+
+
+@pytest.mark.parametrize("part", ["_fork", "_join"])
+def test_a_lane_without_a_wait_is_found(staged, part, monkeypatch):
+    original = getattr(worker, part)
+    monkeypatch.setattr(worker, part, lambda cuda, compute, lanes: original(cuda, compute, ()))
+    reply = staged.run(staged.steps)
+    assert isinstance(reply, Failed) and "StreamRaceError" in reply.traceback

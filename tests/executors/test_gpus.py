@@ -1,16 +1,23 @@
 """Plans on GPUs that the CPU plays: the numbers, and every wait that they need."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 
+from dovetail.errors import OutOfMemoryError
 from dovetail.executors import Workers, run
-from dovetail.frontends import SGD, Adam, example_values, initial_values, resolve, run_step
+from dovetail.executors.gpus import worker
+from dovetail.executors.shares import AwaitFlag, ReadSource, RunLanes, most_bytes, share_out
+from dovetail.frontends import SGD, Adam, capture, example_values, initial_values, resolve, run_step
 from dovetail.machine import parse_machine
+from dovetail.plans import Schedule, check
 from tests.executors.test_placed import inference, training_step
-from tests.support.placing import plan_for, random_order, random_placement
-from tests.support.played_gpus import MACHINES
+from tests.executors.test_stage_runs import Branches
+from tests.executors.test_stage_runs import training_step as branches
+from tests.support.placing import plan_for, random_order, random_placement, random_schedules
+from tests.support.played_gpus import MACHINES, cpu, gpu, linked
 
 STEPS = 5
 NETWORKS = {
@@ -132,6 +139,38 @@ def test_inference_returns_what_the_model_returns(seed, machine_and_workers, one
     assert (timeline.op_starts >= 0).all() and (timeline.transfer_starts >= 0).all()
 
 
+def plan_with_stages(machine, captured, seed):
+    placement = placement_on(machine, captured.graph, seed)
+    schedules = random_schedules(captured.graph, placement, seed, most=12)
+    schedules += (Schedule(()),) * (len(machine.devices) - len(schedules))
+    plan = plan_for(captured, placement, machine=machine)
+    plan = dataclasses.replace(plan, orders=None, schedules=schedules)
+    check(plan, captured.graph)
+    return plan
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_stages_run_their_groups_on_streams_of_their_own(train, machine_and_workers, one_thread):
+    machine, workers = machine_and_workers
+    captured = branches() if train else capture(Branches().eval(), torch.randn(8, 8))
+    values = initial_values(captured)
+    data = captured.inputs, captured.targets
+    expected = [run_step(captured, values, *data, seed=7, step=i) for i in range(STEPS)]
+    lanes = 0
+    for seed in range(3):
+        plan = plan_with_stages(machine, captured, seed)
+        for share in share_out(plan, captured.graph, captured.program).shares:
+            if machine.devices[share.device].kind == "gpu":
+                lanes += sum(isinstance(i, RunLanes) for i in share.instructions)
+        with run(plan, captured, seed=7, workers=workers) as placed:
+            found = [placed.step(*captured.inputs, *captured.targets) for _ in range(STEPS)]
+            timeline = placed.timeline()
+        if all(d.torch_device.startswith("played") for d in machine.devices if d.kind == "gpu"):
+            assert close(found, expected)
+        assert (timeline.op_ends >= timeline.op_starts).all()
+    assert lanes
+
+
 def test_states_travel_to_gpus_and_back(machine_and_workers, one_thread):
     machine, workers = machine_and_workers
     captured = training_step(momentum=0.9)
@@ -167,3 +206,27 @@ def test_each_step_has_its_own_inputs(machine_and_workers, one_thread):
             with torch.no_grad():
                 expected = captured.module(*inputs)
             assert close(placed.step(*inputs), expected)
+
+
+def test_what_a_gpu_holds_must_fit_into_its_memory():
+    captured = training_step(momentum=0.9)
+    plan = random_plan(linked("small", cpu(0), gpu(0)), captured, 1)
+    shares = share_out(plan, captured.graph, captured.program).shares
+    share = next(s for s in shares if plan.machine.devices[s.device].torch_device)
+    most = most_bytes(share, captured.graph)
+    kept = [i.slot.bytes for i in share.instructions if isinstance(i, AwaitFlag | ReadSource)]
+    assert most > sum(kept) > 0
+    for lacking in (0, 1):
+        small = dataclasses.replace(gpu(0), memory_bytes=most - lacking)
+        fitting = dataclasses.replace(plan, machine=linked("small", cpu(0), small))
+        if lacking:
+            with pytest.raises(OutOfMemoryError, match="gpu0"):
+                run(fitting, captured)
+        else:
+            run(fitting, captured).close()
+
+
+def test_torch_says_how_much_was_asked_for():
+    message = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB"
+    assert worker._asked_bytes(message) == 5 << 29
+    assert worker._asked_bytes("no more") == 0

@@ -1,6 +1,7 @@
 """Machines with GPUs that the CPU plays, from their file to a run."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 
 import dovetail as dt
 from dovetail.errors import UsageError
+from dovetail.frontends import capture
 from dovetail.machine import Machine, check_local, local_machine, parse_machine, save_machine
 from dovetail.pipeline import resolve_model
 from dovetail.plans import EAGER, PLACED
 from dovetail.runtime.native import SWITCH
 from tests.executors.test_gpus import close
+from tests.executors.test_stage_runs import Branches
 from tests.support.played_gpus import HOST, cpu, gpu, linked
 
 MODEL = "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50"
@@ -20,8 +23,6 @@ MODEL = "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50"
 
 def machine(*devices):
     """A machine whose CPUs are of this machine."""
-    from dataclasses import replace
-
     model = local_machine().devices[0].model
     return linked("box", *(replace(d, model=model) if d.cores else d for d in devices))
 
@@ -67,13 +68,22 @@ def test_a_machine_file_with_gpus_is_planned_for_and_run_by_commands(dovetail, t
     assert status == 0, err
 
 
-def test_stages_are_not_of_machines_with_gpus(cache):
-    with pytest.raises(UsageError, match="GPUs"):
-        dt.plan(resolve_model(MODEL), machine(cpu(0), gpu(0)), stages=True)
+def test_stages_on_a_gpu_are_predicted_and_then_measured(cache):
+    from dataclasses import replace
+
+    step = capture(Branches().eval(), torch.randn(8, 8))
+    card = replace(gpu(0), model="NVIDIA V100-SXM2-16GB")
+    plan = dt.plan(step, machine(HOST, card), stages=True, budget="20e")
+    told = " ".join(plan.notes)
+    assert "stages of several ops" in told and "not known" not in told
+    with dt.run(plan, step) as placed:
+        placed.feed()
+        placed.step_seconds(4)
+    with pytest.raises(UsageError, match="not known"):
+        dt.plan(step, machine(HOST, gpu(0)), stages=True, budget="20e")
 
 
 def test_a_recurrent_kernel_of_cpus_stays_on_a_cpu(cache):
-    from dovetail.frontends import capture
     from dovetail.frontends.capturing import recaptured
 
     torch.manual_seed(0)
@@ -121,3 +131,59 @@ def test_beside_gpus_a_plan_for_sets_of_cores_is_compared_with_all_cores(cache, 
     plan = dt.plan(resolve_model(MODEL), "here/2", budget="20e", compile_budget="0s")
     assert {PLACED, EAGER} <= set(plan.measured)
     assert all(device.kind == "cpu" for device in plan.machine.devices)
+
+
+def test_the_command_shows_what_is_measured_of_each_gpu(dovetail, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    file = tmp_path / "box.toml"
+    save_machine(machine(HOST, gpu(0), replace(gpu(1), torch_device="played:1")), file)
+    status, out, err = dovetail("machine", file)
+    assert status == 0, err
+    rows = [line.split() for line in out.splitlines()]
+    assert ["GPU", "name", "all", "memory", "float32", "bfloat16", "float64", "reaches"] in rows
+    assert ["copy", "pinned", "pageable"] in rows
+    first, second = ([row for row in rows if row[:2] == [f"gpu{i}", "test"]] for i in (0, 1))
+    assert [row[2:4] for row in (first[-1], second[-1])] == [["8", "GiB"]] * 2
+    assert (first[-1][-1], second[-1][-1]) == ("gpu1", "gpu0")
+    copies = out[out.index("Copies, measured now") :]
+    for i in (0, 1):
+        assert f"host -> gpu{i} " in copies and f"gpu{i} -> host " in copies
+
+
+def test_gpus_of_another_machine_are_shown_and_not_measured(dovetail, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "box.toml"
+    save_machine(machine(HOST, replace(gpu(0), torch_device="cuda:0")), file)
+    status, out, err = dovetail("machine", file)
+    assert status == 0, err
+    assert "gpu0" in out and "measured now" not in out
+    assert "the GPUs were not measured: device 'gpu0' is cuda:0; torch sees no GPU here" in err
+
+
+def test_the_command_measures_no_gpus_where_none_are_here(dovetail):
+    status, out, err = dovetail("machine", "2 x k80")
+    assert status == 0, err
+    assert "measured now" not in out
+
+
+def test_a_plan_is_searched_until_what_arrives_on_a_gpu_fits(cache, monkeypatch):
+    from dataclasses import replace
+
+    from dovetail.executors.shares import most_bytes, share_out
+    from dovetail.pipeline import planning
+
+    step = resolve_model("zoo:gpt2?layers=4&batch=1&context=8&hidden=64&heads=2&vocabulary=50")
+    weights = sum(p.numel() * 4 for p in step.module.parameters())
+    quick = replace(gpu(0), memory_bytes=weights // 2, flops_per_second={"float32": 1e15})
+    box = machine(cpu(0), quick)
+    costs = dt.costs.analytic_costs(step.graph, box)
+    monkeypatch.setattr(planning, "costs_of", lambda *_args: costs)
+    plan = dt.plan(step, box, budget="500e")
+    for share in share_out(plan, step.graph).shares:
+        device = plan.machine.devices[share.device]
+        assert most_bytes(share, step.graph) <= device.memory_bytes
+    assert len(plan.orders[1]) > 0
+    monkeypatch.setattr(planning, "MOST_SEARCHES", 0)
+    plan = dt.plan(step, box, budget="500e")
+    share = share_out(plan, step.graph).shares[1]
+    assert most_bytes(share, step.graph) > quick.memory_bytes

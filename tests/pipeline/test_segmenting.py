@@ -70,7 +70,7 @@ def halved(monkeypatch):
     found."""
     asked = []
 
-    def compile_all(fused, threads, places, **_options):
+    def compile_all(fused, target, places, **_options):
         asked.extend(call.key for call in fused)
         return {call.key: Compiled(SHARE) for call in fused if not call.is_update}
 
@@ -221,7 +221,8 @@ def test_a_compiled_plan_trains_as_the_plain_module_does_but_for_rounding(monkey
         fused = FusedCall.of(step.graph, step.program, ops)[0]
         assert (
             fused.is_update
-            or compiling.load_code(fused.key, found.machine.devices[device].op_threads) is not None
+            or compiling.load_code(fused.key, compiling.Target.of(found.machine.devices[device]))
+            is not None
         )
     assert uncompiled(found, step) == ""
     own = torch.optim.SGD(module.parameters(), lr=0.05)

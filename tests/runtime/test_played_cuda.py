@@ -141,3 +141,86 @@ def test_a_capture_refuses_to_return_a_number(cuda, inference):
         cuda.graph(cuda.CUDAGraph(), stream=cuda.Stream()),
     ):
         value.item()
+
+
+def test_a_graph_of_forked_streams_keeps_their_order(cuda):
+    first, second = cuda.Stream(), cuda.Stream()
+    there, back, graph = cuda.Event(), cuda.Event(), cuda.CUDAGraph()
+    value = torch.ones(4)
+    with cuda.graph(graph, stream=first):
+        doubled = value * 2
+        there.record(first)
+        second.wait_event(there)
+        cuda.set_stream(second)
+        third = doubled + 1
+        back.record(second)
+        cuda.set_stream(first)
+        first.wait_event(back)
+        total = third + doubled
+    with cuda.stream(first):
+        graph.replay()
+        assert total.tolist() == [5.0] * 4
+        value.fill_(2)
+        graph.replay()
+    assert total.tolist() == [9.0] * 4
+
+
+def test_a_graph_whose_fork_does_not_wait_for_what_it_reads_is_found(cuda):
+    first, second = cuda.Stream(), cuda.Stream()
+    there, back, graph = cuda.Event(), cuda.Event(), cuda.CUDAGraph()
+    with cuda.graph(graph, stream=first):
+        there.record(first)
+        doubled = torch.ones(4) * 2
+        second.wait_event(there)
+        cuda.set_stream(second)
+        doubled + 1
+        back.record(second)
+        cuda.set_stream(first)
+        first.wait_event(back)
+    with cuda.stream(first), pytest.raises(StreamRaceError, match="reads what"):
+        graph.replay()
+
+
+def test_a_capture_must_join_what_it_forks_and_fork_what_it_uses(cuda):
+    first, second, there = cuda.Stream(), cuda.Stream(), cuda.Event()
+    with (
+        pytest.raises(RuntimeError, match="not joined"),
+        cuda.graph(cuda.CUDAGraph(), stream=first),
+    ):
+        there.record(first)
+        second.wait_event(there)
+        cuda.set_stream(second)
+        torch.ones(4) + 1
+    with (
+        pytest.raises(StreamRaceError, match="not forked"),
+        cuda.graph(cuda.CUDAGraph(), stream=first),
+    ):
+        cuda.set_stream(second)
+
+
+def test_a_capture_refuses_to_wait_for_an_event_from_before(cuda):
+    first, second, event = cuda.Stream(), cuda.Stream(), cuda.Event()
+    event.record(second)
+    with (
+        pytest.raises(RuntimeError, match="while it captures"),
+        cuda.graph(cuda.CUDAGraph(), stream=first),
+    ):
+        first.wait_event(event)
+
+
+def test_a_function_is_one_work(cuda):
+    first, second = cuda.Stream(), cuda.Stream()
+    run = cuda.as_one_work("code", lambda value: [value * 2])
+    given = torch.ones(4)
+    with cuda.stream(first):
+        (made,) = run(given)
+    with cuda.stream(second), pytest.raises(StreamRaceError, match="reads what code"):
+        run(made)
+    cuda.synchronize()
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph, stream=first):
+        (again,) = run(given)
+    given.fill_(5)
+    with cuda.stream(first):
+        graph.replay()
+    assert again.tolist() == [10.0] * 4

@@ -322,8 +322,8 @@ def test_devices_that_cannot_train_are_refused_before_anything_starts(monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match="torch sees cuda:0 to cuda:0"):
         trainer.fit(table())
-    with pytest.raises(UsageError, match="ray"):
-        Trainer(perceptron(), cross_entropy, SGD, backend="ray", device="cuda").fit(table())
+    with pytest.raises(UsageError, match="Ray chooses the GPU of each worker; give cuda, not"):
+        Trainer(perceptron(), cross_entropy, SGD, backend="ray", device="cuda:1").fit(table())
 
 
 def test_workers_have_the_gpus_in_turn(monkeypatch):

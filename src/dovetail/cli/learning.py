@@ -51,6 +51,7 @@ Backend = Annotated[
     str,
     option(LearnRequest, "backend", show_default="threads for one controller, else processes"),
 ]
+Device = Annotated[str, option(LearnRequest, "device")]
 Setting = Annotated[
     list[str] | None,
     option(
@@ -83,6 +84,7 @@ def learn_one(  # noqa: PLR0913  one argument an option
     controllers: Controllers = LearnRequest.controllers,
     evaluators: Evaluators = LearnRequest.evaluators,
     backend: Backend = LearnRequest.backend,
+    device: Device = LearnRequest.device,
     measured: Annotated[
         bool, option(LearnRequest, "measured", "--measured")
     ] = LearnRequest.measured,
@@ -109,8 +111,8 @@ def learn_one(  # noqa: PLR0913  one argument an option
     outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     request = _request(
         trials, budget, setting, method=method, controllers=controllers, evaluators=evaluators,
-        backend=backend, measured=measured, simulated_first=simulated_first, seed=seed,
-        folder=folder, resume=resume,
+        backend=backend, device=device, measured=measured, simulated_first=simulated_first,
+        seed=seed, folder=folder, resume=resume,
     )  # fmt: skip
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
@@ -139,6 +141,7 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     controllers: Controllers = LearnRequest.controllers,
     evaluators: Evaluators = LearnRequest.evaluators,
     backend: Backend = LearnRequest.backend,
+    device: Device = LearnRequest.device,
     setting: Setting = None,
     per_op: PerOp = TaskRequest.per_op,
     seed: Seed = LearnRequest.seed,
@@ -159,7 +162,8 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     request = _request(
         trials, budget, setting, method="gdp", policy=policy, controllers=controllers,
-        evaluators=evaluators, backend=backend, seed=seed, folder=folder, resume=resume,
+        evaluators=evaluators, backend=backend, device=device, seed=seed, folder=folder,
+        resume=resume,
     )  # fmt: skip
     machines = _each("--machine", machine, models)
     optimizers = [text if text != "-" else "" for text in _each("--train", train, models)]
@@ -180,6 +184,7 @@ def finetune(  # noqa: PLR0913  one argument an option
     updates: Annotated[
         int, typer.Option(min=1, help="Updates of the policy, each after a batch of trials")
     ] = 50,
+    device: Device = LearnRequest.device,
     setting: Setting = None,
     per_op: PerOp = TaskRequest.per_op,
     seed: Seed = LearnRequest.seed,
@@ -194,7 +199,7 @@ def finetune(  # noqa: PLR0913  one argument an option
     from dovetail.cli.learning_run import LearningOutputs
 
     outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
-    request = _request(None, "", setting, policy=policy, seed=seed)
+    request = _request(None, "", setting, policy=policy, device=device, seed=seed)
     request = replace(request, trials=updates * request.learning_settings.trials)
     given = [_Given(model, machine, train, shape, (), (), per_op)]
     _learn(given, request, outputs, as_json=as_json)

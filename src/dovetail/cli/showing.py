@@ -1,7 +1,7 @@
 """`dovetail machine`, `networks` and `capture`: show what can be planned for, and save graphs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,10 @@ from dovetail.cli.arguments import (
     resolve,
 )
 from dovetail.cli.output import progress_bar, say, show
-from dovetail.errors import UsageError
+from dovetail.errors import MachineError, UsageError
+
+if TYPE_CHECKING:
+    from dovetail.machine.gpus import GpuMeasurement
 
 
 def machine(
@@ -26,16 +29,30 @@ def machine(
         bool, typer.Option(help="Measure anew, even if the cache has the rates")
     ] = False,
 ) -> None:
-    """Show a machine's devices and links. The rates of this machine are measured."""
+    """Show a machine's devices and links. The rates of this machine are measured. Of its GPUs also
+    matrix products, copies and peer access are shown, measured each time."""
     from dovetail.machine import save_machine
     from dovetail.pipeline import Notes, resolve_machine
-    from dovetail.reports import machine_table
+    from dovetail.reports import gpus_table, machine_table
 
     check_outputs(out, inputs=[name])
     notes = Notes()
+    gpus: tuple[GpuMeasurement, ...] = ()
     with progress_bar() as progress:
         resolved = resolve_machine(name, progress, fresh=fresh, notes=notes)
+        if any(device.torch_device for device in resolved.devices):
+            # Imported here, because it imports torch.
+            from dovetail.machine.gpu_rates import measure_gpus
+
+            progress("measuring the GPUs", 0.0, None)
+            try:
+                gpus = measure_gpus(resolved)
+            except MachineError as error:  # the machine itself is shown all the same
+                notes.say(f"the GPUs were not measured: {error}")
     show(machine_table(resolved))
+    if gpus:
+        show("")
+        show(gpus_table(gpus))
     for note in notes.texts:
         say(note)
     if out is not None:

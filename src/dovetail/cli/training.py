@@ -95,12 +95,16 @@ def train(  # noqa: PLR0913  one argument an option
     device: Annotated[
         str,
         typer.Option(
-            help="Where workers compute: cpu, cuda (the GPUs in turn) or cuda:NUMBER",
+            help="Where workers and evaluations compute: cpu, cuda (the GPUs in turn; with ray, "
+            "those that Ray assigns) or cuda:NUMBER",
             show_default=_default("device"),
         ),
     ] = "",
     autocast: Annotated[
-        str, typer.Option(help="bfloat16: workers compute in it by torch.autocast")
+        str,
+        typer.Option(
+            help="bfloat16: workers compute in it by torch.autocast, on a GPU evaluations too"
+        ),
     ] = "",
     lr: Annotated[
         float | None, typer.Option(help="Learning rate, in place of the optimizer's own")

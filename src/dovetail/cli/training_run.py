@@ -450,6 +450,10 @@ def suggest_and_show(
     """
     if setup.request.partition != "leased":
         raise UsageError("--suggest", "simulates parts of the data, leased; leave --partition out")
+    if setup.request.device != "cpu" and not torch.cuda.is_available():
+        # The backend `ray` could train it, in a cluster that has GPUs.
+        says = "simulates on this machine, where torch sees no GPU; give --device cpu"
+        raise UsageError("--suggest", says)
     request = replace(setup.request, folder=None, resume=False)
     prepared = prepare(request, setup.dataset, setup.validation)
     with progress_bar() as bar:

@@ -1,15 +1,14 @@
 """Measures GPUs: the process that answers for a GPU what `costs.measured` asks of a device.
 
-Everything is timed by events on the GPU, warm, on a stream of its own. An op is timed within the
-step that it belongs to, from the end of the op before it to its own end. The GPU sleeps first while
-the host issues some hundred ops, so that it never waits for the host in between: plans replay their
-launches as graphs, in which it does not either.
+Everything is timed by events on the GPU, warm, on a stream of its own (`machine/gpu_rates.py`). An
+op is timed within the step that it belongs to, from the end of the op before it to its own end. The
+GPU sleeps first while the host issues some hundred ops, so that it never waits for the host in
+between: plans replay their launches as graphs, in which it does not either.
 """
 
 import gc
-import statistics
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,19 +25,17 @@ from dovetail.costs.messages import (
 from dovetail.frontends.gpu_calls import on_gpu
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import Stream, add_seeded, make_runner
+from dovetail.machine.gpu_rates import GpuTimer, matrix_rates
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.timers import clock, summarise
-from dovetail.runtime.torch_versions import sleep_on_gpu
 
 COPIED_BYTES = (4096, 2**20, 2**26)
 """A link's latency and bandwidth are fitted to copies of these sizes."""
 _WARM_UPS, _SAMPLES = 3, 20
 _WARM_UP_SECONDS, _STEPS_SECONDS, _LEAST_STEPS, _MOST_STEPS = 0.3, 3.0, 3, 60
 """As in `costs.measured`."""
-_ISSUED, _SLEEP_CYCLES = 200, 10_000_000
-"""So many works are issued while the GPU sleeps for some 5 ms. One takes the host 5 to 20 us."""
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -68,12 +65,12 @@ class _MeasuredGpu:
 
     def __init__(self, name: str) -> None:
         self.cuda, self.device = cuda_of([name]), torch_device_of(name)
-        self.stream = self.cuda.Stream(device=self.device)
+        self.timer = GpuTimer(self.cuda, self.device)
 
     def time_step(self, step: TimedStep, _beside: tuple[int, ...] = ()) -> OpTimes | FailedCall:
         """Run a step repeatedly, and time its ops. Returns a `FailedCall` for an op that raises."""
         runner = make_runner(step.tensors)
-        with self.cuda.stream(self.stream):
+        with self.cuda.stream(self.timer.stream):
             for tensor, value in step.values.items():
                 runner.set(tensor, value.to(self.device))
         self.cuda.synchronize(self.device)
@@ -84,14 +81,14 @@ class _MeasuredGpu:
         samples: list[list[float]] = []
         try:
             began = clock()
-            self._seconds_between(runner.run, alone)
+            self.timer.seconds_between(runner.run, alone)
             while clock() - began < _WARM_UP_SECONDS:
-                self._seconds_between(runner.run, alone)
+                self.timer.seconds_between(runner.run, alone)
             began = clock()
             while len(samples) < _LEAST_STEPS or (
                 len(samples) < _MOST_STEPS and clock() - began < _STEPS_SECONDS
             ):
-                samples.append(self._seconds_between(runner.run, alone))
+                samples.append(self.timer.seconds_between(runner.run, alone))
         except Exception:
             return FailedCall(runner.failed, traceback.format_exc())
         gc.collect()
@@ -118,12 +115,12 @@ class _MeasuredGpu:
         for index, (runner, stream) in enumerate(zip(runners, streams, strict=True)):
             try:
                 for _ in range(_WARM_UPS):
-                    self._seconds_of(lambda r=runner, s=stream: r.run(s))  # type: ignore[misc]
+                    self.timer.seconds_of(lambda r=runner, s=stream: r.run(s))  # type: ignore[misc]
             except Exception:
                 return FailedCall(index, traceback.format_exc())
         places = list(range(len(streams)))
         for _ in range(_SAMPLES):
-            rounds.append(self._seconds_between(lambda i: runners[i].run(streams[i]), places))
+            rounds.append(self.timer.seconds_between(lambda i: runners[i].run(streams[i]), places))
         gc.collect()
         timings = [summarise(list(column)) for column in zip(*rounds, strict=True)]
         return TimedCalls(timings, best_seconds, 0.0, clock() - began, 0.0)
@@ -132,16 +129,7 @@ class _MeasuredGpu:
         """This GPU's measured rates, under the names of `Device`'s fields: FLOP/s of a matrix
         product of 4096 by dtype, bytes/s of a copy of 256 MB that is read and written, and the
         seconds of an op that does next to nothing."""
-        size = 4096 if self.device.type == "cuda" else 512
-        flops = {}
-        for name in _DTYPES:
-            try:
-                a = torch.rand(size, size, device=self.device).to(getattr(torch, name))
-                self.cuda.synchronize(self.device)
-                seconds = self._median_of(lambda a=a: a @ a)  # type: ignore[misc]
-            except RuntimeError:  # no such arithmetic there
-                continue
-            flops[name] = 2 * size**3 / seconds
+        flops = matrix_rates(self.timer, _DTYPES)
         source = torch.rand(2**26 if self.device.type == "cuda" else 2**22, device=self.device)
         target, tiny = torch.empty_like(source), torch.ones(8, device=self.device)
         self.cuda.synchronize(self.device)
@@ -149,8 +137,10 @@ class _MeasuredGpu:
             "flops_per_second": flops,
             "bandwidth_bytes_per_second": 2
             * source.nbytes
-            / self._median_of(lambda: target.copy_(source)),
-            "op_overhead_seconds": self._median_of(lambda: torch.ops.aten.add.Tensor(tiny, tiny)),
+            / self.timer.median_seconds(lambda: target.copy_(source)),
+            "op_overhead_seconds": self.timer.median_seconds(
+                lambda: torch.ops.aten.add.Tensor(tiny, tiny)
+            ),
         }
 
     def links(self, peers: list[str]) -> dict[str, dict[int, float]]:
@@ -167,7 +157,7 @@ class _MeasuredGpu:
                 ends[peer] = (there, here)
             self.cuda.synchronize(self.device)
             for name, (target, source) in ends.items():
-                seconds = self._median_of(
+                seconds = self.timer.median_seconds(
                     lambda t=target, s=source: t.copy_(s, non_blocking=True)  # type: ignore[misc]
                 )
                 found.setdefault(name, {})[size] = seconds
@@ -179,39 +169,3 @@ class _MeasuredGpu:
             add_seeded(stream, moved, lambda: 0, tag=tag, frees=frees)
         else:
             stream.call(moved, tag=tag, frees=frees)
-
-    def _median_of(self, work: Callable[[], Any]) -> float:
-        for _ in range(_WARM_UPS):
-            self._seconds_of(work)
-        return statistics.median(self._seconds_of(work) for _ in range(_SAMPLES))
-
-    def _seconds_of(self, work: Callable[[], Any]) -> float:
-        """Seconds of a work on the GPU, from when it began to its end."""
-        (seconds,) = self._seconds_between(lambda _: work(), [None])
-        return seconds
-
-    def _seconds_between(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[float]:
-        """[items] seconds from the end of the work before each one to the end of its own."""
-        spans = []
-        with self.cuda.stream(self.stream):
-            for first in range(0, len(items), _ISSUED):
-                self._sleep()
-                begin = self._recorded()
-                for item in items[first : first + _ISSUED]:
-                    work(item)
-                    end = self._recorded()
-                    spans.append((begin, end))
-                    begin = end
-        self.cuda.synchronize(self.device)
-        # CUDA gives milliseconds.
-        return [1e-3 * begin.elapsed_time(end) for begin, end in spans]
-
-    def _sleep(self) -> None:
-        """Let the stream stand still while the host issues works."""
-        if self.device.type == "cuda":
-            sleep_on_gpu(_SLEEP_CYCLES)
-
-    def _recorded(self) -> Any:
-        event = self.cuda.Event(enable_timing=True)
-        event.record(self.stream)
-        return event

@@ -21,6 +21,7 @@ libraries choose algorithms. `benchmarks/stages/analytic.md` says how far off it
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -168,6 +169,23 @@ RESIDENT_THREADS = {
 }  # fmt: skip
 """Device model -> the threads that it holds: multiprocessors x threads of each, by the vendor's
 tables."""
+
+
+def _resident_threads(device: Device) -> int:
+    """The threads that a GPU holds, also by what its driver calls it ("NVIDIA H100 80GB HBM3"), and
+    of one that is here by its driver; 0 if that is not known."""
+    words = {device.model, *re.split("[^a-z0-9]+", device.model.lower())}
+    known = [count for name, count in RESIDENT_THREADS.items() if name in words]
+    if known:
+        return known[0]
+    if not device.torch_device.startswith("cuda"):
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    card = torch.cuda.get_device_properties(device.torch_device)
+    return int(card.multi_processor_count * card.max_threads_per_multi_processor)
 
 
 class Profile(NamedTuple):
@@ -320,9 +338,7 @@ def stage_rates(device: Device, *, dtype: str = "float32", lanes: int = 0) -> St
         raise MachineError(
             f"device {device.name!r} has no flops_per_second for {dtype}; add it to the machine"
         )
-    lanes = lanes or (
-        RESIDENT_THREADS.get(device.model, 0) if device.kind == "gpu" else len(device.cores)
-    )
+    lanes = lanes or (_resident_threads(device) if device.kind == "gpu" else len(device.cores))
     if lanes < 1:
         raise MachineError(
             f"device {device.name!r}: how many {'threads' if device.kind == 'gpu' else 'cores'} "

@@ -7,6 +7,9 @@
 
     device's process: load_code(KEY) ──► instructions of a runner (`executors.generated`)
 
+Code for a GPU is compiled and timed on it, as CUDA graphs, which is how plans run it, and is called
+from Python in the steps before it is captured.
+
 A file is the Python source that Inductor writes. It is written whole or not at all, so that several
 programs may compile at once. One that is damaged, that another version of torch or another
 processor wrote, or that another user can write, counts as missing. A fused call that cannot be
@@ -15,10 +18,12 @@ compiled is tried again by the next program: a full disk or a missing header may
 
 import json
 import os
+import re
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -30,8 +35,10 @@ from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.executors.generated import GeneratedCode, noted
 from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
+from dovetail.machine import Device
 from dovetail.runtime.files import cache_folder, is_own, write_atomically
 from dovetail.runtime.native import has_compiler
+from dovetail.runtime.played_cuda import torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.timers import clock
@@ -41,13 +48,41 @@ ENTRY = "dovetail.executors.compiling:serve"
 PROTOCOL = 5
 """Raised where compiled code is called otherwise, or its gain is measured otherwise."""
 _ROUNDS, _ROUND_SECONDS = 7, 2e-3
+_WARM_UPS, _REPEATS = 3, 10
+"""On a GPU a call runs so often before it is captured, and so often in its graph."""
 FASTER = 0.97
 """Compiled code is used where it takes at most this share of the time of its calls."""
 
 
 @dataclass(frozen=True)
+class Target:
+    """What code is compiled for: so many threads of the CPU, or a GPU by what torch calls it."""
+
+    threads: int = 1
+    gpu: str = ""
+
+    @staticmethod
+    def of(device: Device) -> "Target":
+        return Target(gpu=device.torch_device) if device.torch_device else Target(device.op_threads)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch_device_of(self.gpu) if self.gpu else torch.device("cpu")
+
+    @property
+    def label(self) -> str:
+        """What tells it from other targets, as a part of a file's name."""
+        if not self.gpu:
+            return str(self.threads)
+        card = ""
+        if self.torch_device.type == "cuda":
+            card = torch.cuda.get_device_name(self.torch_device)
+        return re.sub("[^A-Za-z0-9]+", "-", f"{self.gpu} {card}").strip("-")
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """What is known of a fused call on so many threads.
+    """What is known of a fused call on a target.
 
     share    seconds of the compiled code over those of its calls, bound as a device binds them and
              both repeated alone; inf where it could not be compiled
@@ -64,7 +99,7 @@ class Compiled:
 
 def compile_all(
     fused: Sequence[FusedCall],
-    threads: int,
+    target: Target,
     places: Sequence[tuple[int, ...]],
     *,
     limit_seconds: float,
@@ -73,16 +108,16 @@ def compile_all(
     """Compile the distinct ones of these calls, and return key -> what is known of it. Keys that
     were not reached within `limit_seconds` are absent.
 
-    places    cores of each compiler, which also times what it has compiled on them. No more are
-              started than there are calls to compile
+    places    cores of each compiler, which also times what it has compiled on them; () stands for
+              all. No more are started than there are calls to compile
     progress  is told how many are done, and how many there are
 
-    Without a C++ compiler nothing is compiled, and the result is empty.
+    Without a C++ compiler nothing is compiled for a CPU, and the result is empty.
     """
-    if not has_compiler():
+    if not (has_compiler() or target.torch_device.type == "cuda"):
         return {}
     distinct = {call.key: call for call in fused}
-    compiled = {key: kept for key in distinct if (kept := _kept(key, threads)) is not None}
+    compiled = {key: kept for key in distinct if (kept := _kept(key, target)) is not None}
     waiting = [call for key, call in distinct.items() if key not in compiled]
     began, count = clock(), len(waiting)
     busy: dict[Worker, FusedCall] = {}
@@ -90,10 +125,10 @@ def compile_all(
     cores_of: dict[Worker, tuple[int, ...]] = {}
 
     def start(cores: tuple[int, ...]) -> None:
-        worker = launch(ENTRY, cores=cores, threads=threads, name="compiler")
+        worker = launch(ENTRY, cores=cores, threads=target.threads, name="compiler")
         idle.append(worker)
         cores_of[worker] = cores
-        worker.send(threads)
+        worker.send(target)
 
     try:
         for cores in places[: len(waiting)]:
@@ -124,28 +159,29 @@ def compile_all(
 
 
 def serve(channel: Channel) -> None:
-    """Compile each fused call that arrives. The first message is the number of threads."""
-    threads: int = channel.receive()
-    set_up(threads)
+    """Compile each fused call that arrives. The first message is what for."""
+    target: Target = channel.receive()
+    set_up(target.threads)
     use_own_cache()
     while True:
         call: FusedCall = channel.receive()
-        channel.send(_compile(call, threads))
+        channel.send(_compile(call, target))
 
 
-def has_code(key: str, threads: int) -> bool:
+def has_code(key: str, target: Target) -> bool:
     """True if compiled code of a fused call is kept here."""
-    return all(is_own(_path(key, threads, kind)) for kind in ("py", "json"))
+    return all(is_own(_path(key, target, kind)) for kind in ("py", "json"))
 
 
-def load_code(key: str, threads: int) -> GeneratedCode | None:
+def load_code(key: str, target: Target) -> GeneratedCode | None:
     """The compiled code of a fused call; None if there is none that can be used."""
-    if not has_code(key, threads):
+    if not has_code(key, target):
         return None
     use_own_cache()
     try:
-        facts = json.loads(_path(key, threads, "json").read_text())
-        code = _loaded(_path(key, threads, "py"), examples_of(facts["metas"]))
+        facts = json.loads(_path(key, target, "json").read_text())
+        examples = examples_of(facts["metas"], target.torch_device)
+        code = _loaded(_path(key, target, "py"), examples)
     except Exception:  # whatever a damaged file leads to
         return None
     return code if facts.get("by_runner") else replace(code, instructions=None)
@@ -164,25 +200,33 @@ def use_own_cache() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_folder() / "inductor"))
 
 
-def _compile(call: FusedCall, threads: int) -> Compiled:
+def _compile(call: FusedCall, target: Target) -> Compiled:
     """Compile a fused call, keep its code, and time it beside its calls."""
     try:
-        examples = call.examples()
+        device = target.torch_device
+        examples = call.examples(device)
+        share = _share
+        if device.type == "cuda":
+            share = partial(_share_as_graphs, torch.cuda, device)
+        calls = partial(call.on(device).bound, examples)
         if call.is_update:
             fused = call.with_fused_updates().bound(examples)
-            compiled = Compiled(_share(fused, call.bound(examples)))
+            compiled = Compiled(share(fused, calls()))
             facts: dict[str, Any] = {"share": compiled.share, "is_update": True}
-            _write(_path(call.key, threads, "json"), json.dumps(facts))
+            _write(_path(call.key, target, "json"), json.dumps(facts))
             return compiled
-        path = _path(call.key, threads, "py")
-        _write(path, inductor_source(call.module(), examples))
+        path = _path(call.key, target, "py")
+        _write(path, inductor_source(call.on(device).module(), examples))
         code = _loaded(path, examples)
-        by_runner = code.instructions is not None and _is_same_by_runner(code, call)
+        # What plays a GPU watches the code as one work.
+        by_runner = (
+            not target.gpu and code.instructions is not None and _is_same_by_runner(code, call)
+        )
         if not by_runner:
             code = replace(code, instructions=None)
-        compiled = Compiled(_share(code.bound(examples)[1], call.bound(examples)))
+        compiled = Compiled(share(code.bound(examples)[1], calls()))
         facts = {"share": compiled.share, "metas": call.metas, "by_runner": by_runner}
-        _write(_path(call.key, threads, "json"), json.dumps(facts))
+        _write(_path(call.key, target, "json"), json.dumps(facts))
     except Exception:  # whatever Inductor raises, and a disk that is full
         lines = traceback.format_exc().strip().splitlines()
         return Compiled(float("inf"), lines[-1])
@@ -223,6 +267,45 @@ def _share(run_code: Callable[[], object], run_calls: Callable[[], object]) -> f
     return statistics.median(ratios)
 
 
+def _share_as_graphs(
+    cuda: Any,
+    device: torch.device,
+    run_code: Callable[[], object],
+    run_calls: Callable[[], object],
+) -> float:
+    """As `_share` on a GPU, where plans replay graphs: each is captured as one, several times in a
+    row, so that the launch of the graph hardly counts. `cuda` is `torch.cuda` or what plays it."""
+    stream = cuda.Stream(device=device)
+    graphs = []
+    with torch.inference_mode():
+        for run in (run_code, run_calls):
+            with cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            cuda.synchronize(device)
+            graphs.append(cuda.CUDAGraph())
+            with cuda.graph(graphs[-1], stream=stream):
+                for _ in range(_REPEATS):
+                    run()
+        ratios = []
+        for _ in range(_ROUNDS):
+            of_code, of_calls = (_seconds_on(cuda, stream, graph.replay) for graph in graphs)
+            ratios.append(of_code / of_calls)
+    return statistics.median(ratios)
+
+
+def _seconds_on(cuda: Any, stream: Any, work: Callable[[], object]) -> float:
+    """Seconds of a work on a stream, between two events."""
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    with cuda.stream(stream):
+        begin.record(stream)
+        work()
+        end.record(stream)
+    end.synchronize()
+    # CUDA gives milliseconds.
+    return 1e-3 * float(begin.elapsed_time(end))
+
+
 def _seconds(run: Callable[[], Any], times: int) -> float:
     began = clock()
     for _ in range(times):
@@ -230,14 +313,14 @@ def _seconds(run: Callable[[], Any], times: int) -> float:
     return (clock() - began) / times
 
 
-def _kept(key: str, threads: int) -> Compiled | None:
+def _kept(key: str, target: Target) -> Compiled | None:
     """What is kept of a fused call; None if nothing is, or if its code is gone."""
-    path = _path(key, threads, "json")
+    path = _path(key, target, "json")
     if not is_own(path):
         return None
     try:
         facts = json.loads(path.read_text())
-        if not facts.get("is_update") and not has_code(key, threads):
+        if not facts.get("is_update") and not has_code(key, target):
             return None
         return Compiled(float(facts["share"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -252,8 +335,8 @@ def _write(path: Path, text: str) -> None:
     path.chmod(0o600)
 
 
-def _path(key: str, threads: int, kind: str) -> Path:
-    return _folder() / _version() / f"{key}-{threads}.{kind}"
+def _path(key: str, target: Target, kind: str) -> Path:
+    return _folder() / _version() / f"{key}-{target.label}.{kind}"
 
 
 def _folder() -> Path:

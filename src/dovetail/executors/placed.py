@@ -38,6 +38,7 @@ from dovetail.executors.shares import (
     ReadSource,
     SendTensor,
     Share,
+    most_bytes,
     ops_of,
     share_out,
     tensor_at,
@@ -49,7 +50,8 @@ from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
-from dovetail.machine import Machine
+from dovetail.graph import Graph
+from dovetail.machine import Device, Machine
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
@@ -229,6 +231,8 @@ class PlacedNetwork:
         self._key = workers.new_key()
         self._shares = share_out(plan, captured.graph, captured.program)
         _check_memory(plan.machine.name, self._shares.size_bytes)
+        for share in self._shares.shares:
+            _check_gpu_memory(plan.machine.devices[share.device], share, captured.graph)
         self._block = Block.create(self._shares.size_bytes)
         self._abort = address_of(self._block.view(self._shares.abort, (1,), np.int64))
         self._sources = {t: tensor_at(self._block, s) for t, s in self._shares.sources.items()}
@@ -412,8 +416,9 @@ class PlacedNetwork:
                     steps = steps_of(self.plan, graph, self._shares.shares, random)
                     load: object = LoadGpus(
                         self._key, tuple(on_gpus), steps,
-                        {s.device: devices[s.device].torch_device for s in on_gpus}, number, calls,
-                        graph.tensors, self._seed,
+                        {s.device: devices[s.device].torch_device for s in on_gpus},
+                        {s.device: devices[s.device].memory_bytes for s in on_gpus},
+                        number, calls, graph.tensors, self._seed,
                     )  # fmt: skip
                 else:
                     number, calls = self._unsent(share.device, share.ops)
@@ -629,6 +634,15 @@ def _check_memory(machine: str, needed_bytes: int) -> None:
     free_bytes = available_bytes()
     if needed_bytes > free_bytes:
         raise OutOfMemoryError(machine, needed_bytes, free_bytes)
+
+
+def _check_gpu_memory(device: Device, share: Share, graph: Graph) -> None:
+    """Raise `OutOfMemoryError` unless what a GPU holds fits into the memory that it has in the
+    plan's machine."""
+    if device.torch_device:
+        needed_bytes = most_bytes(share, graph)
+        if needed_bytes > device.memory_bytes:
+            raise OutOfMemoryError(device.name, needed_bytes, device.memory_bytes)
 
 
 def _load_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:

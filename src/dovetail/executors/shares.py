@@ -48,6 +48,8 @@ LINE_BYTES = ALIGNMENT_BYTES
 """Bytes of a cache line. Each device's flag of the barrier has a line of its own."""
 
 
+GPU_LANES = 8
+"""The groups of a stage run on at most so many streams of a GPU."""
 NOT_IN_BLOCK = -1
 """The offset of the slot of a tensor that goes from one GPU to another."""
 
@@ -108,7 +110,7 @@ class RunCompiled:
     """Run ops as one piece of compiled code, or one by one where there is none, and then forget
     `frees`.
 
-    key, threads      name the code: `executors.compiling`
+    key, threads      name the code: `executors.compiling`. On a GPU its own name does
     inputs, outputs   the tensors that it takes and returns
     """
 
@@ -412,8 +414,11 @@ class _InstructionBuilder:
         return instructions
 
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
-        """The calls of a stage: lanes if it has several groups and the device several cores."""
-        cores = len(self.plan.machine.devices[device].cores)
+        """The calls of a stage: lanes if it has several groups and the device several cores, or is
+        a GPU."""
+        lanes_at_most = len(self.plan.machine.devices[device].cores)
+        if self.on_gpu[device]:
+            lanes_at_most = GPU_LANES
         if (device, stage) in self.compiled:
             if self.graph.phases[stage[0]] == Phase.UPDATE:
                 return [RunUpdates(stage)]
@@ -421,9 +426,9 @@ class _InstructionBuilder:
             fused, places = FusedCall.of(self.graph, self.program, stage)
             threads = self.plan.machine.devices[device].op_threads
             return [RunCompiled(stage, fused.key, threads, places.inputs, places.outputs)]
-        if cores > 1 and len(stage) > 1:
+        if lanes_at_most > 1 and len(stage) > 1:
             seconds = self.plan.compute_seconds[:, device]
-            lanes = lanes_of(stage, self.groups, seconds, cores)
+            lanes = lanes_of(stage, self.groups, seconds, lanes_at_most)
             if len(lanes) > 1:
                 return [RunLanes(lanes)]
         return [RunOp(op) for op in stage]
@@ -493,6 +498,41 @@ def ops_of(instruction: Instruction) -> tuple[int, ...]:
         case RunCompiled(ops=ops) | RunUpdates(ops=ops):
             return ops
     return ()
+
+
+def most_bytes(share: Share, graph: Graph) -> int:
+    """The most bytes that a GPU holds for tensors in a step: its sources and a place for each
+    tensor that arrives, all step long, and what its ops make until it is freed."""
+    lasting = {tensor: slot.bytes for tensor, slot in share.sources}
+    for instruction in share.instructions:
+        if isinstance(instruction, AwaitFlag | ReadSource) and instruction.slot is not None:
+            lasting[instruction.tensor] = instruction.slot.bytes
+    there = {int(graph.storages[tensor]) for tensor in lasting}
+    alive: dict[int, set[int]] = {}  # storage -> its tensors that are not freed yet
+    sizes: dict[int, int] = {}
+    now = most = 0
+    for instruction in share.instructions:
+        for op in ops_of(instruction):
+            for tensor in graph.outputs_of(op):
+                storage = int(graph.storages[tensor])
+                if storage in there:
+                    continue
+                if storage not in alive:
+                    # Memory is made by the first tensor of a storage; the others are views of it.
+                    sizes[storage] = int(graph.tensor_bytes[tensor])
+                    now += sizes[storage]
+                alive.setdefault(storage, set()).add(tensor)
+        most = max(most, now)
+        if isinstance(instruction, AwaitFlag | ReadSource):
+            continue
+        for tensor in instruction.frees:
+            storage = int(graph.storages[tensor])
+            if storage in alive:
+                alive[storage].discard(tensor)
+                if not alive[storage]:
+                    del alive[storage]
+                    now -= sizes[storage]
+    return sum(lasting.values()) + most
 
 
 # ── Lanes: the groups of a stage run at the same time, one lane of groups for each core ──────────

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.executors.compiling import load_code
+from dovetail.executors.compiling import Target, load_code
 from dovetail.executors.generated import GeneratedCode
 from dovetail.executors.shares import (
     AwaitFlag,
@@ -266,5 +266,5 @@ class _Loaded:
     def _code(self, key: str, threads: int) -> GeneratedCode | None:
         """Compiled code, which stages with one key share."""
         if key not in self.codes:
-            self.codes[key] = load_code(key, threads)
+            self.codes[key] = load_code(key, Target(threads))
         return self.codes[key]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from dovetail.frontends.fused_updates import fused_updates, has_fused_kernel
+from dovetail.frontends.gpu_calls import on_gpu
 from dovetail.frontends.interpret import run_call
 from dovetail.frontends.program import Call, Program, Ref, distinct_refs, fill_refs
 from dovetail.frontends.runners import make_runner
@@ -29,6 +30,7 @@ Meta = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(dtype, shape, strides) of a tensor."""
 
 
+CPU = torch.device("cpu")
 _NOT_FUSED = ("empty", "new_empty", "mkldnn_rnn_layer")
 
 
@@ -149,9 +151,15 @@ class FusedCall:
         """The same updates in their fused form."""
         return replace(self, calls=(fused_updates(self.calls),))
 
-    def examples(self) -> tuple[Tensor, ...]:
+    def on(self, device: torch.device) -> "FusedCall":
+        """The calls as a GPU makes them; on the CPU these."""
+        if device.type == "cpu":
+            return self
+        return replace(self, calls=tuple(on_gpu(call, device) for call in self.calls))
+
+    def examples(self, device: torch.device = CPU) -> tuple[Tensor, ...]:
         """Return arguments of zeros."""
-        return examples_of(self.metas)
+        return examples_of(self.metas, device)
 
     def module(self) -> fx.GraphModule:
         """Return the calls as a graph for Inductor."""
@@ -181,15 +189,18 @@ class Places:
     outputs: tuple[int, ...]
 
 
-def examples_of(metas: Sequence[Meta]) -> tuple[Tensor, ...]:
+def examples_of(metas: Sequence[Meta], device: torch.device = CPU) -> tuple[Tensor, ...]:
     """Return tensors of zeros with these metas."""
     return tuple(
-        torch.empty_strided(shape, strides, dtype=getattr(torch, dtype)).zero_()
+        torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device).zero_()
         for dtype, shape, strides in metas
     )
 
 
 def _returns_one(target: Any) -> bool:
-    """True for an operator that returns one tensor, and no list of tensors."""
+    """True for an operator that returns one tensor, and no list of tensors. A function that stands
+    for an operator on GPUs returns a tuple."""
+    if not isinstance(target, OpOverload):
+        return False
     returns = target._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)

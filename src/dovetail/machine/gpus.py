@@ -1,6 +1,6 @@
-"""The GPUs of the machine that the program runs on."""
+"""The GPUs of the machine that the program runs on. `machine/gpu_rates.py` measures them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dovetail.errors import MachineError
@@ -11,6 +11,30 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 importing it takes a second."""
 _FLOPS, _BANDWIDTH, _OVERHEAD_SECONDS = {"float32": 1e13, "float64": 5e11}, 5e11, 5e-6
 """Typical rates, which count until the probe has measured."""
+
+
+@dataclass(frozen=True)
+class GpuMeasurement:
+    """What was measured of one GPU.
+
+    torch_device       what torch calls it
+    devices            the names of the machine's devices on this GPU
+    model              the name of the hardware
+    memory_bytes       all of its memory, free or not
+    flops_per_second   dtype -> FLOP/s of a matrix product; without dtypes that it cannot compute in
+    copies             (way, memory) -> bytes/s of a copy "to" or "from" the GPU, whose other end is
+                       "pinned" or "pageable" memory of the host
+    peers              the GPUs whose memory it reads and writes without the host, as torch calls
+                       them
+    """
+
+    torch_device: str
+    devices: tuple[str, ...]
+    model: str
+    memory_bytes: int
+    flops_per_second: dict[str, float]
+    copies: dict[tuple[str, str], float]
+    peers: tuple[str, ...]
 
 
 def gpus_here(logical: int = 1) -> tuple[Device, ...]:

@@ -229,6 +229,7 @@ def _train_simulated(
         controllers=request.controllers,
         evaluators=request.evaluators,
         backend=request.backend or ("threads" if request.controllers == 1 else "processes"),
+        device=request.device,
         rule=request.rule,
         folder=None if request.folder is None else Path(request.folder),
         resume=request.resume,
@@ -303,7 +304,9 @@ def _train_here(
     """
     from dovetail.placers.learned.features import look
     from dovetail.placers.learned.learner import PolicyLearner, TaskView
+    from dovetail.training.modules import device_of
 
+    policy.to(device_of(request.device, 0))
     settings = request.learning_settings
     seen = TaskView(task.name, look(task.problem()))
     learner = PolicyLearner(policy, [seen], [judge], settings, seed=request.seed, listen=progress)
@@ -319,6 +322,7 @@ def _train_here(
         interrupted = True
     # Within an update PPO moves the policy: Ctrl-C there leaves what the update before has left.
     learner.flat.write(theta)
+    policy.to("cpu")
     return Learned(
         theta=theta,
         placements={name: best.placement for name, best in learner.best.items()},

@@ -90,6 +90,8 @@ MOST_SPLIT_OPS = 100_000
 budget to make use of that."""
 SEGMENTS_SHARE = 0.5
 """The share of `--compile-budget` that segments may take. `torch.compile` has the rest."""
+MOST_SEARCHES = 5
+"""Searches with lower and lower caps, for a plan of which a GPU holds what it must."""
 HOPELESS = 1.5
 """A plan for all cores as one device is not compiled and measured beside a plan on several devices
 if it is predicted, op by op, to take this many times as long."""
@@ -125,7 +127,7 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
-    chosen = search_plan(request, progress)
+    request, chosen = _searched_to_fit(request, progress)
     try:
         request, chosen = in_best_form(request, chosen, progress)
         if request.stages:
@@ -136,6 +138,47 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
         return _compare_with_all_cores(compared, request, progress)
     except KeyboardInterrupt:
         return replace(chosen, interrupted=True)
+
+
+def _searched_to_fit(request: PlanRequest, progress: TellProgress) -> tuple[PlanRequest, Plan]:
+    """(the request with the caps that led to it, a plan of which GPUs hold what they must).
+
+    On a GPU every tensor that arrives has its place for the whole step, where the search counts it
+    until it was read. If that does not fit, the search is repeated with lower caps.
+    """
+    chosen, caps = search_plan(request, progress), dict(request.caps)
+    for _ in range(MOST_SEARCHES):
+        lower = _lower_caps(chosen, request)
+        if not lower or chosen.interrupted:
+            break
+        caps |= lower
+        try:
+            chosen = search_plan(
+                replace(request, caps=tuple(caps.items())),
+                _prefixed("with less memory on GPUs: ", progress),
+            )
+        except InfeasibleError:
+            break
+    return replace(request, caps=tuple(caps.items())), chosen
+
+
+def _lower_caps(plan: Plan, request: PlanRequest) -> dict[str, int]:
+    """GPU -> bytes that a search may give it, of those which would hold more than they have."""
+    from dovetail.executors.shares import most_bytes, share_out
+
+    step, lower = request.planned_step, dict[str, int]()
+    if not isinstance(step, Captured) or not _has_gpus(plan.machine) or not plan.machine.local:
+        return lower
+    graph = planned(plan, step).graph
+    allowed = capacities_of(plan.machine, dict(request.caps))
+    searched = capacities_of(plan.machine, dict(plan.caps))
+    for share in share_out(plan, graph).shares:
+        device, excess = plan.machine.devices[share.device], 0
+        if device.torch_device:
+            excess = most_bytes(share, graph) - int(allowed[share.device])
+        if excess > 0:
+            lower[device.name] = max(1, int(searched[share.device]) - excess)
+    return lower
 
 
 def search_plan(
@@ -713,8 +756,7 @@ def _with_fastest_way(chosen: Plan, request: PlanRequest, progress: TellProgress
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     plans, rival, limit_seconds = (chosen, chosen), None, request.compile_seconds
     try:
-        # Segments are compiled for CPUs alone.
-        if limit_seconds and not has_gpus:
+        if limit_seconds:
             began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
             plans = with_compiled(chosen, request, share, progress)
             limit_seconds -= min(time.perf_counter() - began, share)

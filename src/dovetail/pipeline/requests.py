@@ -238,11 +238,7 @@ class PlanRequest:
         machine = self.machine
         if isinstance(machine, str):
             machine = parse_machine(machine or HERE)
-        if any(device.torch_device for device in machine.devices):
-            raise UsageError(
-                "stages", f"{machine.name} has GPUs, whose plans have no stages yet; use here/cpu"
-            )
-        if machine.local:
+        if machine.local and not any(device.torch_device for device in machine.devices):
             # `here/n` is compared with all cores as one device, so its cores count together.
             cores = sum(len(device.cores) for device in machine.devices)
             if cores < 2:
@@ -365,6 +361,8 @@ class LearnRequest:
     evaluators   Evaluators of each controller, which judge its placements side by side
     backend      Where controllers run: processes, ray, threads or simulated. By default threads for
                  one controller, else processes
+    device       Where the policy computes: cpu, cuda (the GPUs in turn) or cuda:1. For gdp and
+                 gdp-paper; the others compute on the CPU
     rule         the update rule by which controllers share what they learn, a name in `RULES`
     settings     Fields of `LearningSettings`, in place of the method's own values
     measured     Judge placements by running them on this machine's devices, such as here/2
@@ -382,6 +380,7 @@ class LearnRequest:
     controllers: int = 1
     evaluators: int = 1
     backend: str = ""
+    device: str = "cpu"
     rule: str = "downpour"
     settings: Mapping[str, Any] = field(default_factory=dict)
     measured: bool = False
@@ -399,6 +398,7 @@ class LearnRequest:
         if len(self.tasks) > 1 and not PLACERS[self.method].carries:
             raise UsageError("method", f"{self.method} learns one graph; gdp learns many at once")
         self._check_length()
+        self._check_device()
         self._check_measured()
         self._check_folder()
         for task in self.tasks:
@@ -456,6 +456,22 @@ class LearnRequest:
                     option,
                     f"is {trials}, but one update of {self.controllers} controllers takes {least}",
                 )
+
+    def _check_device(self) -> None:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
+        if self.device == "cpu":
+            return
+        if not PLACERS[self.method].carries:
+            raise UsageError(
+                "device",
+                f"{self.method} computes on the CPU; gdp and gdp-paper compute on GPUs too",
+            )
+        if self.backend == "ray":
+            raise UsageError("device", "controllers of backend ray compute on CPUs; leave it out")
+        from dovetail.training.modules import check_gpu_name
+
+        check_gpu_name(self.device)
 
     def _check_measured(self) -> None:
         if not self.measured:

@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import OutOfMemoryError
-from dovetail.executors.compiling import Compiled, compile_all
+from dovetail.executors.compiling import Compiled, Target, compile_all
 from dovetail.frontends import Captured
 from dovetail.frontends.fused import FusedCall, has_fused_update, may_be_fused
 from dovetail.frontends.program import Program
 from dovetail.graph import EVERYWHERE, Graph, Phase
 from dovetail.graph.cells import cells_of
+from dovetail.machine import Device
 from dovetail.pipeline.opening import planned, with_schedules
 from dovetail.pipeline.sources import TellProgress
 from dovetail.plans import Plan, Schedule, Stage, normalise, stages_of
@@ -47,13 +48,14 @@ def with_segments(
 
     compile_seconds   limit of compiling. What is compiled by then is used, and kept for next time
     """
-    if plan.schedules or not has_compiler():
+    if plan.schedules or not any(map(_can_compile, plan.machine.devices)):
         return plan, plan
     captured, devices = planned(plan, step), plan.machine.devices
     segments = [list(_segments(plan, captured, device)) for device in range(len(devices))]
-    codes: dict[int, dict[str, Compiled]] = {}
-    for threads in sorted({device.op_threads for device in devices}):
-        alike = [d for d, device in enumerate(devices) if device.op_threads == threads]
+    targets = [Target.of(device) for device in devices]
+    codes: dict[Target, dict[str, Compiled]] = {}
+    for target in dict.fromkeys(targets):
+        alike = [d for d, own in enumerate(targets) if own == target]
         weights: Counter[FusedCall] = Counter()
         of_key: dict[str, FusedCall] = {}
         for number in alike:
@@ -61,13 +63,14 @@ def with_segments(
                 if segment.fused is not None:
                     fused = of_key.setdefault(segment.fused.key, segment.fused)
                     weights[fused] += plan.compute_seconds[list(segment.ops), number].sum()
-        # Code for several threads is timed on all cores of a device, so one compiler is at work.
+        # Code for several threads is timed on all cores of a device, so one compiler is at work,
+        # and so it is on a GPU.
         places = [devices[alike[0]].cores]
-        if threads == 1:
-            places = [(core,) for device in devices for core in device.cores]
-        codes[threads] = compile_all(
+        if target.threads == 1 and not target.gpu:
+            places = [(core,) for number in alike for core in devices[number].cores]
+        codes[target] = compile_all(
             [fused for fused, _ in weights.most_common()],
-            threads,
+            target,
             places,
             limit_seconds=compile_seconds,
             progress=lambda done, count: progress(
@@ -75,9 +78,9 @@ def with_segments(
             ),
         )
     schedules = []
-    for number, device in enumerate(devices):
+    for number in range(len(devices)):
         seconds = plan.compute_seconds[:, number]
-        schedules.append(_schedule(segments[number], seconds, codes[device.op_threads]))
+        schedules.append(_schedule(segments[number], seconds, codes[targets[number]]))
     compiled_ops = [s.ops for schedule in schedules for s in schedule.stages if s.compiled]
     of_updates = [ops for ops in compiled_ops if captured.graph.phases[ops[0]] == Phase.UPDATE]
     count, updates = len(compiled_ops) - len(of_updates), sum(map(len, of_updates))
@@ -103,26 +106,31 @@ def compiled_seconds(
     planned_graph   the plan's graph: `graph` with the plan's copies
     seconds         [ops, devices] of the ops one by one
 
-    What a kind of op takes on one device it takes on all with as many threads.
+    What a kind of op takes on one device it takes on all like it.
     """
-    alone: Counter[tuple[int, str]] = Counter()
-    within: Counter[tuple[int, str]] = Counter()
+    alone: Counter[tuple[Target, str]] = Counter()
+    within: Counter[tuple[Target, str]] = Counter()
     for number, device in enumerate(plan.machine.devices):
         schedule = (plan.schedules or ())[number]
         for stage in () if schedule is None else schedule.stages:
             of_ops = plan.compute_seconds[list(stage.ops), number]
             share = stage.seconds / max(float(of_ops.sum()), 1e-12) if stage.compiled else 1.0
             for op, cost in zip(stage.ops, of_ops.tolist(), strict=True):
-                kind = device.op_threads, planned_graph.signatures[op]
+                kind = Target.of(device), planned_graph.signatures[op]
                 alone[kind] += cost
                 within[kind] += cost * share
     found = seconds.copy()
     for number, device in enumerate(plan.machine.devices):
         for op, name in enumerate(graph.signatures):
-            kind = device.op_threads, name
+            kind = Target.of(device), name
             if alone[kind] > 0:
                 found[op, number] *= within[kind] / alone[kind]
     return found
+
+
+def _can_compile(device: Device) -> bool:
+    """True if there is a compiler for the device: GPUs need none of C++."""
+    return has_compiler() or device.torch_device.startswith("cuda")
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,11 +312,11 @@ def _schedule(
 
 
 def _summary_of(
-    segments: Sequence[Sequence[_Segment]], codes: dict[int, dict[str, Compiled]]
+    segments: Sequence[Sequence[_Segment]], codes: dict[Target, dict[str, Compiled]]
 ) -> str:
     """A sentence on how many distinct segments are faster compiled, and on the others."""
     asked = {s.fused.key for of_device in segments for s in of_device if s.fused is not None}
-    by_key = {key: code for of_threads in codes.values() for key, code in of_threads.items()}
+    by_key = {key: code for of_target in codes.values() for key, code in of_target.items()}
     failed = [code.reason for code in by_key.values() if code.reason]
     faster = sum(code.is_faster for code in by_key.values())
     told = f"of {len(asked)} distinct segments and updates {faster} are faster compiled or fused"

@@ -81,10 +81,11 @@ def device_stages(
 ) -> tuple[Kernels, list[DeviceStages | None]]:
     """(kernels of the step, [devices] what their stages cost there).
 
-    On devices of this machine stages are measured, on others predicted by their data sheets. None
-    stands for a device that runs one op after another: a device of one core, or one whose lanes are
-    not known. `notes` is told of the latter. Raises `UsageError` for a step that cannot be
-    measured, because it draws random numbers or writes over its buffers.
+    On cores of this machine stages are measured, on GPUs and other devices predicted by their data
+    sheets. Plans for this machine are measured as a whole afterwards. None stands for a device that
+    runs one op after another: a device of one core, or one whose lanes are not known. `notes` is
+    told of the latter. Raises `UsageError` for a step that cannot be measured, because it draws
+    random numbers or writes over its buffers.
     """
     kernels = fuse(step.graph)
     if machine.local and any(len(device.cores) > 1 for device in machine.devices):
@@ -97,7 +98,7 @@ def device_stages(
             if key not in alike:
                 alike[key] = _measured_stages(step, kernels, device, cache, progress)
             found.append(alike[key])
-        elif machine.local or device.kind == "host":
+        elif device.kind == "host" or device.cores:
             found.append(None)
         else:
             try:

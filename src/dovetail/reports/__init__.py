@@ -5,6 +5,7 @@ from dovetail.reports.limits import StepLimits, find_limits
 from dovetail.reports.page import write_html
 from dovetail.reports.records import PlanReport
 from dovetail.reports.tables import (
+    gpus_table,
     graph_summary,
     limits_table,
     machine_table,
@@ -23,6 +24,7 @@ __all__ = [
     "chrome_trace",
     "device_colours",
     "find_limits",
+    "gpus_table",
     "graph_summary",
     "limits_table",
     "machine_table",

@@ -18,6 +18,7 @@ from dovetail.errors import GraphMismatchError
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Device, Machine, emulated_dtypes
+from dovetail.machine.gpus import GpuMeasurement
 from dovetail.plans import (
     PLACED,
     Plan,
@@ -357,6 +358,33 @@ def machine_table(machine: Machine) -> RenderableType:
             escape(link.channel),
         )
     return Group(devices, Text(), links)
+
+
+def gpus_table(rates: Sequence[GpuMeasurement]) -> RenderableType:
+    """The tables of what was measured of GPUs: products and peers, then copies of each GPU."""
+    dtypes = list(dict.fromkeys(dtype for gpu in rates for dtype in gpu.flops_per_second))
+    several = len(rates) > 1
+    gpus = _table(
+        "GPU", "name", "all memory", *dtypes, *["reaches"] * several,
+        title="GPUs, measured now",
+    )  # fmt: skip
+    copies = _table("copy", "pinned", "pageable", title="Copies, measured now")
+    names = {gpu.torch_device: ", ".join(gpu.devices) for gpu in rates}
+    for gpu in rates:
+        flops, name = gpu.flops_per_second, escape(names[gpu.torch_device])
+        gpus.add_row(
+            name,
+            escape(gpu.model),
+            format_bytes(gpu.memory_bytes),
+            *(format_count(flops[d], "FLOP/s") if d in flops else "none" for d in dtypes),
+            *[escape("; ".join(names[peer] for peer in gpu.peers)) or "none"] * several,
+        )
+        for way, ends in (("to", f"host -> {name}"), ("from", f"{name} -> host")):
+            copies.add_row(
+                ends,
+                *(format_bandwidth(gpu.copies[way, memory]) for memory in ("pinned", "pageable")),
+            )
+    return Group(gpus, Text(), copies)
 
 
 def networks_table(rows: Sequence[Mapping[str, object]]) -> Table:

@@ -9,8 +9,8 @@ knows of every other stream up to which of its works it surely starts after.
 
 A work that reads memory must know of the work that wrote it, and one that writes must know of all
 that read or wrote it (Lamport 1978; FastTrack, Flanagan and Freund, PLDI 2009, has the same rule
-for threads). Memory that is freed may be given at once to the next work of the stream that it was
-allocated on, as by torch's allocator, so that stream must know of all that touched it. The host
+for threads). Memory that is freed may be given to the next work of the stream that it was allocated
+on, as by torch's allocator, so that work must know of all that touched it. The host
 knows what it has waited for. A race is found whatever the times of the works are, and raised as
 `StreamRaceError`.
 """
@@ -76,11 +76,11 @@ class _Memory:
 class PlayedCuda:
     """Has the functions of `torch.cuda` that executors use.
 
-    replaying   True while a graph is replayed
+    unwatched   True while ops run that are parts of one work, which is watched as a whole
     """
 
     def __init__(self) -> None:
-        self.replaying = False
+        self.unwatched = False
         self._streams: list[PlayedStream] = []
         self._memory: dict[int, _Memory] = {}
         self._host: Clock = {}
@@ -118,6 +118,35 @@ class PlayedCuda:
             self._current = before
             self._look_for_freed()
 
+    def set_stream(self, stream: "PlayedStream") -> None:
+        """Issue to this stream until the `stream` that is entered is left."""
+        if self._capturing is not None and stream not in self._capturing.streams:
+            raise StreamRaceError(
+                f"stream {stream.number} is used in a capture that it was not forked from"
+            )
+        self._current = stream
+
+    def as_one_work(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of tensors, which returns new ones, as a work whose parts are not watched."""
+
+        def run(*tensors: Tensor) -> Any:
+            if self._capturing is None:
+                return self.issue(name, lambda: self._unwatched(function, tensors), tensors, ())
+            made = _tensors(self._unwatched(function, tensors))
+            self._capturing.add_again(
+                name, self._current, lambda: function(*tensors), list(tensors), made
+            )
+            return made
+
+        return run
+
+    def _unwatched(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        before, self.unwatched = self.unwatched, True
+        try:
+            return function(*tensors)
+        finally:
+            self.unwatched = before
+
     @contextmanager
     def graph(
         self,
@@ -129,9 +158,11 @@ class PlayedCuda:
     ) -> Iterator[None]:
         self._refuse_in_capture("begin another capture")
         self._capturing = graph
+        graph.streams = [stream]
         try:
             with self.stream(stream):
                 yield
+            graph.check_joined()
         finally:
             self._capturing = None
 
@@ -141,6 +172,7 @@ class PlayedCuda:
         stream = self._current
         self._look_for_freed()
         _join(stream.clock, self._host)
+        self._take_freed(stream, name)
         stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
         for tensor in _tensors(reads):
             self._read(stream, tensor, name)
@@ -190,28 +222,32 @@ class PlayedCuda:
         memory = self._memory.get(key)
         if memory is None or not memory.alive():
             if memory is not None:
-                self._check_freed(memory)
+                self._note_freed(memory)
             memory = _Memory(storage_reference(storage), owner, "the host", _NEVER)
             self._memory[key] = memory
         return memory
 
     def _look_for_freed(self) -> None:
-        """Check what was freed since the last look."""
+        """Note what was freed since the last look."""
         freed = [key for key, memory in self._memory.items() if not memory.alive()]
         for key in freed:
-            self._check_freed(self._memory.pop(key))
+            self._note_freed(self._memory.pop(key))
 
-    def _check_freed(self, memory: _Memory) -> None:
-        owner = memory.owner
-        if owner is None:
-            return
-        _join(owner.clock, self._host)
-        for other, at in [memory.written, *memory.read.items()]:
-            if owner.clock.get(other, 0) < at:
-                raise StreamRaceError(
-                    f"what {memory.name} made in stream {owner.number} was freed while stream "
-                    f"{other} may still use it: the next work may write over it"
-                )
+    def _note_freed(self, memory: _Memory) -> None:
+        """What was freed may be written over by the next work of its owner."""
+        if memory.owner is not None:
+            memory.owner.freed.append(memory)
+
+    def _take_freed(self, stream: "PlayedStream", name: str) -> None:
+        """Check what the next work of a stream may write over."""
+        for memory in stream.freed:
+            for other, at in [memory.written, *memory.read.items()]:
+                if stream.clock.get(other, 0) < at:
+                    raise StreamRaceError(
+                        f"{name} in stream {stream.number} may write over what {memory.name} made "
+                        f"there, which was freed while stream {other} may still use it"
+                    )
+        stream.freed.clear()
 
     def _refuse_in_capture(self, what: str) -> None:
         if self._capturing is not None:
@@ -219,15 +255,25 @@ class PlayedCuda:
 
 
 class PlayedStream:
-    """clock   what its next work surely starts after."""
+    """clock   what its next work surely starts after
+    freed   memory that its next work may write over
+    """
 
     def __init__(self, cuda: PlayedCuda, number: int) -> None:
         self.cuda, self.number = cuda, number
         self.clock: Clock = {}
+        self.freed: list[_Memory] = []
 
     def wait_event(self, event: "PlayedEvent") -> None:
-        self.cuda._refuse_in_capture("wait for an event of another stream")
-        _join(self.clock, event.reached())
+        capturing = self.cuda._capturing
+        if capturing is None:
+            _join(self.clock, event.reached())
+        elif event in capturing.recorded:
+            capturing.log.append((self, event))
+            if self not in capturing.streams:
+                capturing.streams.append(self)
+        else:
+            self.cuda._refuse_in_capture("wait for an event that was recorded before")
 
 
 class PlayedEvent:
@@ -239,6 +285,11 @@ class PlayedEvent:
         self._seconds = 0.0
 
     def record(self, stream: PlayedStream) -> None:
+        capturing = self.cuda._capturing
+        if capturing is not None and stream in capturing.streams:
+            capturing.recorded.add(self)
+            capturing.log.append((stream, _Record(self)))
+            return
         self._clock, self._seconds = dict(stream.clock), time.perf_counter()
 
     def reached(self) -> Clock:
@@ -268,21 +319,85 @@ class _Captured:
     writes: list[Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class _Record:
+    event: PlayedEvent
+
+
 class PlayedGraph:
-    """Works that were captured, to be replayed on the same memory."""
+    """Works that were captured, to be replayed on the same memory.
+
+    log        (stream, a work, the recording of an event, or an event that is waited for)
+    streams    that in which the capture began, and those that were forked from it
+    recorded   events that were recorded in the capture
+    """
 
     def __init__(self, cuda: PlayedCuda) -> None:
         self.cuda = cuda
-        self.works: list[_Captured] = []
+        self.log: list[tuple[PlayedStream, _Captured | _Record | PlayedEvent]] = []
+        self.streams: list[PlayedStream] = []
+        self.recorded: set[PlayedEvent] = set()
+
+    @property
+    def works(self) -> list[_Captured]:
+        return [entry for _, entry in self.log if isinstance(entry, _Captured)]
+
+    def add_again(
+        self,
+        name: str,
+        stream: PlayedStream,
+        run: Callable[[], Any],
+        reads: list[Tensor],
+        made: list[Tensor],
+        written: Sequence[Tensor] = (),
+    ) -> None:
+        """Add a work that has made tensors: a kernel writes its results to where they were when it
+        was captured. `written` are those that it writes over, and may return."""
+
+        def again() -> None:
+            results = [t for t in _tensors(run()) if all(t is not w for w in written)]
+            for old, new in zip(made, results, strict=True):
+                _once(old).copy_(_once(new))
+
+        self.log.append((stream, _Captured(name, again, reads, [*written, *made])))
 
     def replay(self) -> None:
-        """Run the works on the current stream."""
-        self.cuda.replaying = True
+        """Run the works: those of the first stream on the current one."""
+        cuda, origin = self.cuda, self.cuda._current
+        played = {self.streams[0]: origin}
+        happened: dict[PlayedEvent, Clock] = {}
+        cuda.unwatched = True
         try:
-            for work in self.works:
-                self.cuda.issue(f"{work.name} of a graph", work.again, work.reads, work.writes)
+            for stream, entry in self.log:
+                own = played.setdefault(stream, stream)
+                match entry:
+                    case _Record(event):
+                        happened[event] = dict(own.clock)
+                    case PlayedEvent():
+                        _join(own.clock, happened[entry])
+                    case _Captured(name, again, reads, writes):
+                        cuda._current = own
+                        cuda.issue(f"{name} of a graph", again, reads, writes)
         finally:
-            self.cuda.replaying = False
+            cuda.unwatched, cuda._current = False, origin
+
+    def check_joined(self) -> None:
+        """Raise RuntimeError, as CUDA does, if the first stream does not wait for all works."""
+        clocks: dict[PlayedStream, Clock] = {stream: {} for stream in self.streams}
+        happened: dict[PlayedEvent, Clock] = {}
+        for stream, entry in self.log:
+            clock = clocks[stream]
+            match entry:
+                case _Record(event):
+                    happened[event] = dict(clock)
+                case PlayedEvent():
+                    _join(clock, happened[entry])
+                case _:
+                    clock[stream.number] = clock.get(stream.number, 0) + 1
+        first = clocks[self.streams[0]]
+        for stream, clock in clocks.items():
+            if clock.get(stream.number, 0) > first.get(stream.number, 0):
+                raise RuntimeError("a stream was not joined when the capture ended")
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as in frontends/recording.py
@@ -294,7 +409,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as in front
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or self.cuda.replaying:
+        if func.is_view or self.cuda.unwatched:
             return func(*args, **kwargs)
         if self.cuda._capturing is None:
             written = _written(func, args, kwargs)
@@ -311,16 +426,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as in front
             tensor.copy_(value)
         made = [t for t in _tensors(result) if all(t is not own for own in written)]
 
-        def again() -> None:
-            # A kernel writes its results to where they were when it was captured.
-            results = [
-                t for t in _tensors(func(*args, **kwargs)) if all(t is not w for w in written)
-            ]
-            for old, new in zip(made, results, strict=True):
-                old.copy_(new)
-
-        work = _Captured(str(func), again, _tensors((args, kwargs)), [*written, *made])
-        self.cuda._capturing.works.append(work)
+        self.cuda._capturing.add_again(
+            str(func),
+            self.cuda._current,
+            lambda: func(*args, **kwargs),
+            _tensors((args, kwargs)),
+            made,
+            written,
+        )
         return result
 
 
@@ -338,6 +451,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """The tensor without the dimensions along which it repeats itself."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, min(1, tensor.shape[dimension]))
+    return tensor
 
 
 def _now(stream: PlayedStream) -> tuple[int, int]:

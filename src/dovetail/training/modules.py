@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.errors import ModelError
+from dovetail.errors import ModelError, UsageError
 from dovetail.runtime.torch_versions import pytree
 from dovetail.training.datasets import (
     ArrangedSource,
@@ -128,7 +128,12 @@ def unflatten(module: nn.Module, theta: Vector) -> None:
         raise ModelError(
             type(module).__name__, f"has {size} parameters, not the {theta.shape} of this vector"
         )
-    flat = torch.from_numpy(np.ascontiguousarray(theta))
+    fill(parameters, theta)
+
+
+def fill(parameters: list[nn.Parameter], theta: Vector) -> None:
+    """Copies `theta` [size] into these parameters, all of which are on one device."""
+    flat = torch.from_numpy(np.ascontiguousarray(theta)).to(parameters[0].device)
     with torch.no_grad():
         for view, parameter in zip(_views(flat, parameters), parameters, strict=True):
             parameter.copy_(view)
@@ -305,6 +310,16 @@ def autocasting(device: torch.device, dtype: str) -> torch.autocast:
     """The context of `torch.autocast` in a dtype by its name; "": it is off."""
     named = getattr(torch, dtype) if dtype else None
     return torch.autocast(device.type, dtype=named, enabled=bool(dtype))
+
+
+def check_gpu_name(name: str) -> None:
+    """Raise `UsageError` unless "cuda" or "cuda:N" is here. "cuda" is any of the GPUs."""
+    if not torch.cuda.is_available():
+        raise UsageError("device", f"{name!r} is not here: torch sees no GPU")
+    number = name.removeprefix("cuda").removeprefix(":") or "0"
+    if int(number) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise UsageError("device", f"{name!r} is not here; torch sees cuda:0 to cuda:{last}")
 
 
 def device_of(text: str, worker: int) -> str:

@@ -8,9 +8,10 @@ each partition of a Spark data frame. Differences: there is no data frame, and a
 whichever worker is free. How the data set is cut into batches does not depend on the workers, so
 neither do the results, as long as an op uses as many threads.
 
-The model is in evaluation mode, and each worker has a copy of it. Workers read indexed data sets
-themselves. A stream is read by the caller's process, which sends them its batches. A batch of a
-worker that died is given to another; `FailurePolicy` says how many may die.
+The model is in evaluation mode, and each worker has a copy of it. The CPU computes, whatever the
+request's `device` is. Workers read indexed data sets themselves. A stream is read by the caller's
+process, which sends them its batches. A batch of a worker that died is given to another;
+`FailurePolicy` says how many may die.
 """
 
 import concurrent.futures

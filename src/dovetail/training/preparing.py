@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dovetail.training.learner import MakeLearner
 from dovetail.training.modules import (
     ModuleLearner,
     ModuleLearners,
+    check_gpu_name,
     device_of,
     flatten,
     loss_of,
@@ -76,8 +77,9 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
         request.autocast,
     )  # fmt: skip
     theta = flatten(request.model)
-    _try_out(learners, theta, request.batch)
-    evaluator = _evaluator(request, source, validation)
+    here = _device_here(request)
+    _try_out(learners, theta, request.batch, here)
+    evaluator = _evaluator(request, source, validation, here)
     if request.backend not in _IN_PROCESS:
         _check_travels(learners)
     job = _job(request, rule, source, theta)
@@ -115,6 +117,7 @@ def _assignment(
         shards=request.shards,
         wire=request.wire,
         order=request.order,
+        device=request.device,
     )
 
 
@@ -163,13 +166,29 @@ def _check_device(request: TrainRequest) -> None:
     if is_keras(request.model):
         raise UsageError("device", "a Keras model trains on the CPU; leave it out")
     if request.backend == "ray":
-        raise UsageError("device", "workers of ray train on the CPU so far; leave it out")
-    if not torch.cuda.is_available():
-        raise UsageError("device", f"{device!r} is not here: torch sees no GPU")
-    number = device.removeprefix("cuda").removeprefix(":") or "0"
-    if int(number) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        raise UsageError("device", f"{device!r} is not here; torch sees cuda:0 to cuda:{last}")
+        if device != "cuda":
+            says = f"Ray chooses the GPU of each worker; give cuda, not {device!r}"
+            raise UsageError("device", says)
+        # The GPUs are in the cluster, and perhaps not here. The backend counts them.
+        return
+    check_gpu_name(device)
+
+
+def gpus_of(request: TrainRequest) -> Sequence[int]:
+    """Numbers of this process's GPUs, on which a run's learners may draw random numbers; () if the
+    run is on the CPU. Raises `UsageError` for a device that is not here."""
+    _check_device(request)
+    return range(torch.cuda.device_count()) if request.device != "cpu" else ()
+
+
+def _device_here(request: TrainRequest) -> str:
+    """The device of this process's own computing, trial steps and evaluations: the first worker's.
+
+    Only the caller of `ray` may be without GPUs that its workers have. It computes on the CPU then.
+    """
+    if request.backend == "ray" and not torch.cuda.is_available():
+        return "cpu"
+    return device_of(request.device, 0)
 
 
 def _backend_of(request: TrainRequest) -> Backend:
@@ -178,7 +197,7 @@ def _backend_of(request: TrainRequest) -> Backend:
     return request.backend
 
 
-def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
+def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -> None:
     """Runs one batch forward and backward, so that an error shows now and not in every worker."""
     module = copy.deepcopy(learners.module).train()
     source = open_dataset(learners.dataset, learners.collate, learners.epochs)
@@ -194,14 +213,16 @@ def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
         raise UsageError("loss", "does not depend on any parameter of the model that is trained")
     learner = ModuleLearner(
         module, learners.loss, learners.optimizer, source, learners.schedule, seed=learners.seed,
-        device=device_of(learners.device, 0), autocast=learners.autocast,
+        device=device, autocast=learners.autocast,
     )  # fmt: skip
     indices = np.arange(first[1], dtype=np.int64)
     gradient = learner.gradient(theta.copy(), indices, 0)
     learner.update(theta, gradient.vector, 0.0)
 
 
-def _evaluator(request: TrainRequest, source: SampleSource, validation: Any) -> Evaluator:
+def _evaluator(
+    request: TrainRequest, source: SampleSource, validation: Any, device: str
+) -> Evaluator:
     metrics = resolve_metrics(request.metrics)
     held = None if validation is None else open_dataset(validation, request.collate)
     if held is None:
@@ -209,8 +230,9 @@ def _evaluator(request: TrainRequest, source: SampleSource, validation: Any) -> 
             if given:
                 raise UsageError(option, "needs a validation set; give one to fit")
     evaluator = Evaluator(
-        copy.deepcopy(request.model), request.loss, metrics, source, held, request.batch
-    )
+        copy.deepcopy(request.model), request.loss, metrics, source, held, request.batch,
+        device=device, autocast=request.autocast if request.device != "cpu" else "",
+    )  # fmt: skip
     if held is not None and request.monitor not in evaluator.figures:
         offered = ", ".join(evaluator.figures)
         raise UsageError("monitor", f"no figure {request.monitor!r}; there are {offered}")

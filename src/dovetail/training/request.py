@@ -83,8 +83,13 @@ class TrainRequest:
                 holds further settings of `Storage`
     resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart
     device      where workers compute: "cpu", "cuda" for the GPUs in turn, or "cuda:1". Several
-                workers share a GPU. The center is on the CPU, and so are evaluations
-    autocast    "bfloat16": workers compute in it by `torch.autocast`; "": in the model's own dtype
+                workers share a GPU. The backend `ray` takes "cpu" or "cuda": Ray chooses the GPU of
+                each worker. The caller's process computes the run's evaluations on the named GPU,
+                for "cuda" on its first one; if Ray's caller has no GPU, on the CPU. The center is
+                on the CPU
+    autocast    "bfloat16": workers compute in it by `torch.autocast`; "": in the model's own dtype.
+                If `device` is a GPU, evaluations compute model and loss in it too, as training's
+                forward pass does. If `device` is "cpu", they use the model's own dtype
     group       processes of each worker, which average their gradients (see `group`)
     name        the label of the run's history. "": the rule's name
     shards, wire, guard, policy, order   see `backends.contract`

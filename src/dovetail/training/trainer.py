@@ -18,7 +18,7 @@ from dovetail.training.history import History
 from dovetail.training.modules import unflatten
 from dovetail.training.monitor import RunMonitor
 from dovetail.training.predicting import evaluate, predict
-from dovetail.training.preparing import PreparedTraining, prepare
+from dovetail.training.preparing import PreparedTraining, gpus_of, prepare
 from dovetail.training.records import Evaluation, Outcome
 from dovetail.training.request import TrainRequest
 
@@ -38,8 +38,9 @@ def train(
     starts, for what cannot be trained. Raises `TrainingError` or `RunError` if the run failed; the
     model is then as it was.
     """
-    # The caller's random state must not change by a model's trial runs and evaluations.
-    with torch.random.fork_rng(devices=[]):
+    # The caller's random state must not change by a model's trial runs and evaluations, on the CPU
+    # or on a GPU.
+    with torch.random.fork_rng(devices=gpus_of(request)):
         prepared = prepare(request, dataset, validation)
         progress = _open_progress(prepared, watcher)
         outcome = _run(prepared, progress)

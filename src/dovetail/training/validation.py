@@ -11,6 +11,10 @@ norm). All other layers, dropout too, are in evaluation mode during that pass:
 
 Other buffers of a model stay as they were before training.
 
+On another device the evaluator's copy of the model is there, and so is each batch. With `autocast`
+model and loss run under `torch.autocast`, as in training's forward pass, for the figures and for
+the statistics. Metrics are computed outside of it, on what the model returned.
+
 Y. Wu, J. Johnson: Rethinking "Batch" in BatchNorm, 2021, https://arxiv.org/abs/2105.07576,
 section 3; P. Izmailov et al.: Averaging Weights Leads to Wider Optima, 2018,
 https://arxiv.org/abs/1803.05407, section 3.2. Differences: batches' variances are averaged, as by
@@ -19,6 +23,7 @@ torch's `update_bn`, not pooled with the spread of their means.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,12 +34,22 @@ from torch.nn.modules.batchnorm import _NormBase
 from dovetail.errors import UsageError
 from dovetail.training.datasets import SampleSource
 from dovetail.training.keras_models import is_keras, keras_norms
-from dovetail.training.modules import Loss, outputs, unflatten
+from dovetail.training.modules import (
+    Loss,
+    autocasting,
+    fill,
+    flatten,
+    outputs,
+    parameters_of,
+    to_device,
+)
 from dovetail.training.records import Vector
 
 Metric = Callable[..., Any]
 """metric(output, *targets): a number, the mean over the batch's samples."""
 Metrics = Sequence[str | Metric] | Mapping[str, Metric]
+MakeContext = Callable[[], AbstractContextManager[Any]]
+"""Makes the context in which a model and its loss are called for one batch."""
 MOST_NORM_BATCHES = 100
 """Batch-norm statistics are computed from at most so many batches of training data. Their mean is
 then within a tenth of one batch's spread. Wu and Johnson, 2021, section 3.2, find 10^3 to 10^4
@@ -88,9 +103,12 @@ class Evaluator:
 
     `module` belongs to this evaluator from then on. Batch-norm statistics are computed from
     `training`.
+
+    device     where figures and statistics are computed, as torch names it
+    autocast   dtype of `torch.autocast` around model and loss, as workers have it; "": none
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what is evaluated, on what, and where
         self,
         module: nn.Module,
         loss: Loss,
@@ -98,9 +116,19 @@ class Evaluator:
         training: SampleSource,
         validation: SampleSource | None,
         batch: int,
+        *,
+        device: str = "cpu",
+        autocast: str = "",
     ) -> None:
         self._module, self._loss, self._metrics = module, loss, dict(metrics)
         self._training, self._validation, self._batch = training, validation, batch
+        self._device, self._autocast = torch.device(device), autocast
+        self._parameters = parameters_of(module)
+        # A model that is never called here takes no memory of the device.
+        is_called = validation is not None or has_statistics(module)
+        self._is_away = device != "cpu" and is_called
+        if self._is_away:
+            module.to(self._device)
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -113,41 +141,66 @@ class Evaluator:
         if self._validation is None:
             return
         self._module.eval()
-        first = next(batches_of(self._validation, self._batch, 1), None)
+        first = next(self._batches(self._validation, 1), None)
         if first is None:
             raise UsageError("validation", "is empty")
-        figures_of(self._module, self._loss, self._metrics, first[0])
+        figures_of(self._module, self._loss, self._metrics, first[0], self._casting)
 
     @torch.no_grad()
     def __call__(self, theta: Vector) -> dict[str, float]:
         """The figures at `theta` [size]; {} without a validation set."""
         if self._validation is None:
             return {}
-        unflatten(self._module, theta)
+        fill(self._parameters, theta)
         self.refresh(self._module)
         self._module.eval()
         sums = dict.fromkeys(self.figures, 0.0)
         total = 0
-        for batch, samples in batches_of(self._validation, self._batch):
-            figures = figures_of(self._module, self._loss, self._metrics, batch)
+        for batch, samples in self._batches(self._validation):
+            figures = figures_of(self._module, self._loss, self._metrics, batch, self._casting)
             for name, value in figures.items():
                 sums[name] += samples * value
             total += samples
         return {name: value / total for name, value in sums.items()}
 
     def refresh(self, module: nn.Module) -> None:
-        """Computes the batch-norm statistics of the module's present parameters, if it has any."""
-        if has_statistics(module):
-            batches = batches_of(self._training, self._batch, MOST_NORM_BATCHES)
-            compute_statistics(module, (batch for batch, _ in batches))
+        """Computes the batch-norm statistics of the module's present parameters, if it has any.
+        The module is the evaluator's own or one like it on the CPU."""
+        if not has_statistics(module):
+            return
+        there = module
+        if self._is_away and module is not self._module:
+            # The evaluator's own module computes them, because the other one must not leave the
+            # CPU.
+            there = self._module
+            fill(self._parameters, flatten(module))
+        batches = self._batches(self._training, MOST_NORM_BATCHES)
+        compute_statistics(there, (batch for batch, _ in batches), self._casting)
+        if there is not module:
+            _copy_statistics(there, module)
+
+    def _batches(self, source: SampleSource, most: int | None = None) -> Iterator[tuple[Any, int]]:
+        """The batches of `batches_of`, where the evaluator's module is."""
+        for batch, samples in batches_of(source, self._batch, most):
+            yield (to_device(batch, self._device) if self._is_away else batch), samples
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        return autocasting(self._device, self._autocast) if self._autocast else nullcontext()
 
 
 def figures_of(
-    module: nn.Module, loss: Loss, metrics: Mapping[str, Metric], batch: Any
+    module: nn.Module,
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    batch: Any,
+    casting: MakeContext = nullcontext,
 ) -> dict[str, float]:
-    """The loss and the metrics of one batch, in the mode that the module is in."""
-    output, targets = outputs(module, batch)
-    figures = {"loss": _number("loss", loss(output, *targets))}
+    """The loss and the metrics of one batch, in the mode that the module is in. Model and loss are
+    called in the context."""
+    with casting():
+        output, targets = outputs(module, batch)
+        mean = loss(output, *targets)
+    figures = {"loss": _number("loss", mean)}
     for name, metric in metrics.items():
         figures[name] = _number(name, metric(output, *targets))
     return figures
@@ -190,15 +243,17 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def compute_statistics(module: nn.Module, batches: Iterable[Any]) -> None:
+def compute_statistics(
+    module: nn.Module, batches: Iterable[Any], casting: MakeContext = nullcontext
+) -> None:
     """Replaces the running statistics by averages over the batches. Each part of the module stays
-    in the mode that it was in."""
+    in the mode that it was in. The model is called in the context, except a Keras model."""
     modes = {part: part.training for part in module.modules()}
     try:
         if is_keras(module):
             _compute_keras(module, batches)
         else:
-            _compute(module, batches)
+            _compute(module, batches, casting)
     finally:
         for part, mode in modes.items():
             part.training = mode
@@ -212,7 +267,14 @@ def _norms(module: nn.Module) -> list[_NormBase]:
     ]
 
 
-def _compute(module: nn.Module, batches: Iterable[Any]) -> None:
+def _copy_statistics(module: nn.Module, other: nn.Module) -> None:
+    """Copies the running statistics of the module's norms to those of its twin `other`."""
+    for norm, twin in zip(_norms(module), _norms(other), strict=True):
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            getattr(twin, name).copy_(getattr(norm, name))
+
+
+def _compute(module: nn.Module, batches: Iterable[Any], casting: MakeContext) -> None:
     norms = _norms(module)
     momenta = [norm.momentum for norm in norms]
     module.eval()
@@ -223,7 +285,8 @@ def _compute(module: nn.Module, batches: Iterable[Any]) -> None:
         norm.momentum = None
     try:
         for batch in batches:
-            outputs(module, batch)
+            with casting():
+                outputs(module, batch)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

@@ -66,13 +66,14 @@ def dying(tmp_path, monkeypatch):
 
 @pytest.fixture
 def add_node(cluster):
-    """Adds nodes that have a resource of that name. They are gone after the test, and the cluster
-    knows it: no later actor is given to them."""
+    """Adds nodes that have a resource of that name, and so many GPUs, which need not be there. The
+    nodes are gone after the test, and the cluster knows it: no later actor is given to them."""
     nodes = []
 
-    def add(resource):
+    def add(resource, gpus=0):
         node = cluster.add_node(
             num_cpus=2,
+            num_gpus=gpus,
             resources={resource: 1},
             object_store_memory=STORE_BYTES,
             node_ip_address="127.0.0.1",

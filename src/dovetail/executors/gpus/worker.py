@@ -14,6 +14,10 @@ takes the host a few microseconds for all of its works together. Its memory stay
 capture. Copies between devices stay outside of graphs, and so do works that draw random numbers and
 those that cannot be captured: what they make is copied to where it was in the third step. What a
 copy or such a work reads is held for good, as its place must not be given to another tensor.
+
+Lanes of a stage run on streams of their own, which start after the compute stream and which it then
+waits for. Between two stages nothing runs there, so the memory of what lanes made may be given up
+like that of the compute stream.
 """
 
 import gc
@@ -21,7 +25,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.executors.compiling import Target, load_code
 from dovetail.executors.gpus.steps import (
     IssueStep,
     LaunchWorks,
@@ -45,6 +50,9 @@ from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
     ReadSource,
+    RunCompiled,
+    RunLanes,
+    RunOp,
     RunUpdates,
     Share,
     ops_of,
@@ -77,6 +85,7 @@ class LoadGpus:
     shares     of the GPUs
     steps      what is issued in each step of the plan, in order
     names      device in the machine -> what torch calls it
+    memory_bytes   device in the machine -> what it may take. Devices of one GPU share a limit
     captures   launches are captured as graphs
     """
 
@@ -84,6 +93,7 @@ class LoadGpus:
     shares: tuple[Share, ...]
     steps: tuple[IssueStep, ...]
     names: dict[int, str]
+    memory_bytes: dict[int, int]
     program: int
     calls: dict[int, Call]
     tensors: int
@@ -158,6 +168,9 @@ class _LoadedGpu:
         self.compute = cuda.Stream(device=self.torch_device)
         self.runner = make_runner(tensors)
         self.pool = cuda.graph_pool_handle()
+        self.lanes: list[Any] = []
+        self.codes: dict[str, Callable[..., Any] | None] = {}
+        self.target = Target(gpu=name)
         self.sources = {tensor: self.empty(slot) for tensor, slot in share.sources}
         self.arriving = {
             instruction.tensor: self.empty(instruction.slot)
@@ -226,6 +239,8 @@ class LoadedGpus:
         first = load.shares[0]
         self.abort = self.base + first.abort
         self.unpin = _pinned(cuda, self.base, block.size_bytes)
+        if cuda is torch.cuda:
+            _limit_memory(load)
         self.gpus = {
             share.device: _LoadedGpu(share, load.names[share.device], cuda, load.tensors)
             for share in load.shares
@@ -656,28 +671,53 @@ class LoadedGpus:
         return not step.random and (step.device, step.first) not in self.uncaptured
 
     def _reads(self, step: LaunchWorks) -> list[int]:
-        calls = [self.calls[op] for work in step.works for op in ops_of(work)]
-        return distinct_refs([(call.args, call.kwargs) for call in calls])
+        """The tensors that the works read from the table."""
+        read: list[int] = []
+        for work in step.works:
+            if isinstance(work, RunCompiled) and self._code(step.device, work.key) is not None:
+                read += work.inputs
+            else:
+                calls = [self.calls[op] for op in ops_of(work)]
+                read += distinct_refs([(call.args, call.kwargs) for call in calls])
+        return list(dict.fromkeys(read))
+
+    def _made_by(self, device: int, work: Work) -> list[int]:
+        """The tensors that a work writes into the table."""
+        if isinstance(work, RunCompiled) and self._code(device, work.key) is not None:
+            return list(work.outputs)
+        return [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
 
     def _bound(self, step: LaunchWorks, held: set[int]) -> "_Launch":
-        runner = self.gpus[step.device].runner
-        launch = _Launch(runner.stream(), runner.stream())
+        gpu = self.gpus[step.device]
+        launch = _Launch(gpu.runner.stream(), gpu.runner.stream())
         launch.may_be_captured = self._may_be_captured(step)
         launch.reads = self._reads(step)
         for work in step.works:
-            alone = runner.stream()
+            alone = gpu.runner.stream()
             launch.works.append(alone)
-            self._add(alone, work, work.frees)
-            self._add(launch.whole, work, work.frees)
-            self._add(launch.held, work, tuple(t for t in work.frees if t not in held))
-            launch.makes += [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
+            self._add(gpu, alone, work, work.frees)
+            self._add(gpu, launch.whole, work, work.frees)
+            self._add(gpu, launch.held, work, tuple(t for t in work.frees if t not in held))
+            launch.makes += self._made_by(step.device, work)
         return launch
 
-    def _add(self, stream: Stream, work: Work, frees: tuple[int, ...]) -> None:
-        ops = ops_of(work)
-        if isinstance(work, RunUpdates):
-            stream.call(fused_updates([self.updates[op] for op in ops]), tag=ops[0], frees=frees)
-            return
+    def _add(self, gpu: _LoadedGpu, stream: Stream, work: Work, frees: tuple[int, ...]) -> None:
+        match work:
+            case RunUpdates(ops=ops):
+                fused = fused_updates([self.updates[op] for op in ops])
+                stream.call(fused, tag=ops[0], frees=frees)
+            case RunCompiled(ops=ops, key=key, inputs=inputs, outputs=outputs):
+                code = self._code(gpu.share.device, key)
+                if code is not None:
+                    stream.function(code, inputs, outputs, tag=ops[0], frees=frees)
+                else:
+                    self._add_calls(stream, ops, frees)
+            case RunLanes(lanes=lanes):
+                self._add_lanes(gpu, stream, lanes, frees)
+            case RunOp(op=op):
+                self._add_calls(stream, (op,), frees)
+
+    def _add_calls(self, stream: Stream, ops: Sequence[int], frees: tuple[int, ...]) -> None:
         for op in ops:
             # Only after the last op is nothing of the others needed any more.
             last = frees if op == ops[-1] else ()
@@ -689,17 +729,98 @@ class LoadedGpus:
             else:
                 stream.call(call, tag=op, frees=last)
 
+    def _add_lanes(
+        self,
+        gpu: _LoadedGpu,
+        stream: Stream,
+        lanes: Sequence[Sequence[int]],
+        frees: tuple[int, ...],
+    ) -> None:
+        """The first lane runs on the compute stream."""
+        while len(gpu.lanes) < len(lanes) - 1:
+            gpu.lanes.append(self.cuda.Stream(device=gpu.torch_device))
+        tag = lanes[0][0]
+        used = gpu.lanes[: len(lanes) - 1]
+        stream.function(partial(_fork, self.cuda, gpu.compute, used), (), (), tag=tag)
+        for ops, lane in zip(lanes[1:], used, strict=True):
+            stream.function(partial(_set_stream, self.cuda, lane), (), (), tag=ops[0])
+            self._add_calls(stream, ops, ())
+        stream.function(partial(_set_stream, self.cuda, gpu.compute), (), (), tag=tag)
+        self._add_calls(stream, lanes[0], ())
+        stream.function(partial(_join, self.cuda, gpu.compute, used), (), (), tag=tag, frees=frees)
+
+    def _code(self, device: int, key: str) -> Callable[..., Any] | None:
+        """Compiled code, which stages with one key share."""
+        gpu = self.gpus[device]
+        if key not in gpu.codes:
+            code: Callable[..., Any] | None = load_code(key, gpu.target)
+            if code is not None and self.cuda is not torch.cuda:
+                code = self.cuda.as_one_work("compiled code", code)
+            gpu.codes[key] = code
+        return gpu.codes[key]
+
+
+def _fork(cuda: Any, compute: Any, lanes: Sequence[Any]) -> tuple[()]:
+    """Have what is issued to the lanes from now on start after what the compute stream has."""
+    event = cuda.Event()
+    event.record(compute)
+    for lane in lanes:
+        lane.wait_event(event)
+    return ()
+
+
+def _join(cuda: Any, compute: Any, lanes: Sequence[Any]) -> tuple[()]:
+    for lane in lanes:
+        event = cuda.Event()
+        event.record(lane)
+        compute.wait_event(event)
+    return ()
+
+
+def _set_stream(cuda: Any, stream: Any) -> tuple[()]:
+    cuda.set_stream(stream)
+    return ()
+
 
 def _failed(op: int, error: Exception) -> Failed:
     """The reply for an error that is being handled."""
     lacking = None
     if isinstance(error, torch.OutOfMemoryError):
-        # torch says the size in its message alone: "Tried to allocate 2.50 GiB".
-        asked = re.search(r"allocate ([0-9.]+) (bytes|KiB|MiB|GiB)", str(error))
-        units = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-        needed = round(float(asked[1]) * units[asked[2]]) if asked else 0
-        lacking = needed, torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+        lacking = _asked_bytes(str(error)), _free_bytes(str(error))
     return Failed(op, traceback.format_exc(), lacking)
+
+
+_SIZE = re.compile(r"allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+_SIZE_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_OF_GPU = re.compile(r"GPU ([0-9]+) has")
+
+
+def _asked_bytes(message: str) -> int:
+    """What was asked for, which torch says in its message alone: "Tried to allocate 2.50 GiB"; 0 if
+    it does not."""
+    asked = _SIZE.search(message)
+    return round(float(asked[1]) * _SIZE_UNITS[asked[2]]) if asked else 0
+
+
+def _free_bytes(message: str) -> int:
+    """What the GPU of torch's message has left, within this process's limit."""
+    if not torch.cuda.is_available():
+        return 0
+    found = _OF_GPU.search(message)
+    number = int(found[1]) if found else torch.cuda.current_device()
+    free, total = torch.cuda.mem_get_info(number)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(number))
+    return max(0, min(free, allowed - torch.cuda.memory_allocated(number)))
+
+
+def _limit_memory(load: LoadGpus) -> None:
+    """Have torch's allocator take from each GPU no more than its devices have together."""
+    allowed: dict[str, int] = {}
+    for device, name in load.names.items():
+        allowed[name] = allowed.get(name, 0) + load.memory_bytes[device]
+    for name, size_bytes in allowed.items():
+        _, total = torch.cuda.mem_get_info(name)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), name)
 
 
 def _seed_at(seeds: list[int], place: int) -> int:

@@ -50,6 +50,7 @@ from dovetail.placers.learned.records import (
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
 from dovetail.training.checkpoint import RunFolder, open_folder
+from dovetail.training.modules import device_of
 from dovetail.training.pickling import check_travels
 from dovetail.training.records import Job, Outcome
 from dovetail.training.rules import make_rule
@@ -73,6 +74,7 @@ def learn(  # noqa: PLR0913  keyword-only
     controllers: int = 1,
     evaluators: int = 1,
     backend: str = "processes",
+    device: str = "cpu",
     rule: Rule | str = "downpour",
     judge: JudgeFactory | None = None,
     folder: Path | None = None,
@@ -87,6 +89,7 @@ def learn(  # noqa: PLR0913  keyword-only
     controllers   that draw and learn, each on its own
     evaluators    of each: threads of the simulator
     backend       simulated | threads | processes | ray; `options`: its own
+    device        where controllers compute: cpu, cuda for the GPUs in turn, or cuda:1
     judge         makes a task's judge in each controller's process; None: the simulator
     folder        where the run is kept, new or empty; on `ray`, one that all nodes see. None: a
                   temporary one
@@ -119,7 +122,15 @@ def learn(  # noqa: PLR0913  keyword-only
         )  # fmt: skip
         run = _LearningRun(home, progress, listens=backend == "simulated", seconds=seconds)
         recipe = Controllers(
-            copy.deepcopy(policy), tuple(tasks), settings, path, evaluators, judge, seed, run.origin
+            copy.deepcopy(policy),
+            tuple(tasks),
+            settings,
+            path,
+            evaluators,
+            judge,
+            seed,
+            run.origin,
+            device,
         )
         if backend not in _IN_PROCESS:
             check_travels({"policy": policy, "judge": judge})
@@ -189,6 +200,7 @@ class Controllers:
     judge: JudgeFactory | None
     seed: int
     origin: float
+    device: str = "cpu"
 
     def __call__(
         self, controller: int, listen: Callable[[Point], None] | None = None
@@ -199,8 +211,9 @@ class Controllers:
         if self.judge is not None:
             judges = [self.judge(task) for task in self.tasks]
         seen = [TaskView(t.name, look(p)) for t, p in zip(self.tasks, problems, strict=True)]
+        policy = copy.deepcopy(self.policy).to(device_of(self.device, controller))
         return PolicyLearner(
-            copy.deepcopy(self.policy), seen, judges, self.settings, seed=self.seed,
+            policy, seen, judges, self.settings, seed=self.seed,
             controller=controller, folder=self.folder, origin=self.origin, listen=listen,
         )  # fmt: skip
 

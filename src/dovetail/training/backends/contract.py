@@ -87,6 +87,7 @@ class Assignment:
     shards    number of shards of the center; None: the backend chooses
     wire      encoding of commits: none | float16 | bfloat16 | topk:FRACTION
     order     workers; if given, the server takes turns in this order, one entry a turn
+    device    where workers compute, as the request names it, for backends that assign GPUs
     """
 
     job: Job
@@ -99,6 +100,7 @@ class Assignment:
     shards: int | None = None
     wire: str = "none"
     order: tuple[int, ...] | None = None
+    device: str = "cpu"
 
 
 @dataclass

@@ -5,6 +5,7 @@ that has room. The caller's process owns the actors: they die with it, whatever 
 outlives the run.
 """
 
+import math
 import os
 import re
 import sys
@@ -249,6 +250,7 @@ class RayActors:
         self._asked: dict[Any, str | int] = {}
         large = assignment.theta.nbytes > INLINE_BYTES
         self._theta = [ray.put(assignment.theta)] if large else assignment.theta
+        self._worker_gpus = worker_gpus(ray, assignment, options)
         self._learner = ray.put(assignment.learner)
 
     def __enter__(self) -> Self:
@@ -319,6 +321,7 @@ class RayActors:
                 name=f"worker-{worker}-{life}",
                 namespace=self._namespace,
                 num_cpus=options.worker_cores,
+                num_gpus=self._worker_gpus,
                 resources=dict(options.worker_resources) or None,
                 max_restarts=0,
                 max_task_retries=0,
@@ -397,6 +400,28 @@ class RayActors:
             yield WorkerDied(worker, shorten(error))
         else:
             yield WorkerFinished(worker)
+
+
+def worker_gpus(ray: Any, assignment: Assignment, options: RayOptions) -> float | None:
+    """The share of a GPU that each worker asks for; None if workers compute on the CPU.
+
+    The workers share the GPUs of the nodes that they may be on. Ray sets CUDA_VISIBLE_DEVICES in an
+    actor to the GPU that it assigned, so the actor's device is "cuda:0". Raises `UsageError` if
+    there is no GPU.
+    """
+    if assignment.device == "cpu":
+        return None
+    needed = set(options.worker_resources)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes if needed <= set(node))
+    if not gpus:
+        which = f" with {', '.join(sorted(needed))}" if needed else ""
+        says = f"{assignment.device!r} is not there: no node{which} of the Ray cluster has a GPU"
+        raise UsageError("device", says)
+    workers = assignment.job.workers + len(options.late)
+    # A worker's share is on one GPU. Of two GPUs, three workers ask for a half each: if each asked
+    # for two thirds, the third worker would wait for ever.
+    return 1 / math.ceil(workers / gpus)
 
 
 def shorten(error: Exception) -> str:

@@ -1,0 +1,208 @@
+"""Measures GPUs: matrix products, copies from and to the host's memory, and peer access.
+
+Everything is timed by events on the GPU, warm, on a stream of its own, and the median of several
+counts. The GPU sleeps first while the host issues the work and its events, so that what is timed
+never waits for the host:
+
+    stream   sleep ── event ── work ── event ── work ── event
+                        └─ seconds of work ┘
+
+`dovetail machine` shows what `measure_gpus` returns. The probe of costs (`costs/gpus.py`) uses the
+same timer.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dovetail.errors import MachineError
+from dovetail.machine.gpus import GpuMeasurement, check_gpu
+from dovetail.machine.records import Device, Machine
+from dovetail.runtime.played_cuda import PLAYED, cuda_of, torch_device_of
+from dovetail.runtime.timers import clock
+from dovetail.runtime.torch_versions import sleep_on_gpu
+
+SHOWN_DTYPES = ("float32", "bfloat16", "float64")
+"""The dtypes of the products that `measure_gpus` measures."""
+_MATRIX_SIZE, _PLAYED_MATRIX_SIZE = 4096, 512
+"""Products of so many rows and columns fill a GPU. One that the CPU plays needs smaller ones."""
+_COPIED_BYTES, _PLAYED_COPIED_BYTES = 2**26, 2**22
+"""A copy of 64 MiB takes some 3 ms over PCIe 4.0, so the microseconds of its start do not count."""
+_WARM_UPS, _SAMPLES, _LEAST_SAMPLES, _SAMPLES_SECONDS = 3, 20, 3, 1.0
+"""A work runs `_WARM_UPS` times before it counts, and then `_SAMPLES` times. After so many seconds
+`_LEAST_SAMPLES` are enough: products in float64 take half a second on a GPU without such units."""
+_ISSUED, _SLEEP_CYCLES = 200, 10_000_000
+"""So many works are issued while the GPU sleeps for some 5 ms. One takes the host 5 to 20 us."""
+
+
+class GpuTimer:
+    """Times works on one GPU.
+
+    cuda     `torch.cuda`, or the `PlayedCuda` of a GPU that the CPU plays
+    device   the torch device that has the GPU's tensors
+    """
+
+    def __init__(self, cuda: Any, device: torch.device) -> None:
+        self.cuda, self.device = cuda, device
+        self.stream = cuda.Stream(device=device)
+
+    @property
+    def played(self) -> bool:
+        """True if the CPU plays the GPU."""
+        return self.device.type != "cuda"
+
+    def median_seconds(self, work: Callable[[], Any]) -> float:
+        """The median seconds of a work on the GPU, from when it begins to its end."""
+        for _ in range(_WARM_UPS):
+            self.seconds_of(work)
+        began, samples = clock(), list[float]()
+        while len(samples) < _SAMPLES and (
+            len(samples) < _LEAST_SAMPLES or clock() - began < _SAMPLES_SECONDS
+        ):
+            samples.append(self.seconds_of(work))
+        return statistics.median(samples)
+
+    def seconds_of(self, work: Callable[[], Any]) -> float:
+        """The seconds of a work that runs once."""
+        (seconds,) = self.seconds_between(lambda _: work(), [None])
+        return seconds
+
+    def seconds_between(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[float]:
+        """[items] seconds from the end of the work before each one to the end of its own."""
+        spans = []
+        with self.cuda.stream(self.stream):
+            for first in range(0, len(items), _ISSUED):
+                if not self.played:
+                    sleep_on_gpu(_SLEEP_CYCLES)
+                begin = self._recorded()
+                for item in items[first : first + _ISSUED]:
+                    work(item)
+                    end = self._recorded()
+                    spans.append((begin, end))
+                    begin = end
+        self.cuda.synchronize(self.device)
+        # CUDA gives milliseconds.
+        return [1e-3 * begin.elapsed_time(end) for begin, end in spans]
+
+    def _recorded(self) -> Any:
+        event = self.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+
+def matrix_rates(timer: GpuTimer, dtypes: Sequence[str]) -> dict[str, float]:
+    """dtype -> FLOP/s of a product of two square matrices. A dtype is absent if the GPU has no such
+    arithmetic. float32 is computed in float32 unless the user has allowed torch to use TF32."""
+    size = _PLAYED_MATRIX_SIZE if timer.played else _MATRIX_SIZE
+    rates = {}
+    for name in dtypes:
+        try:
+            a = torch.rand(size, size, device=timer.device).to(getattr(torch, name))
+            timer.cuda.synchronize(timer.device)
+            seconds = timer.median_seconds(lambda a=a: a @ a)  # type: ignore[misc]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # no such arithmetic there
+            continue
+        rates[name] = 2 * size**3 / seconds
+    return rates
+
+
+def copy_rates(timer: GpuTimer) -> dict[tuple[str, str], float]:
+    """(way, memory) -> bytes/s of a copy "to" or "from" the GPU, whose other end is "pinned" or
+    "pageable" memory of the host.
+
+    The driver copies pageable memory through pinned memory of its own, so the host works as well
+    and such a copy takes longer.
+    """
+    size = _PLAYED_COPIED_BYTES if timer.played else _COPIED_BYTES
+    on_gpu = torch.zeros(size, dtype=torch.uint8, device=timer.device)
+    rates = {}
+    for memory in ("pinned", "pageable"):
+        # Without a driver there is no pinned memory; the CPU needs none to play a copy.
+        host = torch.empty(
+            size, dtype=torch.uint8, pin_memory=memory == "pinned" and not timer.played
+        )
+        # The system gives pages at the first write, which must not be timed.
+        host.fill_(1)
+        timer.cuda.synchronize(timer.device)
+        for way, target, source in (("to", on_gpu, host), ("from", host, on_gpu)):
+            seconds = timer.median_seconds(
+                lambda t=target, s=source: t.copy_(s, non_blocking=True)  # type: ignore[misc]
+            )
+            rates[way, memory] = size / seconds
+    return rates
+
+
+def reached_peers(cuda: Any, name: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the GPUs `names` whose memory the GPU `name` reads and writes without the host.
+
+    GPUs that the CPU plays all have the memory of the CPU.
+    """
+    others = [other for other in names if other != name]
+    if name.startswith(PLAYED):
+        return tuple(others)
+    return tuple(
+        other
+        for other in others
+        if cuda.can_device_access_peer(torch.device(name), torch.device(other))
+    )
+
+
+def measure_gpus(machine: Machine, cuda: Any = None) -> tuple[GpuMeasurement, ...]:
+    """What each GPU of the machine reaches now, one after the other. Several devices of one GPU
+    are measured as one.
+
+    cuda   `torch.cuda` or a `PlayedCuda`; by default the one that has GPUs of these names
+
+    Raises `MachineError` for a GPU that is not here, that is another one than the machine says, or
+    that cannot be measured, for example because its memory is full.
+    """
+    sharing: dict[str, list[Device]] = {}
+    for device in machine.devices:
+        if device.torch_device:
+            sharing.setdefault(device.torch_device, []).append(device)
+    cuda = cuda or cuda_of(list(sharing))
+    for name, devices in sharing.items():
+        check_gpu(devices[0])
+        here = _hardware(cuda, name, devices)[0]
+        if here != devices[0].model:
+            raise MachineError(
+                f"device {devices[0].name!r} is {devices[0].model!r}, but {name} here is {here!r}"
+            )
+    rates = []
+    for name, devices in sharing.items():
+        try:
+            rates.append(_measure(cuda, name, devices, list(sharing)))
+        except RuntimeError as error:
+            cause = str(error).strip().splitlines()[0]
+            raise MachineError(f"device {devices[0].name!r} cannot be measured: {cause}") from error
+    return tuple(rates)
+
+
+def _measure(
+    cuda: Any, name: str, devices: Sequence[Device], names: Sequence[str]
+) -> GpuMeasurement:
+    timer = GpuTimer(cuda, torch_device_of(name))
+    model, memory_bytes = _hardware(cuda, name, devices)
+    with torch.inference_mode():
+        return GpuMeasurement(
+            torch_device=name,
+            devices=tuple(device.name for device in devices),
+            model=model,
+            memory_bytes=memory_bytes,
+            flops_per_second=matrix_rates(timer, SHOWN_DTYPES),
+            copies=copy_rates(timer),
+            peers=reached_peers(cuda, name, names),
+        )
+
+
+def _hardware(cuda: Any, name: str, devices: Sequence[Device]) -> tuple[str, int]:
+    """(model, bytes of all memory, free or not) of a GPU. Of one that the CPU plays only the
+    machine knows."""
+    if name.startswith(PLAYED):
+        return devices[0].model, sum(device.memory_bytes for device in devices)
+    _, total_bytes = cuda.mem_get_info(torch.device(name))
+    return cuda.get_device_name(torch.device(name)), total_bytes

@@ -1,0 +1,104 @@
+"""Workers with GPUs of Ray, which need not be there: Ray assigns numbers, and a CPU computes."""
+
+import json
+import os
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ray")
+import ray
+
+from dovetail.errors import UsageError
+from dovetail.training.backends import load_backend
+from dovetail.training.backends.contract import Watcher
+from dovetail.training.modules import device_of, flatten
+from dovetail.training.preparing import prepare
+from dovetail.training.request import TrainRequest
+from dovetail.training.trainer import Trainer
+from tests.support.doors import Doors
+from tests.support.ray_runs import SMALL, Squares, assign
+from tests.support.training_models import SGD, cross_entropy, perceptron, relative, table
+from tests.training.test_trainer import plainly
+
+
+def noting(make, folder, worker, of=0):
+    """The worker's learner. Notes which GPU Ray gave the worker, and which device that is to it.
+
+    of   the workers that must be there, all at once, before this one goes on; 0: none
+    """
+    numbers = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    torch.cuda.device_count = lambda: len(numbers)  # what torch sees where there are cards
+    facts = {"ids": ray.get_gpu_ids(), "visible": numbers, "device": device_of("cuda", worker)}
+    (folder / f"{worker}.json").write_text(json.dumps(facts))
+    if of:
+        Doors(folder).meet("begun", worker, of=of)
+    return make(worker)
+
+
+def noted(folder):
+    """What the workers noted, in their order."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+@pytest.mark.parametrize(("workers", "on_each"), [(2, [1, 1]), (3, [1, 2])])
+def test_ray_gives_each_worker_a_gpu_or_an_equal_share_of_one(
+    workers, on_each, cluster, add_node, tmp_path
+):
+    add_node("with-gpus", gpus=2)
+    make = partial(noting, lambda worker: Squares(64, 8), tmp_path, of=workers)
+    run = load_backend("ray", **SMALL)
+    outcome = run(assign(learner=make, workers=workers, device="cuda"), Watcher())
+    assert outcome.samples == 128
+    notes = noted(tmp_path)
+    assert len(notes) == workers
+    assert all(note["visible"] == [str(number) for number in note["ids"]] for note in notes)
+    assert all(len(note["ids"]) == 1 and note["device"] == "cuda:0" for note in notes)
+    assert sorted(np.bincount([note["ids"][0] for note in notes])) == on_each
+
+
+def test_gpus_of_nodes_that_workers_may_not_use_are_not_counted(cluster, add_node, tmp_path):
+    add_node("other", gpus=2)
+    add_node("ours", gpus=1)
+    make = partial(noting, lambda worker: Squares(64, 8), tmp_path, of=2)
+    run = load_backend("ray", worker_resources={"ours": 0.1}, **SMALL)
+    assert run(assign(learner=make, device="cuda"), Watcher()).samples == 128
+    assert [note["ids"] for note in noted(tmp_path)] == [[0], [0]]
+
+
+def test_a_worker_on_a_gpu_of_ray_trains_as_torch_does(cluster, add_node, tmp_path):
+    add_node("with-gpus", gpus=1)
+    request = TrainRequest(
+        perceptron(), cross_entropy, SGD, "downpour", 1, "ray",
+        epochs=2, batch=8, window=1, device="cuda", backend_options=SMALL,
+    )  # fmt: skip
+    prepared = prepare(request, table(), table(seed=1))
+    assignment = prepared.assignment
+    # "cpu:0" is another device than "cpu" to a learner, as a GPU is.
+    make = partial(noting, replace(assignment.learner, device="cpu:0"), tmp_path)
+    outcome = prepared.run(replace(assignment, learner=make), Watcher())
+    assert noted(tmp_path) == [{"ids": [0], "visible": ["0"], "device": "cuda:0"}]
+    model = perceptron()
+    start = flatten(model)
+    assert relative(outcome.theta, plainly(model, SGD, table(), epochs=2)) < 1e-6
+    assert relative(outcome.theta, start) > 0.01 and len(outcome.rows) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "device: 'cuda' is not there: no node of the Ray cluster has a GPU"),
+        ({"worker_resources": {"large": 1}}, "no node with large of the Ray cluster has a GPU"),
+    ],
+)
+def test_a_cluster_without_gpus_is_refused(options, says, cluster):
+    options = {**SMALL, **options}
+    trainer = Trainer(
+        perceptron(), cross_entropy, SGD, backend="ray", device="cuda", backend_options=options
+    )
+    with pytest.raises(UsageError, match=says) as caught:
+        trainer.fit(table())
+    assert "\n" not in str(caught.value)
