@@ -22,6 +22,7 @@ DovetailError
 │   ├── ModelError            a MODEL text or module that cannot be used   .model
 │   │   ├── UnknownNetworkError .network .known
 │   │   ├── CaptureError        .location  "file.py:12: the line", where it is known
+│   │   │   └── ModelRaisedError  the model's own code raised; the command line exits with 1
 │   │   ├── OpenAxisError       .input .axes  sizes, and names of the open ones; None: any number
 │   │   └── UnsupportedOpError  .op
 │   │       ├── UnknownOpError    .domain .kind
@@ -49,16 +50,17 @@ DovetailError
 │   ├── OutOfMemoryError      .device .needed_bytes .available_bytes
 │   ├── NoPlanFitsError       proven: there is none   .proof
 │   └── NoDeviceError         .op
-└── RunError                a plan or a training run that failed while it ran
+└── RunError                a plan or a training run that failed while it ran; exit status 1
+    ├── UserCodeError         the user's code raised or ended the program   .doing .said .location
     ├── TrainingError         training that cannot go on
     │   ├── DivergedError       .rule .detail .advice
     │   ├── ServerLostError     .restarts .status
     │   └── NoWorkersError      .lost .status
     ├── UnequalError          a schedule whose outputs are others   .scheduler .error
     ├── StreamRaceError       works of two streams that no event orders
-    ├── ProcessError          .process .traceback
+    ├── ProcessError          .process .traceback .said
     ├── ProcessDiedError      .process .status
-    ├── WorkerError           .device .op .traceback
+    ├── WorkerError           .device .op .traceback .said
     └── WorkerDiedError       .device .op .status
 """
 
@@ -72,6 +74,13 @@ class DovetailError(Exception):
 
     Errors can be pickled, so that they cross from one process to another.
     """
+
+    exit_status = 1
+
+    @property
+    def line(self) -> str:
+        """The message in one line, without a worker's traceback, which the message may hold."""
+        return " ".join(str(self).splitlines())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Most classes build their message from other arguments than `args`, so pickle must not
@@ -87,6 +96,8 @@ class DovetailError(Exception):
 
 class InvalidError(DovetailError):
     """Input that cannot be used; the message names it and says what to do."""
+
+    exit_status = 2
 
 
 class FileFormatError(InvalidError):
@@ -209,6 +220,13 @@ class CaptureError(ModelError):
     def __init__(self, model: str, detail: str, location: str = "") -> None:
         super().__init__(model, f"{detail} (at {location})" if location else detail)
         self.location = location
+
+
+class ModelRaisedError(CaptureError):
+    """A module or loss whose own code raised while it was captured. The exit status is 1, as for
+    all that a user's code raises."""
+
+    exit_status = 1
 
 
 class OpenAxisError(ModelError):
@@ -370,6 +388,8 @@ class SplitModuleError(PlanError):
 class InfeasibleError(DovetailError):
     """No plan fits."""
 
+    exit_status = 3
+
 
 class OutOfMemoryError(InfeasibleError):
     def __init__(self, device: str, needed_bytes: int, available_bytes: int) -> None:
@@ -405,13 +425,45 @@ class RunError(DovetailError):
     """A plan that failed while it ran."""
 
 
-class ProcessError(RunError):
-    """A worker process raised; `traceback` is the one it wrote."""
+def _raised_in(traceback: str) -> str:
+    """What a traceback says was raised, in one line: the line below the frames of its last part.
+    What a library adds further down is advice."""
+    lines = traceback.strip().splitlines() or [""]
+    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+    if not begins:
+        return lines[-1]
+    below = [line for line in lines[begins[-1] + 1 :] if not line.startswith(" ")]
+    return below[0] if below else lines[-1]
 
-    def __init__(self, process: str, traceback: str) -> None:
+
+class UserCodeError(RunError):
+    """The user's code raised an exception or ended the program.
+
+    doing      what was being done, such as "importing mymodels" or "item 3 of the data set"
+    said       the exception in one line, such as "ValueError: its text"
+    location   "file.py:12: the line", the innermost of the user's own code; "" if there is none
+    """
+
+    def __init__(self, doing: str, said: str, location: str = "") -> None:
+        super().__init__(f"{doing} failed: {said}" + (f" (at {location})" if location else ""))
+        self.doing = doing
+        self.said = said
+        self.location = location
+
+
+class ProcessError(RunError):
+    """A worker process raised; `traceback` is the one it wrote, and `said` the exception in one
+    line."""
+
+    def __init__(self, process: str, traceback: str, said: str = "") -> None:
         super().__init__(f"process {process} failed:\n{traceback}")
         self.process = process
         self.traceback = traceback
+        self.said = said or _raised_in(traceback)
+
+    @property
+    def line(self) -> str:
+        return f"process {self.process} failed: {self.said}"
 
 
 class ProcessDiedError(RunError):
@@ -424,11 +476,17 @@ class ProcessDiedError(RunError):
 
 
 class WorkerError(RunError):
-    def __init__(self, device: str, op: str, traceback: str) -> None:
+    def __init__(self, device: str, op: str, traceback: str, said: str = "") -> None:
         super().__init__(f"device {device} failed in op {op!r}:\n{traceback}")
         self.device = device
         self.op = op
         self.traceback = traceback
+        self.said = said or _raised_in(traceback)
+
+    @property
+    def line(self) -> str:
+        where = f" in op {self.op!r}" if self.op else ""
+        return f"device {self.device} failed{where}: {self.said}"
 
 
 class WorkerDiedError(RunError):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dovetail.executors import compiling
-from dovetail.executors.compiling import Compiled, Target, compile_all, load_code
+from dovetail.executors.compiling import Compiled, CompileTarget, compile_all, load_code
 from dovetail.frontends import capture
 from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.runtime import native
@@ -54,7 +54,7 @@ def folder(tmp_path_factory, call):
         patch.setenv("DOVETAIL_CACHE", str(path))
         told = []
         found = compile_all(
-            [call, unfit(), call], Target(1), PLACES, limit_seconds=300,
+            [call, unfit(), call], CompileTarget(1), PLACES, limit_seconds=300,
             progress=lambda done, count: told.append((done, count)),
         )  # fmt: skip
         assert told[-1] == (2, 2)
@@ -68,7 +68,7 @@ def cache(folder, monkeypatch):
 
 
 def test_compiled_code_computes_what_its_calls_do_but_for_rounding(cache, call):
-    code = load_code(call.key, Target(1))
+    code = load_code(call.key, CompileTarget(1))
     inputs = [torch.randn_like(example) for example in call.examples()]
     for got, wanted in zip(code(*inputs), call(*inputs), strict=True):
         torch.testing.assert_close(got, wanted)
@@ -79,20 +79,22 @@ def test_compiled_code_computes_what_its_calls_do_but_for_rounding(cache, call):
 
 def test_what_is_compiled_is_not_compiled_again(cache, call, monkeypatch):
     monkeypatch.setattr(compiling, "launch", None)
-    assert compile_all([call], Target(1), PLACES, limit_seconds=1) == {call.key: cache[1][call.key]}
+    assert compile_all([call], CompileTarget(1), PLACES, limit_seconds=1) == {
+        call.key: cache[1][call.key]
+    }
 
 
 def test_what_cannot_be_compiled_has_a_reason_and_is_tried_again(cache):
     failed = cache[1][unfit().key]
     assert failed.reason and not failed.is_faster
-    assert load_code(unfit().key, Target(1)) is None
+    assert load_code(unfit().key, CompileTarget(1)) is None
     assert not list(cache[0].rglob(f"{unfit().key}-1.json"))
 
 
 def test_a_compiler_that_dies_is_replaced_and_costs_only_its_call(tmp_path, call, monkeypatch):
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     monkeypatch.setattr(compiling, "ENTRY", "tests.executors.test_compiling:dies_of_the_first")
-    compiled = compile_all([unfit(), call], Target(1), PLACES, limit_seconds=300)
+    compiled = compile_all([unfit(), call], CompileTarget(1), PLACES, limit_seconds=300)
     assert "status" in compiled[unfit().key].reason or compiled[unfit().key].reason
     assert compiled[call.key] == Compiled(0.5)
 
@@ -109,7 +111,7 @@ def dies_of_the_first(channel):
 def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path, call, monkeypatch):
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     (tmp_path / "compiled").write_text("no folder")
-    assert compile_all([call], Target(1), PLACES, limit_seconds=300)[call.key].reason
+    assert compile_all([call], CompileTarget(1), PLACES, limit_seconds=300)[call.key].reason
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="there are no owners of files")
@@ -118,7 +120,7 @@ def test_code_that_another_user_can_write_is_not_run(cache, call):
     assert path.stat().st_mode & 0o077 == 0
     path.chmod(0o666)
     try:
-        assert load_code(call.key, Target(1)) is None
+        assert load_code(call.key, CompileTarget(1)) is None
     finally:
         path.chmod(0o600)
 
@@ -143,9 +145,9 @@ def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, variable, there, 
 
 
 def test_code_is_for_one_number_of_threads_and_one_version(cache, call, monkeypatch):
-    assert load_code(call.key, Target(2)) is None
+    assert load_code(call.key, CompileTarget(2)) is None
     monkeypatch.setattr(compiling, "_version", lambda: "another")
-    assert load_code(call.key, Target(1)) is None
+    assert load_code(call.key, CompileTarget(1)) is None
 
 
 @pytest.mark.parametrize("content", ["", "call = None", "import (", "raise SystemError"])
@@ -154,7 +156,7 @@ def test_a_damaged_file_counts_as_missing(cache, call, content):
     whole = path.read_text()
     path.write_text(content)
     try:
-        code = load_code(call.key, Target(1))
+        code = load_code(call.key, CompileTarget(1))
         assert code is None
     finally:
         path.write_text(whole)
@@ -163,15 +165,15 @@ def test_a_damaged_file_counts_as_missing(cache, call, content):
 def test_a_missing_or_unreadable_record_is_compiled_again(cache, call):
     (path,) = cache[0].rglob(f"{call.key}-1.json")
     path.write_text("{")
-    assert not compile_all([call], Target(1), PLACES, limit_seconds=300)[call.key].reason
+    assert not compile_all([call], CompileTarget(1), PLACES, limit_seconds=300)[call.key].reason
     (code,) = cache[0].rglob(f"{call.key}-1.py")
     code.unlink()
-    assert not compile_all([call], Target(1), PLACES, limit_seconds=300)[call.key].reason
+    assert not compile_all([call], CompileTarget(1), PLACES, limit_seconds=300)[call.key].reason
     assert code.exists()
 
 
 def test_what_is_not_reached_in_time_is_absent(cache):
-    assert compile_all([fused_of(9)], Target(1), PLACES, limit_seconds=0.0) == {}
+    assert compile_all([fused_of(9)], CompileTarget(1), PLACES, limit_seconds=0.0) == {}
 
 
 def test_two_programs_that_compile_at_once_do_not_collide(tmp_path, monkeypatch):
@@ -179,7 +181,7 @@ def test_two_programs_that_compile_at_once_do_not_collide(tmp_path, monkeypatch)
     call, found = fused_of(6), []
 
     def work():
-        found.append(compile_all([call], Target(1), PLACES, limit_seconds=300))
+        found.append(compile_all([call], CompileTarget(1), PLACES, limit_seconds=300))
 
     # The kernel ends a compiler with the thread that started it, so both threads stay to the end.
     both = [threading.Thread(target=work) for _ in range(2)]
@@ -188,13 +190,13 @@ def test_two_programs_that_compile_at_once_do_not_collide(tmp_path, monkeypatch)
     for thread in both:
         thread.join()
     assert [set(known) for known in found] == [{call.key}] * 2
-    assert load_code(call.key, Target(1)) is not None
+    assert load_code(call.key, CompileTarget(1)) is not None
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch, call):
     monkeypatch.setattr(compiling, "has_compiler", lambda: False)
-    assert compile_all([call], Target(1), PLACES, limit_seconds=10) == {}
+    assert compile_all([call], CompileTarget(1), PLACES, limit_seconds=10) == {}
 
 
 def test_code_is_used_where_it_is_clearly_faster():

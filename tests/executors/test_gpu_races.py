@@ -9,6 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from dovetail.executors.gpus import worker
 from dovetail.executors.gpus.steps import (
@@ -23,10 +24,13 @@ from dovetail.executors.gpus.worker import LoadedGpus, LoadGpus
 from dovetail.executors.shares import ops_of, share_out, tensor_at
 from dovetail.executors.worker import Failed
 from dovetail.frontends import Adam, capture, example_values, initial_values, resolve
+from dovetail.plans import Schedule, Stage
 from dovetail.runtime.played_cuda import PlayedCuda
 from dovetail.runtime.shared import Block
 from tests.executors.test_gpus import plan_with_stages, random_plan
 from tests.executors.test_stage_runs import Branches
+from tests.support.faults import with_fault
+from tests.support.placing import plan_for
 from tests.support.played_gpus import HOST, gpu, linked
 
 MACHINE = linked("three", HOST, gpu(0), gpu(1), gpu(2))
@@ -65,7 +69,7 @@ class Program:
             self.shares.shares,
             tuple(first or steps),
             names,
-            dict.fromkeys(names, 1 << 33),
+            {"played:0": 1 << 33},
             1,
             calls,
             self.graph.tensors,
@@ -250,3 +254,31 @@ def test_a_lane_without_a_wait_is_found(staged, part, monkeypatch):
     monkeypatch.setattr(worker, part, lambda cuda, compute, lanes: original(cuda, compute, ()))
     reply = staged.run(staged.steps)
     assert isinstance(reply, Failed) and "StreamRaceError" in reply.traceback
+
+
+@pytest.mark.parametrize("lane", [0, -1])
+def test_a_lane_that_cannot_be_captured_runs_without_a_graph(lane):
+    class Asking(nn.Module):
+        """Two groups, of which one needs a number from the GPU."""
+
+        def forward(self, x):
+            return x.sin(), (x * 2).cos(), x.exp()
+
+    captured = capture(Asking(), torch.randn(8, 8))
+    graph = captured.graph
+    last = graph.kinds.index("aten.sin" if lane == 0 else "aten.exp")
+    captured = with_fault(captured, last, _with_a_number)
+    ops = [int(op) for op in np.flatnonzero(~graph.is_source)]
+
+    def planner(machine, captured, _seed):
+        plan = plan_for(captured, 1, machine=machine)
+        stages = Schedule((Stage(tuple(ops), 1.0),))
+        schedules = (Schedule(()), stages, Schedule(()), Schedule(()))
+        return dataclasses.replace(plan, orders=None, schedules=schedules)
+
+    program = Program(0, captured, planner)
+    assert program.run(program.steps, first=program.steps, count=2) == "done"
+
+
+def _with_a_number(x):
+    return x * x.sum().item()

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from dovetail.executors import compiling, run
-from dovetail.executors.compiling import Target
+from dovetail.executors.compiling import CompileTarget
 from dovetail.executors.gpus.worker import LoadedGpus
 from dovetail.executors.shares import RunCompiled, share_out
 from dovetail.frontends import SGD, capture, initial_values, run_step
+from dovetail.machine import parse_machine
 from dovetail.pipeline.segmenting import compiled_seconds, with_segments
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.played_cuda import PlayedCuda
@@ -58,29 +59,34 @@ def segmented(plan, step):
 
 
 @needs_compiler
-@pytest.mark.parametrize("others", [(HOST,), (cpu(0),)])
-def test_compiled_segments_compute_what_the_calls_do(everything_is_faster, step, others):
-    machine = linked("box", *others, gpu(0))
-    plan = segmented(random_plan(machine, step, 0), step)
+@pytest.mark.parametrize(
+    "machine",
+    [
+        linked("box", HOST, gpu(0)),
+        linked("box", cpu(0), gpu(0)),
+        *(pytest.param(text, marks=pytest.mark.gpu) for text in ("here/gpu", "here")),
+    ],
+)
+def test_compiled_segments_compute_what_the_calls_do(everything_is_faster, step, machine):
+    machine = parse_machine(machine) if isinstance(machine, str) else machine
+    plain = random_plan(machine, step, 0)
+    plan = segmented(plain, step)
     on_gpu = [
-        instruction
+        (machine.devices[share.device], instruction.key)
         for share in share_out(plan, step.graph, step.program).shares
         for instruction in share.instructions
         if isinstance(instruction, RunCompiled) and machine.devices[share.device].kind == "gpu"
     ]
     assert on_gpu
-    assert all(compiling.has_code(segment.key, Target(gpu="played:0")) for segment in on_gpu)
-    values = initial_values(step)
-    data = step.inputs, step.targets
-    expected = [run_step(step, values, *data, seed=3, step=i) for i in range(STEPS)]
-    with run(plan, step, seed=3) as placed:
-        found = [placed.step(*step.inputs, *step.targets) for _ in range(STEPS)]
-        state = placed.state_dict()
-        placed.timeline()
-    assert close(found, expected)
-    for op, source in enumerate(step.program.sources):
-        if source is not None and source.name in state:
-            assert close(state[source.name], values[step.graph.outputs_of(op)[0]])
+    assert all(compiling.has_code(key, CompileTarget.of(device)) for device, key in on_gpu)
+    found, states = [], []
+    for each in (plain, plan):
+        with run(each, step, seed=3) as placed:
+            found.append([placed.step(*step.inputs, *step.targets) for _ in range(STEPS)])
+            states.append(placed.state_dict())
+            placed.timeline()
+    assert close(found[0], found[1])
+    assert close(states[0], states[1])
 
 
 @needs_compiler
@@ -100,10 +106,10 @@ def test_the_code_itself_runs_also_as_a_graph(everything_is_faster, step, monkey
         codes = [code for on_gpu in own.gpus.values() for code in on_gpu.codes.values()]
         assert codes and None not in codes
     works = [
-        work.name
+        getattr(entry, "name", "")
         for launch in loaded[1].launches.values()
         if launch.graph is not None
-        for work in launch.graph.works
+        for _, entry in launch.graph.log
     ]
     assert "compiled code" in works
 

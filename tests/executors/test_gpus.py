@@ -165,7 +165,9 @@ def test_stages_run_their_groups_on_streams_of_their_own(train, machine_and_work
         with run(plan, captured, seed=7, workers=workers) as placed:
             found = [placed.step(*captured.inputs, *captured.targets) for _ in range(STEPS)]
             timeline = placed.timeline()
-        if all(d.torch_device.startswith("played") for d in machine.devices if d.kind == "gpu"):
+        # Generators of GPUs draw other numbers than those of CPUs.
+        played = [d.torch_device.startswith("played") for d in machine.devices if d.kind == "gpu"]
+        if all(played) or not train:
             assert close(found, expected)
         assert (timeline.op_ends >= timeline.op_starts).all()
     assert lanes
@@ -213,7 +215,7 @@ def test_what_a_gpu_holds_must_fit_into_its_memory():
     plan = random_plan(linked("small", cpu(0), gpu(0)), captured, 1)
     shares = share_out(plan, captured.graph, captured.program).shares
     share = next(s for s in shares if plan.machine.devices[s.device].torch_device)
-    most = most_bytes(share, captured.graph)
+    most = most_bytes(share, captured.graph, captured.program)
     kept = [i.slot.bytes for i in share.instructions if isinstance(i, AwaitFlag | ReadSource)]
     assert most > sum(kept) > 0
     for lacking in (0, 1):

@@ -61,11 +61,16 @@ def test_what_cannot_be_captured_names_the_line_and_says_what_to_do(function, li
 
 
 def test_the_line_may_be_in_a_library_whose_name_begins_with_torch():
-    path, names = str(Path(torch.__file__).parent) + "vision/models.py", {}
-    exec(compile("def masked(x):\n    return x[x > 0]\n", path, "exec"), names)
+    path, names = str(Path(torch.__file__).parent) + "vision/models.py", {"nn": torch.nn}
+    code = "class Masked(nn.Module):\n    def forward(self, x):\n        return x[x > 0]\n"
+    exec(compile(code, path, "exec"), names)
     with pytest.raises(CaptureError) as raised:
-        capture(Wrapped(names["masked"]), torch.randn(2, 3))
-    assert raised.value.location.startswith("models.py:2")
+        capture(names["Masked"](), torch.randn(2, 3))
+    assert raised.value.location.startswith("models.py:3")
+    # A line of the user's own comes first.
+    with pytest.raises(CaptureError) as raised:
+        capture(Wrapped(names["Masked"]()), torch.randn(2, 3))
+    assert raised.value.location.startswith("test_capture_errors.py:")
 
 
 @pytest.mark.parametrize(

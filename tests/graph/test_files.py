@@ -1,5 +1,6 @@
 import gzip
 import json
+import zlib
 from dataclasses import fields
 
 import numpy as np
@@ -82,6 +83,24 @@ def test_a_file_that_holds_more_than_the_limit_is_refused(tmp_path, monkeypatch,
     monkeypatch.setattr(files, "MOST_BYTES", 256)
     with pytest.raises(FileFormatError, match=r"more than 256 B"):
         load_graph(tmp_path / name)
+
+
+@pytest.mark.parametrize("limit", ["MOST_VALUES", "MOST_CONTAINERS"])
+def test_json_of_more_values_than_the_limit_is_not_parsed(tmp_path, monkeypatch, limit):
+    save_graph(training_graph(), tmp_path / "g.json")
+    monkeypatch.setattr(files, limit, 8)
+    monkeypatch.setattr(files.json, "loads", None)
+    with pytest.raises(FileFormatError, match="holds more than"):
+        load_graph(tmp_path / "g.json")
+
+
+def test_a_small_file_that_unpacks_to_more_than_the_limit_is_refused_at_once(tmp_path):
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = b"".join(packer.compress(bytes(2**20)) for _ in range(300)) + packer.flush()
+    (tmp_path / "g.json.gz").write_bytes(bomb)
+    assert len(bomb) < 2**19
+    with pytest.raises(FileFormatError, match="holds more than 256 MiB of JSON"):
+        load_graph(tmp_path / "g.json.gz")
 
 
 def test_a_storage_beyond_all_tensors_is_refused_before_room_is_made_for_it(tmp_path):

@@ -342,6 +342,16 @@ def test_fewer_than_two_replicas_are_an_error(replicas):
     assert caught.value.option == "replicas"
 
 
+def test_more_towers_than_memory_holds_are_refused_before_any_is_made():
+    with pytest.raises(UsageError, match="which is the limit; use at most 1"):
+        replicate(step(), 10**12)
+
+
+def test_a_number_of_very_many_digits_is_no_towers():
+    graph = graph_of(source("w"), Op(f"tower.{'9' * 5000}/y", ("w",)))
+    assert (towers_of(graph) == -1).all()
+
+
 def test_inference_has_no_towers():
     one = graph_of(source("w"), Op("y", ("w",)), outputs=("y",))
     with pytest.raises(ReplicationError, match="inference") as caught:

@@ -77,6 +77,45 @@ def test_an_unknown_machine_is_named_with_what_there_is(text):
     assert "k80" in raised.value.known
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "513 x k80",
+        f"{'9' * 5000} x k80",
+        "300 x k80 + 300 x v100",
+        "00 x k80",
+        "+".join(["k80"] * 513),
+    ],
+    ids=["many", "very many", "many in all", "none", "one by one"],
+)
+def test_more_presets_than_can_be_linked_are_refused_before_any_is_made(text):
+    with pytest.raises(MachineError, match="presets make 1 to 512 devices in all"):
+        parse_machine(text)
+
+
+def test_a_machine_has_a_bounded_number_of_devices():
+    devices = tuple(Device(f"d{i}", "cpu", "test", 1, {}, 1.0) for i in range(4097))
+    with pytest.raises(MachineError, match="has 4097 devices; it may have 1 to 4096"):
+        Machine("many", devices, "d0")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a = " + "[" * 100_000, "nested too deeply"),
+        (".".join(["a"] * 100_000) + " = 1", "a key of more than 16 parts"),
+        ("[" + ".".join(["'a b'"] * 101) + "]", "a key of more than 16 parts"),
+        ("a = " + "9" * 5000, "not TOML"),
+        ("#" * 2**26 + "#", "larger than 64 MiB"),
+    ],
+    ids=["brackets", "dots", "dots in a head", "digits", "size"],
+)
+def test_a_file_that_is_no_machine_in_an_unusual_way_is_refused(tmp_path, text, complaint):
+    (tmp_path / "box.toml").write_text(text)
+    with pytest.raises(FileFormatError, match=complaint):
+        load_machine(tmp_path / "box.toml")
+
+
 def test_here_splits_the_cores_in_disjoint_devices():
     one = local_machine()
     count = min(2, len(one.devices[0].cores))

@@ -5,6 +5,7 @@ import pytest
 
 from dovetail import cli
 from dovetail.costs import measured
+from dovetail.runtime.forking import SWITCH
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,8 @@ def dovetail(monkeypatch, capsys):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["dovetail", *map(str, arguments)])
+        # A fork server would serve the tests behind this one, too.
+        monkeypatch.setenv(SWITCH, "0")
         status = 0
         try:
             cli.main()

@@ -181,9 +181,10 @@ def test_a_plan_is_searched_until_what_arrives_on_a_gpu_fits(cache, monkeypatch)
     plan = dt.plan(step, box, budget="500e")
     for share in share_out(plan, step.graph).shares:
         device = plan.machine.devices[share.device]
-        assert most_bytes(share, step.graph) <= device.memory_bytes
+        assert most_bytes(share, step.graph, step.program) <= device.memory_bytes
     assert len(plan.orders[1]) > 0
+    assert not plan.caps and "less memory on GPUs" in plan.notes[-1]
     monkeypatch.setattr(planning, "MOST_SEARCHES", 0)
     plan = dt.plan(step, box, budget="500e")
     share = share_out(plan, step.graph).shares[1]
-    assert most_bytes(share, step.graph) > quick.memory_bytes
+    assert most_bytes(share, step.graph, step.program) > quick.memory_bytes

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dovetail.executors import compiling, run
-from dovetail.executors.compiling import Compiled
+from dovetail.executors.compiling import Compiled, CompileTarget
 from dovetail.executors.shares import (
     AwaitFlag,
     RunCompiled,
@@ -219,11 +219,8 @@ def test_a_compiled_plan_trains_as_the_plain_module_does_but_for_rounding(monkey
     assert all(any(s.compiled for s in schedule.stages) for schedule in found.schedules)
     for device, ops in compiled_stages(found):
         fused = FusedCall.of(step.graph, step.program, ops)[0]
-        assert (
-            fused.is_update
-            or compiling.load_code(fused.key, compiling.Target.of(found.machine.devices[device]))
-            is not None
-        )
+        kind = CompileTarget.of(found.machine.devices[device])
+        assert fused.is_update or compiling.load_code(fused.key, kind) is not None
     assert uncompiled(found, step) == ""
     own = torch.optim.SGD(module.parameters(), lr=0.05)
     with run(found, step) as placed:

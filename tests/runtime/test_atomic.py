@@ -3,7 +3,7 @@ import os
 import pytest
 
 from dovetail.errors import UnwritableError
-from dovetail.runtime.files import write_atomically
+from dovetail.runtime.files import check_writable, write_atomically
 
 
 def test_text_and_bytes_are_written_and_nothing_else_is_left(tmp_path):
@@ -43,6 +43,13 @@ def test_an_unwritable_path_is_named_in_the_error(tmp_path, name):
 def test_a_folder_is_not_a_file(tmp_path):
     with pytest.raises(UnwritableError):
         write_atomically(tmp_path, "text")
+
+
+@pytest.mark.parametrize("write", [check_writable, lambda path: write_atomically(path, "text")])
+def test_a_link_that_leads_back_to_itself_is_refused_by_its_name(tmp_path, write):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UnwritableError, match=r"loop: .*link"):
+        write(tmp_path / "loop")
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):

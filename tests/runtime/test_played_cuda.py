@@ -191,6 +191,7 @@ def test_a_capture_must_join_what_it_forks_and_fork_what_it_uses(cuda):
         second.wait_event(there)
         cuda.set_stream(second)
         torch.ones(4) + 1
+        cuda.set_stream(first)
     with (
         pytest.raises(StreamRaceError, match="not forked"),
         cuda.graph(cuda.CUDAGraph(), stream=first),
@@ -224,3 +225,16 @@ def test_a_function_is_one_work(cuda):
     with cuda.stream(first):
         graph.replay()
     assert again.tolist() == [10.0] * 4
+
+
+def test_a_capture_ends_on_the_stream_that_it_began_on(cuda):
+    first, second, there, back = cuda.Stream(), cuda.Stream(), cuda.Event(), cuda.Event()
+    with (
+        pytest.raises(RuntimeError, match="another stream"),
+        cuda.graph(cuda.CUDAGraph(), stream=first),
+    ):
+        there.record(first)
+        second.wait_event(there)
+        back.record(second)
+        first.wait_event(back)
+        cuda.set_stream(second)

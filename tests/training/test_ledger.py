@@ -594,6 +594,19 @@ def test_workers_count_on_where_a_restored_server_has_forgotten_their_last_commi
     assert ledger.check(replace(turn.commit, sequence=6, lease=1)) is Refusal.SEQUENCE
 
 
+def test_workers_count_on_after_each_restart_also_those_whose_commits_were_replayed():
+    """A log whose end was lost with the machine has some of a worker's commits, but not the last."""
+    ledger = a_ledger(samples=40)
+    state = ledger.state()
+    ledger = Ledger.restore(ledger.job, ledger.rule, state)
+    lease = answers(ledger.offer(first(0)))[0].lease
+    lease = answers(ledger.offer(a_turn(0, lease, 1)))[0].lease
+    ledger.restart(1000)
+    reply = answers(ledger.offer(a_turn(0, lease, 4)))[0]
+    assert (reply.verdict, reply.lease.number) == (Verdict.APPLIED, 1000)
+    assert ledger.check(a_turn(0, reply.lease, 6).commit) is Refusal.SEQUENCE
+
+
 @pytest.mark.parametrize("length", [0, 1, 5, 6, 9])
 def test_a_stream_ends_where_its_commits_say_and_every_sample_counted(length):
     ledger = a_ledger(samples=None, epochs=1)

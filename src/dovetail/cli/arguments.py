@@ -154,8 +154,8 @@ def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> Non
     for path in paths:
         if path is None:
             continue
+        where = resolved(path)
         check_writable(path)
-        where = path.resolve()
         if where in read:
             raise UnwritableError(str(path), "it is read as well; name another file")
         if where in written:
@@ -163,3 +163,14 @@ def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> Non
         # A pipe or /dev/stdout may be given twice, because it takes one output after the other.
         if not path.exists() or path.is_file():
             written.add(where)
+
+
+def resolved(path: Path) -> Path:
+    """The path without links. Raises `UnwritableError` for a link that leads back to itself."""
+    try:
+        return path.resolve()
+    # Python 3.13 and later resolve such a link without an error, and it is then written over.
+    except RuntimeError as error:
+        raise UnwritableError(str(path), "a link of it leads back to itself") from error
+    except (OSError, ValueError) as error:
+        raise UnwritableError(str(path), str(error)) from error

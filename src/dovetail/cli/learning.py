@@ -10,6 +10,7 @@ import typer
 
 from dovetail.cli import arguments
 from dovetail.cli.arguments import MACHINE_HELP, MODEL_HELP, Json, Model, Shape, option
+from dovetail.cli.output import command
 from dovetail.errors import UsageError
 from dovetail.pipeline.requests import (
     LEARNERS,
@@ -73,6 +74,7 @@ Start = Annotated[Path, typer.Argument(help="A policy file to start from")]
 
 
 @learn.command("one")
+@command
 def learn_one(  # noqa: PLR0913  one argument an option
     model: Model,
     method: Method = LearnRequest.method,
@@ -122,6 +124,7 @@ def learn_one(  # noqa: PLR0913  one argument an option
 
 
 @learn.command("batch")
+@command
 def learn_batch(  # noqa: PLR0913  one argument an option
     models: Annotated[list[str], typer.Argument(metavar="MODELS...", help=MODEL_HELP)],
     machine: Annotated[
@@ -175,6 +178,7 @@ def learn_batch(  # noqa: PLR0913  one argument an option
 
 
 @learn.command("finetune")
+@command
 def finetune(  # noqa: PLR0913  one argument an option
     policy: Start,
     model: Model,
@@ -206,6 +210,7 @@ def finetune(  # noqa: PLR0913  one argument an option
 
 
 @learn.command("show")
+@command
 def show_card(
     policy: Annotated[
         Path | None, typer.Argument(help="A policy file", show_default="the shipped one")

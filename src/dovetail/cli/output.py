@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager, redirect_stdout
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TextIO, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -157,9 +158,50 @@ def foreign(text: str) -> str:
     return escape(printable(text))
 
 
+_results: TextIO | None = None
+"""Where results go while a command runs; None: to standard output."""
+
+
+@contextmanager
+def results_apart() -> Iterator[None]:
+    """Keeps standard output for results while the block runs. What else Python prints there, as the
+    user's code may do, goes to standard error.
+
+    The descriptor itself stays, so that `--out /dev/stdout` reaches it. So do processes that the
+    user's code starts.
+    """
+    global _results
+    before, _results = _results, sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results = before
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def command(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function of a command, which runs with its results apart."""
+
+    @wraps(function)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        with results_apart():
+            return function(*arguments, **options)
+
+    return run
+
+
+def results() -> TextIO:
+    """The file that results go to."""
+    return _results or sys.stdout
+
+
 def show(what: RenderableType) -> None:
     """Print a table."""
-    Console().print(what)
+    Console(file=results()).print(what)
 
 
 def show_limits(plan: "Plan", graph: "Graph", timeline: "Timeline") -> None:
@@ -176,7 +218,7 @@ def show_limits(plan: "Plan", graph: "Graph", timeline: "Timeline") -> None:
 
 def show_json(value: dict[str, Any]) -> None:
     """Print one object on one line."""
-    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    results().write(json.dumps(value, allow_nan=False) + "\n")
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli.arguments import Json, check_outputs
-from dovetail.cli.output import say, show_json
+from dovetail.cli.output import results, say, show_json
 from dovetail.cli.training import FUNCTION_HELP, open_setup, parse_options
 from dovetail.errors import FileFormatError, UsageError
 from dovetail.training.backends import BACKENDS
@@ -122,7 +122,7 @@ def _compute(
         printed["figures"] = figures = predicting.evaluate(request, dataset)
         if not as_json:
             for name, value in figures.items():
-                typer.echo(f"{name}  {value:.6g}")
+                results().write(f"{name}  {value:.6g}\n")
     if as_json:
         show_json(printed)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from dovetail.cli.arguments import Json, check_outputs, split_pair
+from dovetail.cli.arguments import Json, check_outputs, resolved, split_pair
 from dovetail.cli.output import say, show, show_json
 from dovetail.errors import ModelError, UnwritableError, UsageError
 from dovetail.pipeline.requests import parse_seconds
@@ -197,8 +197,8 @@ def train(  # noqa: PLR0913  one argument an option
 ) -> None:
     """Train a model of your own with a parameter server and many workers.
 
-    Ctrl-C keeps the best so far. If the run fails, the exit status is 1 and the first traceback is
-    shown.
+    Ctrl-C keeps the best so far. If the run fails, the exit status is 1; --debug shows the first
+    traceback.
     """
 
     if rules:
@@ -325,7 +325,7 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     Raises `ModelError` for a function that cannot be called or returns something else, and
     `UsageError` for a setting that no run can have.
     """
-    from dovetail.runtime.functions import call_function, names_function
+    from dovetail.runtime.functions import call_function, names_function, refused
     from dovetail.training.backends.contract import FailurePolicy
     from dovetail.training.trainer import Trainer
 
@@ -333,15 +333,15 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
         raise ModelError(function or "''", "is no package.module:function")
     returned = call_function(function)
     if not isinstance(returned, tuple):
-        raise ModelError(function, RETURNS)
+        raise refused(function, returned, RETURNS)
     if returned and isinstance(returned[0], Trainer):
         if not 2 <= len(returned) <= 3:
-            raise ModelError(function, RETURNS)
+            raise refused(function, returned, RETURNS)
         request = returned[0].request
         changed = replace(request, **settings, policy=replace(request.policy, **policy))
         return Setup(changed, *returned[1:])
     if not 4 <= len(returned) <= 5:
-        raise ModelError(function, RETURNS)
+        raise refused(function, returned, RETURNS)
     model, loss, optimizer, *data = returned
     request = TrainRequest(model, loss, optimizer, **settings, policy=FailurePolicy(**policy))
     return Setup(request, *data)
@@ -394,7 +394,7 @@ def check_folder(folder: Path | None) -> None:
     if folder is None:
         return
     # The nearest folder that exists tells whether the others can be made in it.
-    there = folder.resolve()
+    there = resolved(folder)
     while not there.exists():
         there = there.parent
     try:

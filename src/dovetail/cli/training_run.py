@@ -35,6 +35,7 @@ from dovetail.cli.output import (
 )
 from dovetail.errors import DovetailError, UsageError
 from dovetail.runtime.files import write_atomically
+from dovetail.runtime.user_code import UserCode
 from dovetail.training import advice
 from dovetail.training.advice import Advice, Evidence, measure
 from dovetail.training.backends import load_backend
@@ -288,9 +289,7 @@ def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_
     If the run fails, its history until then is written as well, and its error is raised.
     """
     request = setup.request
-    samples = len(setup.dataset) if hasattr(setup.dataset, "__len__") else None
-    if isinstance(setup.dataset, tuple):
-        samples = len(setup.dataset[0])
+    samples = _length(setup.dataset)
     progress = TrainingProgress(
         f"{function} by {request.rule_name}", request.workers, samples and samples * request.epochs
     )
@@ -316,6 +315,15 @@ def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_
         show(Text(history.summary()))
     if history.interrupted:
         say("interrupted: this is the best so far")
+
+
+def _length(dataset: Any) -> int | None:
+    """The number of samples in an epoch; None if the data set does not say it."""
+    with UserCode("the length of the data set", dataset):
+        try:
+            return len(dataset[0] if isinstance(dataset, tuple) and dataset else dataset)
+        except TypeError:  # an iterable has no length
+            return None
 
 
 def load(path: Path) -> History:

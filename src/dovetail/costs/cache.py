@@ -77,7 +77,7 @@ class CostCache:
                     (device, _digest(signature)),
                 ).fetchone()
                 if row is not None:
-                    costs[signature] = MeasuredCost(*row)
+                    costs[signature] = MeasuredCost(*(self._number(value) for value in row))
         return costs
 
     def add_costs(self, device: str, measured: dict[str, MeasuredCost]) -> None:
@@ -91,7 +91,15 @@ class CostCache:
         """Return the rates that a probe measured for this key, or None."""
         with self._connect() as db:
             row = db.execute("SELECT rates FROM probes WHERE device = ?", (device,)).fetchone()
-        return None if row is None else dict(json.loads(row[0]))
+        if row is None:
+            return None
+        try:
+            rates = json.loads(row[0])
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(f"the rates of {device} are not JSON: {error}") from None
+        if not isinstance(rates, dict):
+            raise self._damaged(f"the rates of {device} are no JSON object")
+        return rates
 
     def add_probe(self, device: str, rates: dict[str, Any]) -> None:
         """Store these rates; they replace older ones of the same key."""
@@ -109,7 +117,7 @@ class CostCache:
                 "SELECT seconds FROM paces WHERE core = ? AND measured_at > ?",
                 (core, time.time() - PACE_LASTS_SECONDS),
             ).fetchone()
-        return math.inf if row is None else float(row[0])
+        return math.inf if row is None else self._number(row[0])
 
     def add_pace(self, core: str, seconds: float) -> None:
         """Store this pace, unless the cache has a better one that has not been forgotten."""
@@ -133,10 +141,19 @@ class CostCache:
                 db.close()
         except sqlite3.OperationalError as error:
             raise UnwritableError(str(self.path), str(error)) from None
-        except sqlite3.DatabaseError as error:
-            raise FileFormatError(
-                str(self.path), f"not a cost cache ({error}); remove the file to measure anew"
-            ) from None
+        # SQLite repeats a damaged schema in its message, and Python decodes that.
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise self._damaged(str(error)) from None
+
+    def _number(self, value: Any) -> float:
+        """A time or a spread from the file. SQLite keeps a value of another type as it is."""
+        if not isinstance(value, float) or not value >= 0:
+            raise self._damaged(f"{value!r:.40} is no time")
+        return value
+
+    def _damaged(self, detail: str) -> FileFormatError:
+        detail = f"not a cost cache ({detail}); remove the file to measure anew"
+        return FileFormatError(str(self.path), detail)
 
 
 def _digest(signature: str) -> str:

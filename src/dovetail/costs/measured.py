@@ -34,7 +34,13 @@ from dovetail.costs.messages import (
     random_tensor,
 )
 from dovetail.costs.records import Costs
-from dovetail.errors import CostError, MachineError, ModelError, ProcessDiedError
+from dovetail.errors import (
+    CostError,
+    MachineError,
+    ModelError,
+    ProcessDiedError,
+    ProcessError,
+)
 from dovetail.frontends import Captured, Program
 from dovetail.frontends.interpret import example_values, initial_values, last_uses
 from dovetail.frontends.program import distinct_refs
@@ -634,7 +640,8 @@ def _measure(
                 batch = working.pop(worker)
                 if isinstance(reply, FailedCall):
                     name = graph.names[batch[reply.index]]
-                    raise CostError(name, f"its call failed:\n{reply.traceback}")
+                    error = ProcessError(worker.name, reply.traceback)
+                    raise CostError(name, f"its call failed: {error.said}") from error
                 patience[worker] -= reply.waited_seconds
                 best_seconds = min(best_seconds, reply.pace_seconds)
                 cache.add_pace(core, best_seconds)

@@ -55,15 +55,19 @@ FASTER = 0.97
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """What code is compiled for: so many threads of the CPU, or a GPU by what torch calls it."""
 
     threads: int = 1
     gpu: str = ""
 
     @staticmethod
-    def of(device: Device) -> "Target":
-        return Target(gpu=device.torch_device) if device.torch_device else Target(device.op_threads)
+    def of(device: Device) -> "CompileTarget":
+        return (
+            CompileTarget(gpu=device.torch_device)
+            if device.torch_device
+            else CompileTarget(device.op_threads)
+        )
 
     @property
     def torch_device(self) -> torch.device:
@@ -99,7 +103,7 @@ class Compiled:
 
 def compile_all(
     fused: Sequence[FusedCall],
-    target: Target,
+    target: CompileTarget,
     places: Sequence[tuple[int, ...]],
     *,
     limit_seconds: float,
@@ -160,7 +164,7 @@ def compile_all(
 
 def serve(channel: Channel) -> None:
     """Compile each fused call that arrives. The first message is what for."""
-    target: Target = channel.receive()
+    target: CompileTarget = channel.receive()
     set_up(target.threads)
     use_own_cache()
     while True:
@@ -168,12 +172,12 @@ def serve(channel: Channel) -> None:
         channel.send(_compile(call, target))
 
 
-def has_code(key: str, target: Target) -> bool:
+def has_code(key: str, target: CompileTarget) -> bool:
     """True if compiled code of a fused call is kept here."""
     return all(is_own(_path(key, target, kind)) for kind in ("py", "json"))
 
 
-def load_code(key: str, target: Target) -> GeneratedCode | None:
+def load_code(key: str, target: CompileTarget) -> GeneratedCode | None:
     """The compiled code of a fused call; None if there is none that can be used."""
     if not has_code(key, target):
         return None
@@ -200,7 +204,7 @@ def use_own_cache() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_folder() / "inductor"))
 
 
-def _compile(call: FusedCall, target: Target) -> Compiled:
+def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
     """Compile a fused call, keep its code, and time it beside its calls."""
     try:
         device = target.torch_device
@@ -313,7 +317,7 @@ def _seconds(run: Callable[[], Any], times: int) -> float:
     return (clock() - began) / times
 
 
-def _kept(key: str, target: Target) -> Compiled | None:
+def _kept(key: str, target: CompileTarget) -> Compiled | None:
     """What is kept of a fused call; None if nothing is, or if its code is gone."""
     path = _path(key, target, "json")
     if not is_own(path):
@@ -335,7 +339,7 @@ def _write(path: Path, text: str) -> None:
     path.chmod(0o600)
 
 
-def _path(key: str, target: Target, kind: str) -> Path:
+def _path(key: str, target: CompileTarget, kind: str) -> Path:
     return _folder() / _version() / f"{key}-{target.label}.{kind}"
 
 

@@ -50,7 +50,6 @@ from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
-from dovetail.graph import Graph
 from dovetail.machine import Device, Machine
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
@@ -232,7 +231,7 @@ class PlacedNetwork:
         self._shares = share_out(plan, captured.graph, captured.program)
         _check_memory(plan.machine.name, self._shares.size_bytes)
         for share in self._shares.shares:
-            _check_gpu_memory(plan.machine.devices[share.device], share, captured.graph)
+            _check_gpu_memory(plan.machine.devices[share.device], share, captured)
         self._block = Block.create(self._shares.size_bytes)
         self._abort = address_of(self._block.view(self._shares.abort, (1,), np.int64))
         self._sources = {t: tensor_at(self._block, s) for t, s in self._shares.sources.items()}
@@ -409,15 +408,16 @@ class PlacedNetwork:
                     self._gpus = process
                     ops = [op for each in on_gpus for op in each.ops]
                     number, calls = self._unsent(gpus, ops)
-                    random = {
-                        op for op, call in enumerate(self.captured.program.calls)
-                        if call is not None and call.random
-                    }  # fmt: skip
+                    random = self.captured.program.random_ops
                     steps = steps_of(self.plan, graph, self._shares.shares, random)
+                    limits: dict[str, int] = {}
+                    for device in devices:
+                        if name := device.torch_device:
+                            limits[name] = limits.get(name, 0) + device.memory_bytes
                     load: object = LoadGpus(
                         self._key, tuple(on_gpus), steps,
                         {s.device: devices[s.device].torch_device for s in on_gpus},
-                        {s.device: devices[s.device].memory_bytes for s in on_gpus},
+                        limits,
                         number, calls, graph.tensors, self._seed,
                     )  # fmt: skip
                 else:
@@ -481,7 +481,7 @@ class PlacedNetwork:
             device = self.plan.machine.device_names[self.plan.placement[reply.op]]
         if reply.lacking is not None:
             return OutOfMemoryError(device, *reply.lacking)
-        return WorkerError(device, self._op_name(reply.op), reply.traceback)
+        return WorkerError(device, self._op_name(reply.op), reply.traceback, reply.said)
 
     def _failure(self, share: Share, error: ProcessDiedError | ProcessError) -> RunError:
         """The error for a process that is gone, naming the device and the op that was running."""
@@ -491,7 +491,7 @@ class PlacedNetwork:
         # Without this process the others cannot serve a plan either.
         self.workers.closed = True
         if isinstance(error, ProcessError):
-            return WorkerError(name, op, error.traceback)
+            return WorkerError(name, op, error.traceback, error.said)
         return WorkerDiedError(name, op, error.status)
 
     def _give_up(self, waiting: dict[Worker, Share], error: BaseException) -> None:
@@ -636,11 +636,11 @@ def _check_memory(machine: str, needed_bytes: int) -> None:
         raise OutOfMemoryError(machine, needed_bytes, free_bytes)
 
 
-def _check_gpu_memory(device: Device, share: Share, graph: Graph) -> None:
+def _check_gpu_memory(device: Device, share: Share, captured: Captured) -> None:
     """Raise `OutOfMemoryError` unless what a GPU holds fits into the memory that it has in the
     plan's machine."""
     if device.torch_device:
-        needed_bytes = most_bytes(share, graph)
+        needed_bytes = most_bytes(share, captured.graph, captured.program)
         if needed_bytes > device.memory_bytes:
             raise OutOfMemoryError(device.name, needed_bytes, device.memory_bytes)
 

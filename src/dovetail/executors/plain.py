@@ -54,6 +54,7 @@ from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel, launch
 from dovetail.runtime.torch_versions import pytree
+from dovetail.runtime.user_code import UserCode, line_of
 from dovetail.timeline import Timeline
 
 ENTRY = "dovetail.executors.plain:serve"
@@ -118,8 +119,8 @@ def serve(channel: Channel) -> None:
                 channel.send(served.answer(request))
         except EOFError:
             raise
-        except Exception:
-            channel.send(Failed(-1, traceback.format_exc()))
+        except Exception as error:
+            channel.send(Failed(-1, traceback.format_exc(), line_of(error)))
 
 
 class _Served:
@@ -162,7 +163,8 @@ class _Served:
         tensors = self.tensors
         if self.device is not None:
             tensors = tuple(tensor.to(self.device) for tensor in tensors)
-        result = self.plain.step(tensors)
+        with UserCode("a step of the model", self.plain.module):
+            result = self.plain.step(tensors)
         if self.cuda is not None:
             self.cuda.synchronize(self.device)
         seconds = time.perf_counter() - began
@@ -373,10 +375,10 @@ class PlainNetwork:
             raise WorkerDiedError(self.device.name, "", error.status) from None
         except ProcessError as error:
             self._release("its process failed", kill=True)
-            raise WorkerError(self.device.name, "", error.traceback) from None
+            raise WorkerError(self.device.name, "", error.traceback, error.said) from None
         if isinstance(reply, Failed):
             self._release("a step failed", kill=True)
-            raise WorkerError(self.device.name, "", reply.traceback)
+            raise WorkerError(self.device.name, "", reply.traceback, reply.said)
         return reply
 
     def _timeline(self, seconds: float) -> Timeline:

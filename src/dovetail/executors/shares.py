@@ -49,7 +49,8 @@ LINE_BYTES = ALIGNMENT_BYTES
 
 
 GPU_LANES = 8
-"""The groups of a stage run on at most so many streams of a GPU."""
+"""The groups of a stage run on at most so many streams of a GPU, as schedules are measured there
+(`executors.stages.cuda`)."""
 NOT_IN_BLOCK = -1
 """The offset of the slot of a tensor that goes from one GPU to another."""
 
@@ -500,39 +501,49 @@ def ops_of(instruction: Instruction) -> tuple[int, ...]:
     return ()
 
 
-def most_bytes(share: Share, graph: Graph) -> int:
+def most_bytes(share: Share, graph: Graph, program: Program) -> int:
     """The most bytes that a GPU holds for tensors in a step: its sources and a place for each
-    tensor that arrives, all step long, and what its ops make until it is freed."""
+    tensor that arrives, all step long, and what its ops make until it is freed. As graphs hold them
+    for good, so are tensors that are sent, and those that random ops read or make."""
     lasting = {tensor: slot.bytes for tensor, slot in share.sources}
     for instruction in share.instructions:
         if isinstance(instruction, AwaitFlag | ReadSource) and instruction.slot is not None:
             lasting[instruction.tensor] = instruction.slot.bytes
     there = {int(graph.storages[tensor]) for tensor in lasting}
+    held = _held_by_graphs(share, graph, program)
     alive: dict[int, set[int]] = {}  # storage -> its tensors that are not freed yet
     sizes: dict[int, int] = {}
     now = most = 0
     for instruction in share.instructions:
-        for op in ops_of(instruction):
-            for tensor in graph.outputs_of(op):
-                storage = int(graph.storages[tensor])
-                if storage in there:
-                    continue
-                if storage not in alive:
-                    # Memory is made by the first tensor of a storage; the others are views of it.
-                    sizes[storage] = int(graph.tensor_bytes[tensor])
-                    now += sizes[storage]
+        made = [tensor for op in ops_of(instruction) for tensor in graph.outputs_of(op)]
+        for tensor, storage in zip(made, graph.storages[made].tolist(), strict=True):
+            if storage not in alive and storage not in there:
+                # Memory is made by the first tensor of a storage; the others are views of it.
+                sizes[storage] = int(graph.tensor_bytes[tensor])
+                now += sizes[storage]
+            if storage not in there:
                 alive.setdefault(storage, set()).add(tensor)
         most = max(most, now)
-        if isinstance(instruction, AwaitFlag | ReadSource):
-            continue
-        for tensor in instruction.frees:
-            storage = int(graph.storages[tensor])
-            if storage in alive:
+        frees = getattr(instruction, "frees", ())
+        for tensor, storage in zip(frees, graph.storages[list(frees)].tolist(), strict=True):
+            if storage in alive and storage not in held:
                 alive[storage].discard(tensor)
                 if not alive[storage]:
                     del alive[storage]
                     now -= sizes[storage]
     return sum(lasting.values()) + most
+
+
+def _held_by_graphs(share: Share, graph: Graph, program: Program) -> set[int]:
+    """The storages of tensors that are sent, and of those that random ops read or make."""
+    held: set[int] = set()
+    for instruction in share.instructions:
+        if isinstance(instruction, SendTensor) and instruction.tensor >= 0:
+            held.add(int(graph.storages[instruction.tensor]))
+        for op in program.random_ops.intersection(ops_of(instruction)):
+            touched = (*graph.inputs_of(op).tolist(), *graph.outputs_of(op))
+            held.update(int(graph.storages[tensor]) for tensor in touched)
+    return held
 
 
 # ── Lanes: the groups of a stage run at the same time, one lane of groups for each core ──────────

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.executors.compiling import Target, load_code
+from dovetail.executors.compiling import CompileTarget, load_code
 from dovetail.executors.generated import GeneratedCode
 from dovetail.executors.shares import (
     AwaitFlag,
@@ -38,6 +38,7 @@ from dovetail.runtime.neighbours import Spinning
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up, set_up_thread
 from dovetail.runtime.shared import Block
+from dovetail.runtime.user_code import line_of
 from dovetail.runtime.waiting import ABORTED, barrier, publish
 
 
@@ -90,11 +91,13 @@ class UseThreads:
 class Failed:
     """The reply to a step in which an op raised.
 
+    said      the exception in one line
     lacking   (bytes that a GPU was asked for, bytes that it had free), if that is why
     """
 
     op: int
     traceback: str
+    said: str = ""
     lacking: tuple[int, int] | None = None
 
 
@@ -202,9 +205,9 @@ class _Loaded:
             self.runner.clear(self.kept)
         except Aborted:
             return "aborted"
-        except Exception:
+        except Exception as error:
             publish(self.abort, 1)
-            return Failed(self.runner.failed, traceback.format_exc())
+            return Failed(self.runner.failed, traceback.format_exc(), line_of(error))
         finally:
             self.spinning.pause()
         return "done"
@@ -266,5 +269,5 @@ class _Loaded:
     def _code(self, key: str, threads: int) -> GeneratedCode | None:
         """Compiled code, which stages with one key share."""
         if key not in self.codes:
-            self.codes[key] = load_code(key, Target(threads))
+            self.codes[key] = load_code(key, CompileTarget(threads))
         return self.codes[key]

@@ -7,29 +7,28 @@ from the trace, and turns failures into errors that say what to change in the mo
 import contextlib
 import functools
 import gc
-import linecache
-import os
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dovetail.errors import CaptureError, ModelError
+from dovetail.errors import CaptureError, ModelError, ModelRaisedError, UserCodeError
 from dovetail.frontends.building import build
 from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
-from dovetail.frontends.program import Captured, PlainStep, Signature
+from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
+from dovetail.frontends.structures import substitute
 from dovetail.frontends.tracing import Request, forget, last_of_channels, trace
+from dovetail.graph import Graph
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
+from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said
 from dovetail.training.keras_models import is_keras
 
 BATCHED = "batched_mm"
@@ -159,14 +158,15 @@ def capture_call(  # noqa: PLR0913  one argument each
         channels_last=channels_last,
         holds_fakes=any(map(is_fake, (*originals.values(), *inputs, *targets))),
     )
+    owners = (loss, model) if train else (model,)
     try:
-        with batched_experts(model) as notes:
+        with batched_experts(model) as notes, UserCode("the model", *owners):
             traced = trace(request)
-    except TracingError as error:
-        raise CaptureError(name, str(error), _location(error)) from error
-    except Exception as error:  # whatever the model or torch raised
-        raise CaptureError(name, _advice(error), _location(error)) from error
+    except UserCodeError as error:
+        assert error.__cause__ is not None, "it says what it comes from"
+        raise _failure(name, error.__cause__, error.location) from error.__cause__
     graph, program = build(name, traced, train, _aliases(model), scaler)
+    _check_computes(name, model, graph, program)
     notes += tuple(
         f"input {signature.names[index]} is written over by the model; a step leaves the tensor "
         "that it is given as it is"
@@ -350,6 +350,15 @@ def _check_scaler(
             )
 
 
+def _check_computes(name: str, model: nn.Module, graph: Graph, program: Program) -> None:
+    """Raise `CaptureError` for a model that neither returns a tensor nor changes one."""
+    refs: list[Ref] = []
+    substitute(program.outputs, Ref, refs.append)
+    if graph.is_source.all() and not refs:
+        what = "None" if program.outputs is None else f"a {type(program.outputs).__name__}"
+        raise CaptureError(name, f"returns {what}, which holds no tensor", defined_at(model))
+
+
 def _check_apart(
     name: str,
     parameters: Mapping[str, Tensor],
@@ -462,13 +471,28 @@ def _alive(references: list["weakref.ref[Tensor]"]) -> set[int]:
     return {id(tensor) for reference in references if (tensor := reference()) is not None}
 
 
+def _failure(name: str, error: BaseException, location: str) -> CaptureError:
+    """Return the error for whatever was raised while the step was traced."""
+    if isinstance(error, TracingError):
+        return CaptureError(name, str(error), location)
+    # What the user's own line raises, and not torch on what the line asks for, has no graph either
+    # way.
+    by_user = raised_by_user(error) or not isinstance(error, Exception)
+    kind = ModelRaisedError if by_user else CaptureError
+    return kind(name, _advice(error), location)
+
+
 def _advice(error: BaseException) -> str:
     """Return advice for an error that torch raised, followed by the first line of its own text."""
-    text = str(error)
-    said = (text.strip().splitlines() or [""])[0]
+    whole = said(error)
+    try:
+        text = str(error)
+    except Exception:  # the user's own class, whose text cannot be read
+        text = ""
+    line = (text.strip().splitlines() or [""])[0]
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:
-            return f"cannot be captured: {_ADVICE[kind.__name__]} [{said}]"
+            return f"cannot be captured: {_ADVICE[kind.__name__]} [{line}]"
     if "modified by an inplace operation" in text:
         return (
             "cannot be captured: the backward pass needs a value that the model has since written "
@@ -476,22 +500,5 @@ def _advice(error: BaseException) -> str:
         )
     # Both texts are of attempts to read a fake tensor's values.
     if "tracing tensor" in text or "Cannot copy out of meta" in text:
-        return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{said}]"
-    return (
-        f"failed while it ran on fake tensors of these inputs' shapes: {type(error).__name__}: "
-        f"{said}"
-    )
-
-
-def _location(error: BaseException) -> str:
-    """Return "file.py:12: the line" of the deepest frame in the user's own code or another library,
-    which is neither torch nor this folder; "" if there is none."""
-    # With the separator at its end, the folder "torch/" leaves "torchvision/" in.
-    folders = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
-    location = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        path = frame.f_code.co_filename
-        # Code that was made from a text, as torch's own graphs are, has a name such as "<string>".
-        if not path.startswith((*folders, "<")):
-            location = f"{Path(path).name}:{line}: {linecache.getline(path, line).strip()}"
-    return location
+        return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{line}]"
+    return f"failed while it ran on fake tensors of these inputs' shapes: {whole}"

@@ -25,7 +25,7 @@ from dovetail.frontends.transformers_configs import (
 )
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.records import load_sizes
-from dovetail.runtime.functions import call_function, names_function
+from dovetail.runtime.functions import call_function, names_function, refused
 from dovetail.runtime.torch_versions import FakeTensorMode, open_archive, pytree
 from dovetail.training.keras_models import is_keras
 
@@ -228,7 +228,8 @@ def resolve_phases(model: str) -> dict[str, Captured]:
     elif names_function(model) and not model.startswith("zoo:"):
         returned = call_function(model)
         if not isinstance(returned, Mapping) or not returned:
-            raise ModelError(model, "has no phases; it must return {phase: (module, inputs), ...}")
+            must = "has no phases; it must return {phase: (module, inputs), ...}"
+            raise refused(model, returned, must)
         texts = {name: f"{model}?phase={name}" for name in returned}
         phases = {name: _capture_returned(texts[name], r, None) for name, r in returned.items()}
     else:
@@ -434,9 +435,8 @@ def _unpack(model: str, returned: Any) -> tuple[nn.Module, Any, Any, Any]:
         or not 2 <= len(returned) <= 4
         or not (isinstance(returned[0], nn.Module) or is_keras(returned[0]))
     ):
-        raise ModelError(
-            model, "must return (module, inputs), (module, inputs, loss) or with targets after that"
-        )
+        must = "must return (module, inputs), (module, inputs, loss) or with targets after that"
+        raise refused(model, returned, must)
     loss = returned[2] if len(returned) > 2 else None
     targets = returned[3] if len(returned) > 3 else ()
     return returned[0], returned[1], loss, targets

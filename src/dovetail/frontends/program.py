@@ -7,6 +7,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -131,6 +132,12 @@ class Program:
     loss: int
     outputs: Any
     aliases: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def random_ops(self) -> frozenset[int]:
+        """The ops that draw random numbers."""
+        calls = enumerate(self.calls)
+        return frozenset(op for op, call in calls if call is not None and call.random)
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,10 +106,12 @@ def group_levels(graph: Graph, units: Units | None = None) -> GroupLevels:
 def colocate(graph: Graph, units: Units | None = None) -> Groups:
     """Return the groups after step 1. Each unit is in one group. Near-linear in ops + reads."""
     ops = np.arange(len(graph), dtype=np.int32)
-    first = np.full(int(graph.colocation.max(initial=-1)) + 1, len(graph), dtype=np.int32)
     given = graph.colocation >= 0
-    np.minimum.at(first, graph.colocation[given], ops[given])
-    pairs = [(ops[given], first[graph.colocation[given]])]
+    # The ids of a file may be any numbers, so they are counted before there is a table of them.
+    ids, numbers = np.unique(graph.colocation[given], return_inverse=True)
+    first = np.full(len(ids), len(graph), dtype=np.int32)
+    np.minimum.at(first, numbers, ops[given])
+    pairs = [(ops[given], first[numbers])]
     for storage_writers in graph.writers.values():
         if len(storage_writers) > 1:
             writers = np.array(storage_writers, dtype=np.int32)

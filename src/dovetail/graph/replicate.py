@@ -56,8 +56,11 @@ from dovetail.graph.records import (
 AVERAGE = "dovetail.average"
 """The kind of an op that averages one tensor of each tower. Every replicated graph has one, which
 averages the losses."""
-_OWN = re.compile(r"tower\.(\d+)/")
-_UPDATE = re.compile(r".*/tower\.(\d+)$", re.DOTALL)
+MOST_OPS = 2**20
+"""A replicated graph has at most so many ops, which take a gigabyte."""
+# More digits than these are no tower's number, and Python refuses to convert very many.
+_OWN = re.compile(r"tower\.([0-9]{1,9})/")
+_UPDATE = re.compile(r".*/tower\.([0-9]{1,9})$", re.DOTALL)
 
 
 def own_name(tower: int, name: str) -> str:
@@ -482,6 +485,12 @@ def replicate(graph: Graph, replicas: int, *, synchronous: bool = True) -> Repli
     """
     if replicas < 2:
         raise UsageError("replicas", f"is {replicas}; use 2 or more")
+    if replicas * len(graph) > MOST_OPS:
+        raise UsageError(
+            "replicas",
+            f"{replicas} towers of {len(graph)} ops are more than {MOST_OPS} ops, which is the "
+            f"limit; use at most {max(MOST_OPS // max(len(graph), 1), 1)}",
+        )
     replica = Replica(graph)
     replica.check()
     copies = TowerCopies(replica, rows_of(replica, replicas, synchronous), replicas, synchronous)

@@ -26,6 +26,7 @@ latency_seconds = 25e-6
 channel = "pcie"                   # links with one channel take turns; default: its own
 """
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,15 @@ from dovetail.errors import FileFormatError
 from dovetail.machine.records import Machine
 from dovetail.runtime.files import write_atomically
 from dovetail.runtime.formats import file_type, first_complaint, to_file
+from dovetail.units import format_bytes
 
+MOST_FILE_BYTES = 2**26
+"""No larger file is read. A machine of 500 devices, each linked with every other, takes half."""
+MOST_KEY_PARTS = 16
+# tomllib takes memory of the square of a key's parts: gigabytes for a.a.a... of 200 kB. The look
+# behind keeps the search from starting again within a long name.
+_PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
+_DOTTED = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_PART}\.[ \t]*)+")
 _FILE: TypeAdapter[Machine] = TypeAdapter(file_type(Machine))
 
 
@@ -60,14 +69,25 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
 def load_machine(path: Path | str) -> Machine:
     """Read a machine from TOML. Raises `FileFormatError` or `MachineError`."""
     try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        return machine_from_dict(raw)
+        with open(path, "rb") as file:
+            data = file.read(MOST_FILE_BYTES + 1)
+        if len(data) > MOST_FILE_BYTES:
+            limit = format_bytes(MOST_FILE_BYTES)
+            raise FileFormatError(str(path), f"it is larger than {limit}")
+        text = data.decode()
+        if any(key[0].count(".") >= MOST_KEY_PARTS for key in _DOTTED.finditer(text)):
+            raise FileFormatError(str(path), f"it has a key of more than {MOST_KEY_PARTS} parts")
+        return machine_from_dict(tomllib.loads(text))
     except (OSError, UnicodeDecodeError) as error:
         raise FileFormatError(str(path), getattr(error, "strerror", None) or str(error)) from None
-    except tomllib.TOMLDecodeError as error:
-        raise FileFormatError(str(path), f"not TOML: {error}") from None
     except ValidationError as error:
         raise FileFormatError(str(path), first_complaint(error)) from None
+    # `TOMLDecodeError` is one; a plain one comes of a NUL in the name, and of an integer of more
+    # digits than Python converts.
+    except ValueError as error:
+        raise FileFormatError(str(path), f"not TOML: {error}") from None
+    except RecursionError:
+        raise FileFormatError(str(path), "nested too deeply") from None
 
 
 def save_machine(machine: Machine, path: Path | str) -> None:

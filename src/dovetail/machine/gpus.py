@@ -6,6 +6,8 @@ from pathlib import Path
 from dovetail.errors import MachineError
 from dovetail.machine.records import Device
 
+RESERVED_BYTES = 2**30
+"""Of a GPU's free memory so much is left to CUDA's context, libraries' workspaces and gaps."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these files is there where a driver of GPUs is loaded. Without one torch is not asked, as
 importing it takes a second."""
@@ -53,7 +55,7 @@ def gpus_here(logical: int = 1) -> tuple[Device, ...]:
             f"gpu{number}",
             "gpu",
             torch.cuda.get_device_name(number),
-            free_bytes // logical,
+            max(0, free_bytes - RESERVED_BYTES) // logical,
             dict(_FLOPS),
             _BANDWIDTH,
             _OVERHEAD_SECONDS,

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import UnknownPresetError
+from dovetail.errors import MachineError, UnknownPresetError
 from dovetail.machine.files import load_machine
 from dovetail.machine.local import local_machine, names_here
 from dovetail.machine.records import Device, Link, Machine
@@ -58,6 +58,8 @@ def _gpu(
     )
 
 
+MOST_PRESET_DEVICES = 512
+"""Presets make at most so many devices. Those of one model have a link between every two."""
 EMULATED_DTYPES = ("float16", "bfloat16", "int8")
 """A device without arithmetic for one of these dtypes computes it in float32."""
 
@@ -192,7 +194,14 @@ def combine(text: str) -> Machine:
         match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9_-]+)\s*", part)
         if match is None or match[2].lower() not in PRESETS or match[1] == "0":
             raise UnknownPresetError(part.strip() or text, tuple(PRESETS))
-        counts[match[2].lower()] += int(match[1] or 1)
+        # The digits are bounded first, since Python refuses to convert very many.
+        count = int((match[1] or "1").lstrip("0")[:9] or "0")
+        counts[match[2].lower()] += count
+        if not 0 < counts.total() <= MOST_PRESET_DEVICES:
+            raise MachineError(
+                f"{text[:80]}: presets make 1 to {MOST_PRESET_DEVICES} devices in all, not "
+                f"{counts.total()}"
+            )
     devices = [
         replace(PRESETS[model].device, name=f"{model}:{i}" if count > 1 else model)
         for model, count in counts.items()

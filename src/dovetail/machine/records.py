@@ -13,6 +13,10 @@ from pydantic import Field
 from dovetail.errors import MachineError, NoRouteError, UnknownDeviceError
 from dovetail.units import MOST_BYTES
 
+MOST_DEVICES = 4096
+"""A machine has at most so many devices. Tables of a number for each two of them then fit into
+memory."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -133,33 +137,41 @@ class Machine:
 
     def __post_init__(self) -> None:
         names = self.device_names
-        if not names:
-            raise MachineError(f"machine {self.name!r} has no device")
+        if not 0 < len(names) <= MOST_DEVICES:
+            raise MachineError(
+                f"machine {self.name!r} has {len(names) or 'no'} devices; it may have 1 to "
+                f"{MOST_DEVICES}"
+            )
         if len(set(names)) < len(names):
             raise MachineError(f"machine {self.name!r}: two devices share a name")
         played = {d.torch_device.startswith("played:") for d in self.devices if d.torch_device}
         if len(played) > 1:
             raise MachineError(f"machine {self.name!r} mixes GPUs and played ones")
         linked: set[tuple[str, str]] = set()
-        for name in (
-            self.host,
-            *(n for link in self.links for n in (link.source, link.destination)),
-        ):
+        ends_of_links = (n for link in self.links for n in (link.source, link.destination))
+        for name in dict.fromkeys((self.host, *ends_of_links)):
             self.device_index(name)
+        devices = set(names)
         for link in self.links:
             ends = (link.source, link.destination)
             if link.source == link.destination or ends in linked:
                 raise MachineError(f"link {link.source} -> {link.destination} is double or a loop")
-            if link.channel in names and link.channel != link.source:
+            if link.channel in devices and link.channel != link.source:
                 raise MachineError(
                     f"link {link.source} -> {link.destination}: of the devices only its source "
                     f"can be its channel, not {link.channel}"
                 )
             linked.add(ends)
-        for a in names:
-            for b in names:
-                through = a != self.host != b and {(a, self.host), (self.host, b)} <= linked
-                if a != b and (a, b) not in linked and not through:
+        self._check_routes(linked)
+
+    def _check_routes(self, linked: set[tuple[str, str]]) -> None:
+        """Raise `NoRouteError` for two devices without a link that do not both have the host's."""
+        to_host = {a for a in self.device_names if a == self.host or (a, self.host) in linked}
+        apart = [b for b in self.device_names if b != self.host and (self.host, b) not in linked]
+        for a in self.device_names:
+            # Of most machines every device has both links, which leaves nothing to look for.
+            for b in apart if a in to_host else self.device_names:
+                if a != b and (a, b) not in linked:
                     raise NoRouteError(a, b)
 
     @property
@@ -195,8 +207,9 @@ class Machine:
     def link_index(self) -> NDArray[np.int32]:
         """[devices, devices] index into `links` from row to column; -1: no link."""
         index = np.full((len(self.devices),) * 2, -1, dtype=np.int32)
+        of_name = {name: i for i, name in enumerate(self.device_names)}
         for i, link in enumerate(self.links):
-            index[self.device_index(link.source), self.device_index(link.destination)] = i
+            index[of_name[link.source], of_name[link.destination]] = i
         return index
 
     @cached_property

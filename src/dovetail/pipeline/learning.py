@@ -429,6 +429,8 @@ def _card(
 
 STEPS = 10
 """One run of a placement has this many steps, as in RL17; the first does not count."""
+CAPTURING_STEPS = 4
+"""On GPUs a placement runs so many steps before: in the third one its launches become graphs."""
 MOST_RUNS = 3
 """One placement is run at most this many times, however often the policy draws it."""
 FINAL_RUNS, LONG_SECONDS, LONG_RUNS = 15, 10.0, 3
@@ -565,6 +567,8 @@ class MeasuredTrials:
         try:
             plan = _runnable_plan(self.problem, self.problem.spread(placement))
             with execute(plan, self.step, seed=self.seed, workers=self._workers) as placed:
+                if any(device.torch_device for device in plan.machine.devices):
+                    placed.step_seconds(CAPTURING_STEPS)
                 return float(placed.step_seconds(self.steps).mean())
         except (RunError, InfeasibleError) as error:
             self.failures.append(str(error))

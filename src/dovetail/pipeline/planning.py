@@ -91,7 +91,8 @@ budget to make use of that."""
 SEGMENTS_SHARE = 0.5
 """The share of `--compile-budget` that segments may take. `torch.compile` has the rest."""
 MOST_SEARCHES = 5
-"""Searches with lower and lower caps, for a plan of which a GPU holds what it must."""
+"""A search is repeated so often with less memory on GPUs, each time with this part of its
+budget."""
 HOPELESS = 1.5
 """A plan for all cores as one device is not compiled and measured beside a plan on several devices
 if it is predicted, op by op, to take this many times as long."""
@@ -127,7 +128,7 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
-    request, chosen = _searched_to_fit(request, progress)
+    chosen = _searched_to_fit(request, progress)
     try:
         request, chosen = in_best_form(request, chosen, progress)
         if request.stages:
@@ -140,44 +141,63 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
         return replace(chosen, interrupted=True)
 
 
-def _searched_to_fit(request: PlanRequest, progress: TellProgress) -> tuple[PlanRequest, Plan]:
-    """(the request with the caps that led to it, a plan of which GPUs hold what they must).
+def _searched_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
+    """A plan of which GPUs hold what they must.
 
-    On a GPU every tensor that arrives has its place for the whole step, where the search counts it
-    until it was read. If that does not fit, the search is repeated with lower caps.
+    On a GPU every tensor that arrives has its place for the whole step, and some others too
+    (`most_bytes`), where the search counts what is alive. If that does not fit, the search is
+    repeated with less memory there and a part of its budget. The bound is that of the first search,
+    which has all memory.
     """
-    chosen, caps = search_plan(request, progress), dict(request.caps)
+    first = chosen = search_plan(request, progress)
+    caps = dict(request.caps)
     for _ in range(MOST_SEARCHES):
         lower = _lower_caps(chosen, request)
         if not lower or chosen.interrupted:
             break
         caps |= lower
+        fewer = replace(request, caps=tuple(caps.items()), budget=_part(request.budget))
         try:
-            chosen = search_plan(
-                replace(request, caps=tuple(caps.items())),
-                _prefixed("with less memory on GPUs: ", progress),
-            )
+            found = search_plan(fewer, _prefixed("with less memory on GPUs: ", progress))
         except InfeasibleError:
             break
-    return replace(request, caps=tuple(caps.items())), chosen
+        except KeyboardInterrupt:
+            return replace(chosen, interrupted=True)
+        chosen = replace(
+            found,
+            caps=first.caps,
+            lower_bound=min(first.lower_bound, found.value),
+            bound_proof=first.bound_proof,
+        )
+    if chosen is first:
+        return chosen
+    told = "searched with less memory on GPUs, as what arrives there stays for the whole step"
+    return replace(chosen, notes=(*chosen.notes, told))
+
+
+def _part(budget: object) -> str:
+    return part_of_budget(str(budget), MOST_SEARCHES)
 
 
 def _lower_caps(plan: Plan, request: PlanRequest) -> dict[str, int]:
-    """GPU -> bytes that a search may give it, of those which would hold more than they have."""
+    """The GPUs that would hold more than they have, and the bytes that the next search may plan
+    with there."""
     from dovetail.executors.shares import most_bytes, share_out
 
-    step, lower = request.planned_step, dict[str, int]()
-    if not isinstance(step, Captured) or not _has_gpus(plan.machine) or not plan.machine.local:
+    lower: dict[str, int] = {}
+    if not isinstance(request.planned_step, Captured) or not _has_gpus(plan.machine):
         return lower
-    graph = planned(plan, step).graph
+    if not plan.machine.local:
+        return lower
+    step = planned(plan, request.planned_step)
     allowed = capacities_of(plan.machine, dict(request.caps))
-    searched = capacities_of(plan.machine, dict(plan.caps))
-    for share in share_out(plan, graph).shares:
+    for share in share_out(plan, step.graph, step.program).shares:
         device, excess = plan.machine.devices[share.device], 0
         if device.torch_device:
-            excess = most_bytes(share, graph) - int(allowed[share.device])
+            excess = most_bytes(share, step.graph, step.program) - int(allowed[share.device])
         if excess > 0:
-            lower[device.name] = max(1, int(searched[share.device]) - excess)
+            promised = plan.peak_memory_bytes[share.device]
+            lower[device.name] = max(1, min(int(allowed[share.device]), promised) - excess)
     return lower
 
 
@@ -869,7 +889,7 @@ def _placed_as_compiled(
         raise KeyboardInterrupt
     other = _repriced(found, chosen, graph, seconds)
     capacities = capacities_of(other.machine, dict(other.caps))
-    if (np.array(other.peak_memory_bytes) > capacities).any():
+    if (np.array(other.peak_memory_bytes) > capacities).any() or _lower_caps(other, request):
         return plans
     rivals = with_segments(other, step, compile_seconds=limit_seconds, progress=progress)
     told = (

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import OutOfMemoryError
-from dovetail.executors.compiling import Compiled, Target, compile_all
+from dovetail.executors.compiling import Compiled, CompileTarget, compile_all
 from dovetail.frontends import Captured
 from dovetail.frontends.fused import FusedCall, has_fused_update, may_be_fused
 from dovetail.frontends.program import Program
@@ -32,6 +32,7 @@ from dovetail.pipeline.opening import planned, with_schedules
 from dovetail.pipeline.sources import TellProgress
 from dovetail.plans import Plan, Schedule, Stage, normalise, stages_of
 from dovetail.runtime.native import has_compiler
+from dovetail.runtime.timers import clock
 
 MOST_OPS = 150
 """A segment has at most so many ops: the time to compile one grows faster than its size."""
@@ -52,10 +53,11 @@ def with_segments(
         return plan, plan
     captured, devices = planned(plan, step), plan.machine.devices
     segments = [list(_segments(plan, captured, device)) for device in range(len(devices))]
-    targets = [Target.of(device) for device in devices]
-    codes: dict[Target, dict[str, Compiled]] = {}
+    targets = [CompileTarget.of(device) for device in devices]
+    codes: dict[CompileTarget, dict[str, Compiled]] = {}
+    ends = clock() + compile_seconds
     for target in dict.fromkeys(targets):
-        alike = [d for d, own in enumerate(targets) if own == target]
+        alike = [d for d, other in enumerate(targets) if other == target]
         weights: Counter[FusedCall] = Counter()
         of_key: dict[str, FusedCall] = {}
         for number in alike:
@@ -72,7 +74,7 @@ def with_segments(
             [fused for fused, _ in weights.most_common()],
             target,
             places,
-            limit_seconds=compile_seconds,
+            limit_seconds=max(0.0, ends - clock()),
             progress=lambda done, count: progress(
                 f"compiling segments: {done} of {count}", done / count, None
             ),
@@ -106,23 +108,23 @@ def compiled_seconds(
     planned_graph   the plan's graph: `graph` with the plan's copies
     seconds         [ops, devices] of the ops one by one
 
-    What a kind of op takes on one device it takes on all like it.
+    What a kind of op takes on one device it takes on all of the same model and number of threads.
     """
-    alone: Counter[tuple[Target, str]] = Counter()
-    within: Counter[tuple[Target, str]] = Counter()
+    alone: Counter[tuple[str, int, str]] = Counter()
+    within: Counter[tuple[str, int, str]] = Counter()
     for number, device in enumerate(plan.machine.devices):
         schedule = (plan.schedules or ())[number]
         for stage in () if schedule is None else schedule.stages:
             of_ops = plan.compute_seconds[list(stage.ops), number]
             share = stage.seconds / max(float(of_ops.sum()), 1e-12) if stage.compiled else 1.0
             for op, cost in zip(stage.ops, of_ops.tolist(), strict=True):
-                kind = Target.of(device), planned_graph.signatures[op]
+                kind = device.model, device.op_threads, planned_graph.signatures[op]
                 alone[kind] += cost
                 within[kind] += cost * share
     found = seconds.copy()
     for number, device in enumerate(plan.machine.devices):
         for op, name in enumerate(graph.signatures):
-            kind = Target.of(device), name
+            kind = device.model, device.op_threads, name
             if alone[kind] > 0:
                 found[op, number] *= within[kind] / alone[kind]
     return found
@@ -312,7 +314,7 @@ def _schedule(
 
 
 def _summary_of(
-    segments: Sequence[Sequence[_Segment]], codes: dict[Target, dict[str, Compiled]]
+    segments: Sequence[Sequence[_Segment]], codes: dict[CompileTarget, dict[str, Compiled]]
 ) -> str:
     """A sentence on how many distinct segments are faster compiled, and on the others."""
     asked = {s.fused.key for of_device in segments for s in of_device if s.fused is not None}

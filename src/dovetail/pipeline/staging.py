@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from dovetail.costs import CostCache
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
-from dovetail.errors import MachineError, UsageError
+from dovetail.errors import MachineError, OutOfMemoryError, UsageError
 from dovetail.executors import PlacedNetwork, Workers, run
 from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
@@ -513,14 +513,25 @@ def quicker(
             if not serving:
                 serving = [stack.enter_context(Workers(plan.machine))]
                 shared += serving
-            placed = stack.enter_context(run(plan, planned(plan, step), workers=serving[0]))
+            try:
+                placed = run(plan, planned(plan, step), workers=serving[0])
+            except OutOfMemoryError as error:
+                # On a GPU, beside the others. Without the baseline nothing is compared.
+                if name == SEQUENTIAL:
+                    return min(
+                        named.values(), key=lambda plan: plan.value
+                    ), f"not measured: {error}"
+                continue
+            placed = stack.enter_context(placed)
             placed.feed()
             timers[name] = partial(_step_seconds, placed)
+        if len(timers) < 2:
+            return baseline, f"{_text(baseline)} as predicted; the others did not fit beside it"
         winner, seconds = fastest(
             timers, ScheduleRequest.rounds, lambda done: progress("measuring plans", done, None)
         )
     medians = {name: median(of_name) for name, of_name in seconds.items()}
-    others = (name for name in named if name != SEQUENTIAL)
+    others = (name for name in medians if name != SEQUENTIAL)
     best = winner if winner != SEQUENTIAL else min(others, key=lambda name: medians[name])
     doubt = "" if winner != SEQUENTIAL else ", which is not faster beyond doubt"
     told = (

@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.errors import UnwritableError, UsageError
 from dovetail.executors import Measurement, PlacedNetwork, PlainNetwork
 from dovetail.executors import run as execute
-from dovetail.executors.compiling import Target, has_code
+from dovetail.executors.compiling import CompileTarget, has_code
 from dovetail.executors.shares import compiled_stages
 from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.frontends import Captured
@@ -45,7 +45,7 @@ def uncompiled(plan: Plan, step: Captured) -> str:
     step = planned(plan, step)
     missing = 0
     for device, ops in segments:
-        target = Target.of(plan.machine.devices[device])
+        target = CompileTarget.of(plan.machine.devices[device])
         fused = FusedCall.of(step.graph, step.program, ops)[0]
         missing += not (fused.is_update or has_code(fused.key, target))
     if not missing:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-from dovetail.errors import DovetailError, RunError
+from dovetail.errors import DovetailError, RunError, WorkerError
 from dovetail.executors import PlacedNetwork, PlainNetwork, Workers, run
 from dovetail.executors.stages.choosing import Timer, measure, ratios_of
 from dovetail.frontends import Captured
@@ -315,11 +315,7 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 
 def _cause_of(error: Exception) -> str:
-    """What was raised, in one line. Of an error whose text holds a traceback that is the line below
-    its frames: what a library adds further down is advice."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
-    if not begins:
-        return lines[0]
-    below = [line for line in lines[begins[-1] + 1 :] if not line.startswith(" ")]
-    return below[0] if below else lines[-1]
+    """What was raised, in one line."""
+    if isinstance(error, WorkerError):
+        return error.said
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

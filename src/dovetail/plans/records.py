@@ -34,6 +34,7 @@ from dovetail.runtime.formats import (
 )
 from dovetail.units import (
     BEYOND_ANY_BYTES,
+    MOST_BYTES,
     format_bytes,
     format_capacity,
     format_seconds,
@@ -48,6 +49,7 @@ _PACKED: dict[str, Any] = {FILE_NAME: None}
 """The metadata of a field that files hold in another form, or not at all."""
 _Seconds = Annotated[float, Field(ge=0)]
 _Count = Annotated[int, Field(ge=0)]
+_Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 OPTIMAL_GAP = 1e-5
 """A plan with at most this gap counts as optimal, and searches end at it: bounds leave a margin for
 rounding."""
@@ -149,13 +151,13 @@ class Plan:
     value: _Seconds
     lower_bound: _Seconds
     bound_proof: str
-    peak_memory_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[_Bytes, ...]
     groups: _Count
     planning_seconds: _Seconds
     interrupted: bool = False
     schedules: tuple[Schedule | None, ...] | None = None
     pins: tuple[tuple[str, str], ...] = ()
-    caps: tuple[tuple[str, int], ...] = ()
+    caps: tuple[tuple[str, _Bytes], ...] = ()
     baselines: dict[str, float | None] = field(default_factory=dict)
     contiguous: bool = False
     sent_bytes: NDArray[np.float64] | None = field(default=None, metadata=_PACKED)

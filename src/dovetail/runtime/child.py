@@ -22,31 +22,45 @@ _MOST_INT, _TOP_PAD_BYTES, _MOST_MMAP_BYTES = 2**31 - 1, 2**26, 2**25
 def main(arguments: list[str]) -> int:
     """Run the entry function "package.module:function" with the channel; return the exit status."""
     descriptor, parent, cores, entry, paths = arguments
+    numbers = [int(core) for core in cores.split(",") if core]
+    return live(int(descriptor), int(parent), numbers, entry, json.loads(paths))
+
+
+def live(descriptor: int, parent: int, cores: list[int], entry: str, paths: list[str]) -> int:
+    """A worker's life, on these cores ([]: on its parent's); return the exit status."""
     # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(int(parent))
+    die_with(parent)
     _keep_memory()
     if cores:
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    sys.path[:] = json.loads(paths)
-    from dovetail.runtime.processes import Channel, Failure
+        os.sched_setaffinity(0, cores)
+    sys.path[:] = paths
+    from dovetail.runtime.processes import Channel, Exiting, Failure
+    from dovetail.runtime.user_code import exits_noticed, line_of, running_at
 
-    channel = Channel(int(descriptor))
+    channel = Channel(descriptor)
+
+    def say_where(_status: object) -> None:
+        # The process still ends as the user's code wants it to.
+        with suppress(ConnectionError):
+            channel.send(Exiting(running_at()))
+
     try:
         module, function = entry.split(":")
-        getattr(importlib.import_module(module), function)(channel)
+        with exits_noticed(say_where):
+            getattr(importlib.import_module(module), function)(channel)
     except EOFError:
         # The parent closed its end, which is the ordinary way to stop a worker.
         return 0
-    except BaseException:
+    except BaseException as error:
         # If the parent has closed its end, nobody reads the failure.
         with suppress(ConnectionError):
-            channel.send(Failure(traceback.format_exc()))
+            channel.send(Failure(traceback.format_exc(), line_of(error)))
         return 1
     return 0
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the call above.

@@ -15,6 +15,10 @@ from platformdirs import user_cache_path
 from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.units import format_bytes
 
+UNUSABLE_NAME = (OSError, ValueError, RuntimeError)
+"""What using a file's name raises. A name with a NUL or a lone surrogate raises ValueError, and up
+to Python 3.12 resolving a link that leads back to itself raises RuntimeError."""
+
 
 def cache_folder() -> Path:
     """Return the folder of what can be computed again: $DOVETAIL_CACHE, or else the user's own."""
@@ -48,10 +52,15 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         else:
             # A link keeps pointing where it did: its target is replaced, not the link.
             _replace(target.resolve(), content)
-    # A name with a NUL raises ValueError.
-    except (OSError, ValueError) as error:
-        detail = error.strerror if isinstance(error, OSError) else str(error)
-        raise UnwritableError(os.fspath(path), detail or str(error)) from error
+    except UNUSABLE_NAME as error:
+        raise UnwritableError(os.fspath(path), explain_os(error)) from error
+
+
+def explain_os(error: BaseException) -> str:
+    """The reason of one of `UNUSABLE_NAME`, without the file's name."""
+    if isinstance(error, RuntimeError):
+        return "it is a link that leads back to itself"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _replace(target: Path, content: bytes) -> None:
@@ -87,15 +96,18 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             handle, temporary = tempfile.mkstemp(dir=target.resolve().parent, prefix=".dovetail.")
             os.close(handle)
             os.unlink(temporary)
-    except (OSError, ValueError) as error:
-        detail = error.strerror if isinstance(error, OSError) else str(error)
-        raise UnwritableError(os.fspath(path), detail or str(error)) from error
+    except UNUSABLE_NAME as error:
+        raise UnwritableError(os.fspath(path), explain_os(error)) from error
 
 
 # ── Reading JSON of unknown origin ──────────────────────────────────────────────────────────────
 
-MOST_BYTES = 2**31
-"""No more bytes of JSON than this are read. A small gzip file can unpack to any size."""
+MOST_BYTES = 2**28
+"""No more bytes of JSON than this are read. A small gzip file can unpack to any size. A history of
+a million commits has half as many."""
+MOST_VALUES, MOST_CONTAINERS = 2**24, 2**22
+"""JSON with more commas, or more lists and objects, is not parsed: as Python's objects it would
+take gigabytes. A history of a million commits has three quarters of these values."""
 _CHUNK_BYTES = 2**20
 """This many bytes are unpacked at a time."""
 
@@ -105,6 +117,9 @@ def read_json(path: str | Path) -> Any:
     try:
         with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
             data = b"".join(_chunks(file.read, str(path)))
+        if data.count(b",") > MOST_VALUES or data.count(b"{") + data.count(b"[") > MOST_CONTAINERS:
+            detail = f"holds more than {MOST_VALUES} values, or {MOST_CONTAINERS} lists and objects"
+            raise FileFormatError(str(path), detail)
         return json.loads(data)
     except FileNotFoundError:
         raise FileFormatError(str(path), "no such file") from None

@@ -159,12 +159,15 @@ class PlayedCuda:
         self._refuse_in_capture("begin another capture")
         self._capturing = graph
         graph.streams = [stream]
-        try:
-            with self.stream(stream):
+        with self.stream(stream):
+            try:
                 yield
-            graph.check_joined()
-        finally:
-            self._capturing = None
+            finally:
+                if self._current is not stream:
+                    # As CUDA, which goes on with the capture then.
+                    raise RuntimeError("a capture ends on another stream than it began on")
+                self._capturing = None
+        graph.check_joined()
 
     def issue(self, name: str, work: Callable[[], Any], reads: Any, writes: Any) -> Any:
         """Run a work on the current stream. `writes` are the tensors that it writes over; those
@@ -255,7 +258,9 @@ class PlayedCuda:
 
 
 class PlayedStream:
-    """clock   what its next work surely starts after
+    """Works that run one after another.
+
+    clock   what its next work surely starts after
     freed   memory that its next work may write over
     """
 
@@ -321,6 +326,8 @@ class _Captured:
 
 @dataclass(frozen=True, eq=False)
 class _Record:
+    """The recording of an event in a capture."""
+
     event: PlayedEvent
 
 
@@ -337,10 +344,6 @@ class PlayedGraph:
         self.log: list[tuple[PlayedStream, _Captured | _Record | PlayedEvent]] = []
         self.streams: list[PlayedStream] = []
         self.recorded: set[PlayedEvent] = set()
-
-    @property
-    def works(self) -> list[_Captured]:
-        return [entry for _, entry in self.log if isinstance(entry, _Captured)]
 
     def add_again(
         self,

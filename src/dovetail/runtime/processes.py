@@ -4,9 +4,10 @@
         worker.send(request)             │ serve(channel): channel.receive(), channel.send(...)
         reply = worker.receive()         │ until receive raises EOFError, which ends it
 
-Workers are started by `subprocess` and not by `multiprocessing`, because fork breaks OpenMP and
-spawn runs the user's script again. The kernel kills a worker when the *thread* that launched it
-ends, so launch from a thread that stays. Linux only.
+Workers are started by `subprocess`: forking this process would break OpenMP, and `multiprocessing`
+would run the user's script again. Those of one thread are forked by a server that has imported
+torch, where one was started (`runtime.forking`). The kernel kills a worker when the *thread* that
+launched it ends, so launch from a thread that stays. Linux only.
 """
 
 import json
@@ -25,13 +26,28 @@ from types import TracebackType
 from typing import Any, Self
 
 from dovetail.errors import ProcessDiedError, ProcessError
+from dovetail.runtime.forking import ForkedProcess, end_fork_server, fork_server
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The message that a worker sends instead of a reply when its entry function raised."""
+    """The message that a worker sends instead of a reply when its entry function raised.
+
+    said   the exception in one line
+    """
 
     traceback: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Exiting:
+    """The message that a worker sends before the user's code ends it by `os._exit`.
+
+    location   the line that does so
+    """
+
+    location: str
 
 
 class Channel:
@@ -98,7 +114,9 @@ class Worker:
     `send` and `receive` raise `ProcessError` with the worker's traceback, or `ProcessDiedError`.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], channel: Channel) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes] | ForkedProcess, channel: Channel
+    ) -> None:
         self.name = name
         self._process = process
         self._channel = channel
@@ -124,14 +142,18 @@ class Worker:
 
     def receive(self, timeout_seconds: float | None = None) -> Any:
         """The worker's next message. Raises `TimeoutError` after `timeout_seconds`."""
+        location = ""
         try:
             if timeout_seconds is not None and not self._channel.poll(timeout_seconds):
                 raise TimeoutError(f"process {self.name}: no reply in {timeout_seconds} s")
             message = self._channel.receive()
+            if isinstance(message, Exiting):
+                location = message.location
+                message = self._channel.receive()
         except EOFError:
-            raise self._explain_death() from None
+            raise self._explain_death(location) from None
         if isinstance(message, Failure):
-            raise ProcessError(self.name, message.traceback)
+            raise ProcessError(self.name, message.traceback, message.said)
         return message
 
     def close(self, *, kill: bool = False) -> None:
@@ -164,14 +186,19 @@ class Worker:
         except (ProcessError, ProcessDiedError) as error:
             return error
 
-    def _explain_death(self) -> ProcessDiedError:
+    def _explain_death(self, location: str = "") -> ProcessDiedError:
+        """How the process has ended.
+
+        location   the line of the user's own code that has ended it; "" if none is known to
+        """
         try:
             status = self._process.wait(GRACE_SECONDS)
         # The worker closed its channel but lives on.
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        return ProcessDiedError(self.name, describe_status(status))
+        where = f" at {location}" if location else ""
+        return ProcessDiedError(self.name, describe_status(status) + where)
 
 
 def launch(
@@ -190,6 +217,9 @@ def launch(
     """
     parent_end, child_end = socket.socketpair()
     with child_end:
+        forked = _forked(entry, cores, child_end.fileno()) if threads == 1 else None
+        if forked is not None:
+            return Worker(name or entry, forked, Channel(parent_end.detach()))
         process = subprocess.Popen(
             [
                 # -P keeps the folder of child.py off sys.path, where it would hide other modules.
@@ -211,6 +241,17 @@ def launch(
             process_group=0,
         )
     return Worker(name or entry, process, Channel(parent_end.detach()))
+
+
+def _forked(entry: str, cores: tuple[int, ...], descriptor: int) -> ForkedProcess | None:
+    """A worker from the fork server; None if it cannot be had from there."""
+    server = fork_server()
+    if server is None:
+        return None
+    process = server.fork(entry, cores, descriptor)
+    if process is None:
+        end_fork_server()
+    return process
 
 
 def _environment(threads: int, spins_briefly: bool) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Holds all that we use of torch beyond its public interface, which new versions may change.
 
 Tried: torch 2.11, 2.13 and 2.15. Other modules import these names from here, so that a difference
-between versions is settled here too, with the version and the reason beside it. So far there is
-one, `with_real_forms`. On 2.15 two tests fail that compare a recording with what `make_fx`
-records.
+between versions is settled here too, with the version and the reason beside it. So far there are
+two, `with_real_forms` and `GENERATED_CODE_ALIGNS`. On 2.15 two tests fail that compare a recording
+with what `make_fx` records.
 
 Two private names are used elsewhere: the attributes `_schema` and `py_kernels` of `OpOverload`.
 """
@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "FAKE_TENSOR_LOGGER",
+    "GENERATED_CODE_ALIGNS",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
@@ -201,6 +202,11 @@ def inductor_source(module: fx.GraphModule, examples: Sequence[Tensor]) -> str:
         compile_fx(module, list(examples), inner_compile=keep_source)
     (source,) = sources
     return source
+
+
+GENERATED_CODE_ALIGNS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Before 2.12 what copies misaligned inputs for a GPU's kernels stood outside the source that is
+kept here."""
 
 
 def view_operator() -> OpOverload:

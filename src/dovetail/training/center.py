@@ -112,6 +112,10 @@ class Center:
         """The vector that the worker's commits lie in; None if none is attached."""
         return self._inboxes.get(worker)
 
+    def has_base(self, worker: int) -> bool:
+        """Whether the center that the worker pulled last is kept."""
+        return worker in self._bases
+
     def fits(self, vector: Vector) -> bool:
         """Whether the vector has theta's shape and type and is contiguous."""
         theta = self._theta

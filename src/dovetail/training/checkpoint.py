@@ -13,15 +13,19 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from dovetail.errors import FileFormatError, RunMismatchError, UnwritableError, UsageError
 from dovetail.runtime.files import write_atomically
+from dovetail.runtime.formats import STRICT, Whole, file_type, first_complaint
 from dovetail.training.records import Evaluation, Vector
 
 FORMAT = "dovetail training run 1"
+_HEADER_BYTES = 128
+"""numpy writes so many bytes before a vector, whatever its length."""
 _FACTS, _EVALUATIONS, _BEST, _CENTER = "trainer.json", "evaluations.json", "best.npy", "center"
 
 
@@ -54,14 +58,22 @@ class RunFolder:
         path = self.path / _EVALUATIONS
         if not path.exists():
             return [], None, None
-        saved = _read(path)
         try:
-            evaluations = [Evaluation(**entry) for entry in saved["evaluations"]]
-            best = saved["best"]
-            theta = None if best is None else np.load(self.path / _BEST, allow_pickle=False)
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            raise FileFormatError(str(path), str(error)) from error
-        return evaluations, best, theta
+            saved = _Evaluations.model_validate(_read(path))
+        except ValidationError as error:
+            raise FileFormatError(str(path), first_complaint(error)) from None
+        best = saved.best
+        if best is not None and best >= len(saved.evaluations):
+            detail = f"the best is number {best} of {len(saved.evaluations)}"
+            raise FileFormatError(str(path), detail)
+        theta = None if best is None else _read_vector(self.path / _BEST)
+        return saved.evaluations, best, theta
+
+
+class _Evaluations(BaseModel):
+    model_config = STRICT
+    best: Annotated[Whole, Field(ge=0)] | None
+    evaluations: list[file_type(Evaluation)]  # type: ignore[valid-type]
 
 
 def open_folder(
@@ -80,13 +92,14 @@ def open_folder(
     if not resume:
         return _start(path, facts)
     stored = _read(held)
-    if stored.get("format") != FORMAT or not isinstance(stored.get("run"), str):
+    run = stored.get("run")
+    if stored.get("format") != FORMAT or not isinstance(run, str) or not run.isascii():
         raise FileFormatError(str(held), f"it is no {FORMAT}")
     # The facts go through JSON once, so that tuples compare equal to the lists in the file.
     for field, expected in json.loads(json.dumps(dict(facts))).items():
         if stored.get(field) != expected:
             raise RunMismatchError(str(path), field, expected, stored.get(field))
-    return RunFolder(path, stored["run"])
+    return RunFolder(path, run)
 
 
 def check_held(folder: str | os.PathLike[str], resume: bool) -> None:
@@ -111,11 +124,34 @@ def _start(path: Path, facts: Mapping[str, Any]) -> RunFolder:
     return RunFolder(path, run)
 
 
+def _read_vector(path: Path) -> Vector:
+    """The vector [size] of a file that `save` wrote. Raises `FileFormatError`.
+
+    Only the bytes that numpy writes before such a vector are taken. numpy's own reader would parse
+    any header, as Python, and make room for any shape that it names.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(str(path), error.strerror or str(error)) from error
+    for kind in (np.float32, np.float64):
+        width = np.dtype(kind).itemsize
+        size = max(len(data) - _HEADER_BYTES, 0) // width
+        facts = {"descr": np.dtype(kind).str, "fortran_order": False, "shape": (size,)}
+        head = io.BytesIO()
+        np.lib.format.write_array_header_1_0(head, facts)
+        if data.startswith(head.getvalue()) and len(data) == _HEADER_BYTES + size * width:
+            return np.frombuffer(data, kind, offset=_HEADER_BYTES).copy()  # type: ignore[return-value]
+    raise FileFormatError(str(path), "it is no vector of a run: changed, or cut off")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise FileFormatError(str(path), str(error)) from error
+    except RecursionError:
+        raise FileFormatError(str(path), "nested too deeply") from None
     if not isinstance(content, dict):
         raise FileFormatError(str(path), "it is not a JSON object")
     return content

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from dovetail.errors import UsageError
+from dovetail.runtime.user_code import UserCode, at
 
 Collate = Callable[[list[Any]], Any]
 """Makes one batch of a list of items."""
@@ -57,9 +58,10 @@ def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) 
     """
     if isinstance(dataset, DataLoader):
         raise UsageError("dataset", "is a DataLoader; give its data set, and `batch` and `collate`")
-    source = _open(dataset, collate, epochs)
+    with UserCode("opening the data set", dataset):
+        source = _open(dataset, collate, epochs)
     if source.samples == 0:
-        raise UsageError("dataset", "is empty")
+        raise UsageError("dataset", f"is empty{at(dataset)}")
     return source
 
 
@@ -84,7 +86,7 @@ def _open(dataset: Any, collate: Collate | None, epochs: int) -> SampleSource:
     raise UsageError(
         "dataset",
         f"{type(dataset).__name__} {detail}; give a tuple of arrays, a map-style data set, or an "
-        "iterable that can be started anew",
+        f"iterable that can be started anew{at(dataset)}",
     )
 
 
@@ -152,8 +154,34 @@ class MapSource:
         # Plain ints, because not every `__getitem__` takes numpy's integers.
         rows = indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
-        items = many(rows) if many is not None else [self._dataset[row] for row in rows]
-        return self._collate(items), len(rows)
+        if many is not None:
+            with UserCode(lambda: f"{_items(rows)} of the data set", self._dataset):
+                items = list(many(rows))
+        else:
+            items = self._one_by_one(rows)
+        if len(items) != len(rows):
+            says = f"__getitems__ returns {len(items)} items for {len(rows)} indices"
+            raise UsageError("dataset", f"{says}{at(many)}")
+        return _collated(self._collate, items, self._dataset), len(rows)
+
+    def _one_by_one(self, rows: list[int]) -> list[Any]:
+        items: list[Any] = []
+        with UserCode(lambda: f"item {rows[len(items)]} of the data set", self._dataset):
+            for row in rows:
+                items.append(self._dataset[row])
+        return items
+
+
+def _items(rows: list[int]) -> str:
+    """The items by their indices, in words."""
+    return f"item {rows[0]}" if len(rows) == 1 else f"items {rows[0]} to {rows[-1]}"
+
+
+def _collated(collate: Collate, items: list[Any], dataset: Any) -> Any:
+    """One batch of the items."""
+    owner = dataset if collate is default_collate else collate
+    with UserCode(f"making a batch of {len(items)} items of the data set", owner):
+        return collate(items)
 
 
 class StreamSource:
@@ -186,12 +214,15 @@ class StreamSource:
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
         """The items at the ascending positions `indices`; fewer items at the stream's end."""
         items: list[Any] = []
-        for position in indices.tolist():
-            item = self._item(position)
-            if item is _END:
-                break
-            items.append(item)
-        return (self._collate(items), len(items)) if items else (None, 0)
+        with UserCode(lambda: f"item {self._position} of the data set", self._dataset):
+            for position in indices.tolist():
+                item = self._item(position)
+                if item is _END:
+                    break
+                items.append(item)
+        if not items:
+            return None, 0
+        return _collated(self._collate, items, self._dataset), len(items)
 
     def _item(self, position: int) -> Any:
         if self._items is None or position < self._position:

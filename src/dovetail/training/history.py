@@ -58,6 +58,7 @@ from dovetail.units import format_count, format_seconds, printable
 Column = NDArray[Any]
 COLUMNS = {field.name: field.type for field in fields(Row)}
 """Name -> type of a history's columns, in order. They are the fields of `Row`."""
+_COUNTS = tuple(name for name, kind in COLUMNS.items() if kind is int)
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """A figure whose name contains one of these words is better if it is smaller."""
 SUMMARY_EPOCHS = 12
@@ -67,6 +68,8 @@ POINTS = 5000
 """TensorBoard gets at most so many points of one scalar. With more commits, each point is the mean
 of several."""
 FORMAT, VERSION = "dovetail.history", 1
+MOST_DEPTH = 100
+"""What a history's meta holds may be nested so many times, since it is written by recursion."""
 MOST_FIGURES = 1000
 """A CSV file may have at most so many columns of figures."""
 _COUNTED = ("lost", "restarted", "server_restarted", "refused")
@@ -140,7 +143,9 @@ class History:
         does not have it."""
         job = self.outcome.meta.get("job")
         value = job.get(field) if isinstance(job, dict) else None
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        # Numbers that no column could count with are as good as none.
+        counts = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+        return value if counts else None
 
     @property
     def workers(self) -> int:
@@ -456,6 +461,8 @@ def _from_json(path: str, raw: Any) -> Outcome:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise FileFormatError(path, f"no saved history: {where}: {first['msg']}") from None
+    if _depth(read.meta) > MOST_DEPTH:
+        raise FileFormatError(path, f"its meta is nested more than {MOST_DEPTH} times")
     columns = [getattr(read.commits, column) for column in COLUMNS]
     if len({len(column) for column in columns}) > 1:
         raise FileFormatError(path, "its columns are not of one length")
@@ -468,6 +475,19 @@ def _from_json(path: str, raw: Any) -> Outcome:
     )
     _check_drawable(path, outcome)
     return outcome
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects are around the innermost value."""
+    depth, level = 0, [value]
+    while level := [
+        inner
+        for held in level
+        if isinstance(held, dict | list)
+        for inner in (held.values() if isinstance(held, dict) else held)
+    ]:
+        depth += 1
+    return depth
 
 
 def _to_plain(value: Any) -> Any:
@@ -494,11 +514,14 @@ def _check_drawable(path: str, outcome: Outcome) -> None:
     spans = (s for row in outcome.rows for s in (row.begin_seconds, row.end_seconds))
     if not all(map(math.isfinite, chain(moments, spans))):
         raise FileFormatError(path, "a time is not finite")
-    counts = (
-        n for row in outcome.rows for n in (row.samples, row.staleness, row.worker, row.clock)
-    )
-    if not all(0 <= n < 2**53 for n in counts):
-        raise FileFormatError(path, "a commit's samples, staleness, worker or clock is no count")
+    for row in outcome.rows:
+        for name in _COUNTS:
+            if not 0 <= getattr(row, name) < 2**53:
+                raise FileFormatError(path, f"a commit's {name} is no count")
+    totals = [outcome.clock, outcome.samples, sum(row.samples for row in outcome.rows)]
+    totals += [n for e in outcome.evaluations for n in (e.clock, e.samples)]
+    if not all(0 <= n < 2**53 for n in totals):
+        raise FileFormatError(path, "a clock or a number of samples is no count")
 
 
 def _as_csv(outcome: Outcome) -> str:
@@ -527,7 +550,11 @@ def _from_csv(path: str) -> Outcome:
             plain = len(_CSV_KEYS)
             if tuple(heads[:plain]) != _CSV_KEYS or len(heads) > plain + MOST_FIGURES:
                 raise FileFormatError(path, f"its columns are not {', '.join(_CSV_KEYS)}")
+            if len(set(heads)) < len(heads):
+                raise FileFormatError(path, "two of its columns have one name")
             for line in reader:
+                if None in line:
+                    raise ValueError("it has more cells than there are columns")
                 if line["record"] not in records:
                     raise ValueError(f"{line['record']!r} is no record")
                 records[line["record"]].append(_record_of(line))

@@ -78,14 +78,24 @@ def stored_identity(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        kept = json.loads(path.read_text())
-        fields: dict[str, Any] = kept["run"]
-        intact = kept["crc"] == zlib.crc32(_canonical(fields))
-    except (ValueError, KeyError, TypeError) as error:
-        raise JournalError(os.fspath(path), str(error)) from error
-    if not intact:
+        kept = _parse(path, path.read_bytes(), "it")
+    except OSError as error:
+        raise JournalError(os.fspath(path), error.strerror or str(error)) from error
+    fields = kept.get("run")
+    if not isinstance(fields, dict) or kept.get("crc") != zlib.crc32(_canonical(fields)):
         raise JournalError(os.fspath(path), "it was changed since it was written")
     return fields
+
+
+def _parse(path: Path, text: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in a file of a run's folder. Raises `JournalError`."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise JournalError(os.fspath(path), f"{what} is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise JournalError(os.fspath(path), f"{what} is no JSON object")
+    return parsed
 
 
 class Journal:
@@ -144,18 +154,31 @@ class Journal:
         if not snapshots:
             return None
         self.number = snapshots[-1]
-        path = self._folder / f"snapshot-{self.number:012d}"
-        state = read_snapshot(path)
-        self._snapshot_bytes = path.stat().st_size
+        state = read_snapshot(self.snapshot_path)
+        self._snapshot_bytes = self.snapshot_path.stat().st_size
         self._clear()
         return state
+
+    @property
+    def snapshot_path(self) -> Path:
+        """The last snapshot, if there is one."""
+        return self._folder / f"snapshot-{self._snapshots()[-1]:012d}"
+
+    @property
+    def log_path(self) -> Path:
+        """The log that follows the last snapshot."""
+        return self._log()
 
     def records(self) -> Iterator[JournalRecord]:
         """Yields the records since the snapshot, in order. When all have been read, the log is open
         for `append` after the last of them."""
         path = self._log()
         if path.exists():
-            with open(path, "rb") as file:
+            try:
+                file = open(path, "rb")  # noqa: SIM115  closed below
+            except OSError as error:
+                raise JournalError(os.fspath(path), error.strerror or str(error)) from error
+            with file:
                 yield from self._read(file, path)
             if self._end_bytes:
                 self._continue(path)
@@ -201,11 +224,14 @@ class Journal:
             raise self._damaged_record(path, "its header was changed")
         vector = None
         if vector_bytes:
+            if vector_bytes % self._kind.itemsize:
+                raise self._damaged_record(path, f"its vector is of no {self._kind}")
             vector = np.empty(vector_bytes // self._kind.itemsize, self._kind)
             file.readinto(vector.data.cast("B"))  # type: ignore[attr-defined]
             if checksum(vector) != expected:
                 raise self._damaged_record(path, "its vector was changed")
-        return JournalRecord(json.loads(header), vector)
+        what = f"the record at byte {self._end_bytes}: its header"
+        return JournalRecord(_parse(path, header, what), vector)
 
     def _damaged_record(self, path: Path, detail: str) -> JournalError:
         return JournalError(os.fspath(path), f"the record at byte {self._end_bytes}: {detail}")
@@ -280,26 +306,35 @@ class Journal:
         """Begins the log that follows the last snapshot."""
         if self._segment is not None:
             self._segment.close()
-        self._segment = open(self._log(), "wb", buffering=0)  # noqa: SIM115  held until close
-        write_all(self._segment.fileno(), [memoryview(_SEGMENT)])
+        path = self._log()
+        try:
+            self._segment = open(path, "wb", buffering=0)  # noqa: SIM115  held until close
+            write_all(self._segment.fileno(), [memoryview(_SEGMENT)])
+            if self._storage.sync:
+                os.fsync(self._segment.fileno())
+                sync_folder(self._folder)
+        except OSError as error:
+            raise UnwritableError(os.fspath(path), error.strerror or str(error)) from error
         self._end_bytes = len(_SEGMENT)
-        if self._storage.sync:
-            os.fsync(self._segment.fileno())
-            sync_folder(self._folder)
 
     def _continue(self, path: Path) -> None:
         """Opens the log to append after the last whole record, and cuts off what follows that."""
-        self._segment = open(path, "r+b", buffering=0)  # noqa: SIM115  held until close
-        os.ftruncate(self._segment.fileno(), self._end_bytes)
-        self._segment.seek(self._end_bytes)
+        try:
+            self._segment = open(path, "r+b", buffering=0)  # noqa: SIM115  held until close
+            os.ftruncate(self._segment.fileno(), self._end_bytes)
+            self._segment.seek(self._end_bytes)
+        except OSError as error:
+            raise UnwritableError(os.fspath(path), error.strerror or str(error)) from error
 
     def _clear(self) -> None:
         """Removes logs and snapshots older than the last snapshot, and an unfinished snapshot."""
         last = self._snapshots()[-1]
-        for path in self._files("log-") + self._files("snapshot-"):
-            if _number(path) < last:
-                path.unlink()
-        (self._folder / ".snapshot.tmp").unlink(missing_ok=True)
+        old = [p for p in self._files("log-") + self._files("snapshot-") if _number(p) < last]
+        for path in (*old, self._folder / ".snapshot.tmp"):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise UnwritableError(os.fspath(path), error.strerror or str(error)) from error
 
 
 def _number(path: Path) -> int:
@@ -316,6 +351,8 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 MAGIC = b"dovetS2\n"
 """Name and version of the snapshot's format. Version 1 used another kind of checksum."""
 _HEAD = struct.Struct("<QI")
+_KINDS = ("float32", "float64")
+"""The types of vectors in snapshots."""
 _MOST_PIECES = 1024
 """One `writev` takes at most so many pieces (Linux's IOV_MAX)."""
 
@@ -345,7 +382,10 @@ def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]
 def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
     """Reads the state and the vectors of a snapshot. Raises a `JournalError` that names the changed
     part and its byte, if the file is not as it was written."""
-    data = np.fromfile(path, np.uint8)
+    try:
+        data = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise JournalError(os.fspath(path), error.strerror or str(error)) from error
     start = len(MAGIC) + _HEAD.size
     magic = data[: len(MAGIC)].tobytes()
     if magic != MAGIC or data.size < start:
@@ -354,9 +394,13 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
     header = data[start : start + length].tobytes() if length <= data.size else b""
     if len(header) != length or zlib.crc32(header) != crc:
         raise JournalError(os.fspath(path), f"its header was changed, at byte {len(MAGIC)} or on")
-    fields = json.loads(header)
+    fields = _parse(path, header, "its header")
+    entries, state = fields.get("vectors"), fields.get("state")
+    if not isinstance(state, dict) or not isinstance(entries, list):
+        raise JournalError(os.fspath(path), "its header lacks the state or the vectors")
     vectors, end = {}, start + length
-    for name, kind, size, expected in fields["vectors"]:
+    for entry in entries:
+        name, kind, size, expected = _vector_entry(path, entry)
         begin, end = end, end + size * np.dtype(kind).itemsize
         octets = data[begin:end]
         if octets.size != end - begin or checksum(octets) != expected:
@@ -364,7 +408,16 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
         vectors[name] = np.frombuffer(octets.tobytes(), kind)
     if end != data.size:
         raise JournalError(os.fspath(path), f"it goes on where it should end, at byte {end}")
-    return fields["state"], vectors
+    return state, vectors
+
+
+def _vector_entry(path: Path, entry: Any) -> tuple[str, str, int, int]:
+    """(name, dtype, size, checksum) of a vector that a snapshot's header lists."""
+    kinds = [type(value) for value in entry] if isinstance(entry, list) else []
+    if kinds != [str, str, int, int] or entry[1] not in _KINDS or entry[2] < 0:
+        raise JournalError(os.fspath(path), f"its header lists {entry!r:.60}, which is no vector")
+    name, kind, size, expected = entry
+    return name, kind, size, expected
 
 
 def explain_start(start: bytes, expected: bytes, what: str) -> str:

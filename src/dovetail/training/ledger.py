@@ -81,9 +81,9 @@ class Ledger:
         self._leases = Leases(job)
         self._members: dict[int, _LedgerWorker] = {}
         self._waiting: dict[int, _WaitingTurn] = {}  # in the order of asking
-        # A restored ledger may lack the last commits, so workers may skip numbers (see `check`).
+        # A server that took over may lack the last commits, so workers may skip numbers.
         self._restored = False
-        self._heard: set[int] = set()  # workers whose commits have counted since the restore
+        self._heard: set[int] = set()  # workers whose commits have counted since then
 
     @property
     def samples(self) -> int:
@@ -180,6 +180,17 @@ class Ledger:
         lease has says the same.)"""
         self._leases.end(samples)
         return self._settle()
+
+    def restart(self, leases: int | None) -> None:
+        """Notes that another server has taken over, which may lack the last inputs of the one
+        before. It numbers the leases that are taken from now on from `leases`; None: it goes on.
+
+        Its workers have counted commits that may be lost. So the first commit of each worker may
+        skip the numbers that are missing here."""
+        self._restored = True
+        self._heard.clear()
+        if leases is not None:
+            self._leases.number = leases
 
     def stop(self) -> list[Step]:
         """Ends the run. All workers that ask, now or later, are told so. No commit counts any
@@ -344,10 +355,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, job: Job, rule: Rule, state: dict[str, Any]) -> "Ledger":
-        """The ledger that has this `state`.
-
-        If later commits were lost with the server, its workers have counted them. So the first
-        commit of each worker may skip the numbers that are missing here."""
+        """The ledger that has this `state`."""
         ledger = cls(job, rule)
         ledger.clock = state["clock"]
         ledger.stopped = state["stopped"]
@@ -389,6 +397,7 @@ class Leases:
 
     stop        number of positions of the run; None: a stream whose end is not known yet
     committed   number of samples that were committed
+    number      of the next lease
     """
 
     def __init__(self, job: Job) -> None:
@@ -400,7 +409,7 @@ class Leases:
         self.committed = 0
         # Of each pool: the first position that was never handed out.
         self._next = [start for start, _ in self._positions.pools]
-        self._number = 0  # of the next lease
+        self.number = 0
         self._returned: list[tuple[int, int]] = []  # [start, stop) of positions, sorted
         self._held: dict[int, Lease] = {}  # by number
 
@@ -435,8 +444,11 @@ class Leases:
                 stop = self._next[pool] = self._stop_of(start, self._end_of(pool), steps)
             else:
                 continue
-            lease = Lease(self._number, start, stop)
-            self._number += 1
+            # The numbers begin anywhere after a restart, so one of them may still be held.
+            while self.number in self._held:
+                self.number += 1
+            lease = Lease(self.number, start, stop)
+            self.number += 1
             self._held[lease.number] = lease
             return lease
         return None
@@ -506,7 +518,7 @@ class Leases:
             "stop": self.stop,
             "committed": self.committed,
             "next": list(self._next),
-            "number": self._number,
+            "number": self.number,
             "returned": [list(span) for span in self._returned],
             "held": [[lease.number, lease.start, lease.stop] for lease in self._held.values()],
         }
@@ -520,7 +532,7 @@ class Leases:
         # Runs from before there were shares kept the one pool's number by itself.
         following = state["next"]
         leases._next = list(following) if isinstance(following, list) else [following]
-        leases._number = state["number"]
+        leases.number = state["number"]
         leases._returned = [(start, stop) for start, stop in state["returned"]]
         leases._held = {number: Lease(number, start, stop) for number, start, stop in state["held"]}
         return leases

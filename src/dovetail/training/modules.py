@@ -28,9 +28,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dovetail.errors import ModelError, UsageError
 from dovetail.runtime.torch_versions import pytree
+from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.datasets import (
     ArrangedSource,
     Collate,
@@ -62,10 +64,14 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     Raises `ModelError` if they cannot form one float vector in the CPU's memory.
     """
     name = type(module).__name__
-    named = [(path, p) for path, p in named_parameters(module) if p.requires_grad]
+    all_named = named_parameters(module)
+    for path, tensor in (*all_named, *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(name, f"{path} has no shape yet; call the model once{at(module)}")
+    named = [(path, p) for path, p in all_named if p.requires_grad]
     for path, parameter in named:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModelError(name, f"{path} has no shape yet; call the model once")
+        if parameter.layout != torch.strided:
+            raise ModelError(name, f"{path} is sparse; only dense parameters train{at(module)}")
         if parameter.dtype not in _DTYPES:
             raise ModelError(name, f"{path} is {parameter.dtype}; only float32 and float64 train")
         if parameter.device.type != "cpu":
@@ -152,15 +158,23 @@ def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
     """The loss of a batch, with the graph that autograd needs for the backward pass. What Keras
     models, the module itself or inside it, add to the loss is added."""
     output, targets = outputs(module, batch)
-    return with_added_losses(loss(output, *targets), added_losses(module))
+    with UserCode("the loss", loss, module):
+        mean = loss(output, *targets)
+    if not isinstance(mean, Tensor):
+        raise UsageError("loss", f"returns {type(mean).__name__}, not a tensor{at(loss)}")
+    if mean.numel() != 1:
+        shape = tuple(mean.shape)
+        raise UsageError("loss", f"is of shape {shape}; it must be one number, a mean{at(loss)}")
+    return with_added_losses(mean, added_losses(module))
 
 
 def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:
     """(output, targets) of a batch, in the mode that the module is in."""
     arguments, keywords, targets = split(batch)
-    if is_keras(module):
-        return call_keras(module, arguments, keywords), targets
-    return module(*arguments, **keywords), targets
+    with UserCode("the model", module):
+        if is_keras(module):
+            return call_keras(module, arguments, keywords), targets
+        return module(*arguments, **keywords), targets
 
 
 class ModuleLearner:
@@ -223,7 +237,9 @@ class ModuleLearner:
         twins = [nn.Parameter(view) for view in _views(self._home_there, self._parameters)]
         for twin, piece in zip(twins, self._pieces, strict=True):
             twin.grad = piece
-        return check_optimizer(optimizer(twins), twins)
+        with UserCode("making the optimizer", optimizer):
+            made = optimizer(twins)
+        return check_optimizer(made, twins, optimizer)
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
         """The gradient of the mean loss over these samples; over fewer if a stream ends."""
@@ -239,7 +255,8 @@ class ModuleLearner:
             batch = to_device(batch, self._device)
         with autocasting(self._device, self._autocast):
             loss = loss_of(self._module, self._loss, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with UserCode("the backward pass", self._module):
+            loss.backward()  # type: ignore[no-untyped-call]
         for piece, parameter in zip(self._pieces, self._parameters, strict=True):
             _store(piece, parameter.grad)
         if self._theta_there is not None:
@@ -258,7 +275,8 @@ class ModuleLearner:
         if self._theta_there is not None:
             self._flat_there.copy_(self._flat)
         self._rates.set(self._passes(epoch))
-        self._optimizer.step()
+        with UserCode("a step of the optimizer", self._optimizer):
+            self._optimizer.step()
         if self._theta_there is not None:
             self._home.copy_(self._home_there)
         np.subtract(self._home.numpy(), change, out=change)

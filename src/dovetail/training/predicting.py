@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from dovetail.errors import ModelError, NoWorkersError, ProcessDiedError, ProcessError, UsageError
 from dovetail.runtime.parcels import pack_parcel, unpack_parcel
 from dovetail.runtime.processes import Channel, Worker, launch, ready
+from dovetail.runtime.user_code import at, line_of
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import FailurePolicy, check_options
 from dovetail.training.backends.processes.transport import ProcessesOptions
@@ -64,7 +65,7 @@ def predict(request: TrainRequest, dataset: Any) -> Any:
     # The workers end at once if an output is refused.
     with closing(_applied(request, dataset, _outputs)) as results:
         for output, samples in results:
-            _check_rows(name, output, samples)
+            _check_rows(name, output, samples, at(request.model))
             parts.append(output)
     return _join(parts)
 
@@ -112,16 +113,21 @@ def _plain(output: Any) -> Any:
     return type(output).__name__
 
 
-def _check_rows(name: str, output: Any, samples: int) -> None:
-    """Raises `ModelError` for an output that has no row for each sample."""
+def _check_rows(name: str, output: Any, samples: int, where: str) -> None:
+    """Raises `ModelError` for an output that has no row for each sample.
+
+    where   the model's definition, to be added to the message
+    """
     if isinstance(output, dict | tuple):
         for inner in output.values() if isinstance(output, dict) else output:
-            _check_rows(name, inner, samples)
+            _check_rows(name, inner, samples, where)
     elif isinstance(output, str):
-        raise ModelError(name, f"returns a {output}; only tensors can be joined to predictions")
+        says = f"returns a {output}; only tensors can be joined to predictions"
+        raise ModelError(name, f"{says}{where}")
     elif output.ndim == 0 or len(output) != samples:
         shape = tuple(output.shape)
-        raise ModelError(name, f"returns shape {shape} for {samples} samples, not a row for each")
+        says = f"returns shape {shape} for {samples} samples, not a row for each"
+        raise ModelError(name, f"{says}{where}")
 
 
 def _join(parts: list[Any]) -> Any:
@@ -195,7 +201,7 @@ def _applied(
     if is_keras(request.model):
         check_keras(request.model)
     if not isinstance(request.model, nn.Module):
-        raise ModelError(type(request.model).__name__, "is no torch.nn.Module")
+        raise ModelError(type(request.model).__name__, f"is no torch.nn.Module{at(request.model)}")
     source = open_dataset(dataset, request.collate)
     is_stream = source.samples is None
     applier = Applier(request.model, function, None if is_stream else dataset, request.collate)
@@ -299,7 +305,7 @@ class _ThreadPool:
                 self._own.apply = self._applier.open()
             return self._own.apply(portion)
         except Exception as error:
-            raise ProcessError("a worker", traceback.format_exc()) from error
+            raise ProcessError("a worker", traceback.format_exc(), line_of(error)) from error
 
 
 class FarWorkers(Protocol):
@@ -459,7 +465,7 @@ class _Actors:
         try:
             return self._ray.get(self._asked.pop(worker))
         except RayTaskError as error:
-            raise ProcessError("a worker", str(error)) from error
+            raise ProcessError("a worker", str(error), line_of(error.cause)) from error
         except RayError as error:
             raise ProcessDiedError("a worker", shorten(error)) from error
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from dovetail.errors import ModelError, UnknownRuleError, UsageError
+from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Storage
 from dovetail.training.checkpoint import RunFolder, open_folder
@@ -154,7 +155,7 @@ def _check_model(model: Any) -> None:
     if is_keras(model):
         check_keras(model)
     if not isinstance(model, nn.Module):
-        raise ModelError(type(model).__name__, "is no torch.nn.Module")
+        raise ModelError(type(model).__name__, f"is no torch.nn.Module{at(model)}")
     check_travels({"model": model})
 
 
@@ -199,18 +200,16 @@ def _backend_of(request: TrainRequest) -> Backend:
 
 def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -> None:
     """Runs one batch forward and backward, so that an error shows now and not in every worker."""
-    module = copy.deepcopy(learners.module).train()
+    with UserCode("copying the model", learners.module):
+        module = copy.deepcopy(learners.module).train()
     source = open_dataset(learners.dataset, learners.collate, learners.epochs)
     first = next(batches_of(source, batch, 1), None)
     if first is None:
         raise UsageError("dataset", "is empty")
     loss: Any = loss_of(module, learners.loss, first[0])
-    if not isinstance(loss, Tensor):
-        raise UsageError("loss", f"returns {type(loss).__name__}, not a tensor")
-    if loss.numel() != 1:
-        raise UsageError("loss", f"is of shape {tuple(loss.shape)}; it must be one number, a mean")
     if not loss.requires_grad:
-        raise UsageError("loss", "does not depend on any parameter of the model that is trained")
+        says = "does not depend on any parameter of the model that is trained"
+        raise UsageError("loss", f"{says}{at(learners.loss)}")
     learner = ModuleLearner(
         module, learners.loss, learners.optimizer, source, learners.schedule, seed=learners.seed,
         device=device, autocast=learners.autocast,

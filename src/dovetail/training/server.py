@@ -13,6 +13,7 @@ through the same code.
 then work on several of them at once.
 """
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -383,11 +384,25 @@ class Server:
             self.snapshot()
             return
         fields, vectors = snapshot
+        # Imported here, because pydantic takes a while and only a server that comes back needs it.
+        from dovetail.training.restoring import check_record, check_snapshot
+
+        check_snapshot(
+            journal.snapshot_path, fields, vectors, state.ledger, state.center, state.momentum
+        )
         state.restore(fields, vectors)
         self._saved_rows = len(state.rows)
         last = {"seconds": fields["seconds"], "position": fields["position"]}
         passed = {turn["worker"]: turn for turn in fields["passed"]}
         for record in journal.records():
+            check_record(
+                journal.log_path,
+                journal.number - 1,
+                record.header,
+                record.vector,
+                state.ledger,
+                state.center,
+            )
             last |= record.header
             if record.header["kind"] == "turn":
                 passed[record.header["turn"]["worker"]] = record.header["turn"]
@@ -405,7 +420,10 @@ class Server:
         self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
         if self.stopped:
             state.enact(self._log({"kind": "continue"}), CommitPayload())
-        state.enact(self._log({"kind": "restarted"}), CommitPayload())
+        # Commits that were on their way to the server before this one name leases that it may not
+        # know of. Numbers from anywhere else keep those apart from the leases that follow.
+        leases = int.from_bytes(os.urandom(6), "big")
+        state.enact(self._log({"kind": "restarted", "leases": leases}), CommitPayload())
 
 
 def _payload(record: JournalRecord) -> CommitPayload:

@@ -159,6 +159,8 @@ class ServerState:
                 return []
             case "end_stream":
                 return self._execute(self.ledger.end_stream(header["samples"]), seconds)
+        # Of a shard that was lost, or in logs of earlier versions, it names no number.
+        self.ledger.restart(header.get("leases"))
         self._add_event("server_restarted", -1, seconds)
         return []
 

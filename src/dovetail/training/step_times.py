@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from dovetail.errors import FileFormatError, UsageError
 
 KINDS = ("constant", "jitter", "exponential", "lognormal", "trace")
+MOST_SECONDS = 1e15
+"""A step of a trace takes at most so long, which is 30 million years, so that sums stay finite."""
 _BLOCK = 256
 """So many steps are drawn in one call, which is cheaper than a call for each."""
 _STREAM = 0x57E9
@@ -48,9 +50,11 @@ class StepTimes:
             raise UsageError("times", f"there is no {self.kind!r}; there are {', '.join(KINDS)}")
         if (self.kind == "trace") != bool(self.trace):
             raise UsageError("trace", "goes with the kind 'trace', and has one step or more")
+        if not all(0 <= seconds <= MOST_SECONDS for seconds in self.trace):
+            raise UsageError("mean_seconds", f"step times are from 0 to {MOST_SECONDS:g} s")
         if self.trace:
             object.__setattr__(self, "mean_seconds", math.fsum(self.trace) / len(self.trace))
-        if not (0 < self.mean_seconds < math.inf and min(self.trace, default=1.0) >= 0):
+        if not 0 < self.mean_seconds < math.inf:
             raise UsageError("mean_seconds", "step times are finite and not negative")
         if not 0 <= self.spread <= (1.0 if self.kind == "jitter" else 1e6):
             raise UsageError("spread", f"{self.spread} is out of range; a jitter's is from 0 to 1")

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dovetail.errors import UsageError
+from dovetail.errors import UsageError, UserCodeError
+from dovetail.runtime.user_code import UserCode, at
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the trainable parameters, which it gets in the module's order."""
@@ -86,20 +87,23 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns `optimizer`, which the user's callable has made. Raises `UsageError` unless it is an
-    optimizer of `parameters` that needs one gradient a step."""
+def check_optimizer(
+    optimizer: Any, parameters: list[nn.Parameter], make: MakeOptimizer
+) -> torch.optim.Optimizer:
+    """Returns `optimizer`, which the user's callable `make` has made. Raises `UsageError` unless it
+    is an optimizer of `parameters` that needs one gradient a step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             "optimizer",
             f"made {type(optimizer).__name__}; give a callable of parameters that makes a "
-            "torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3)",
+            f"torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3){at(make)}",
         )
     given = {id(parameter) for parameter in parameters}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if not set(held) <= given or not held:
         raise UsageError(
-            "optimizer", "holds other parameters than those given; make it of its argument"
+            "optimizer",
+            f"holds other parameters than those given; make it of its argument{at(make)}",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -133,7 +137,9 @@ def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
     Raises `UsageError` if the server has no such optimizer.
     """
     twin = nn.Parameter(torch.zeros(1))
-    stepper = check_optimizer(optimizer([twin]), [twin])
+    with UserCode("making the optimizer", optimizer):
+        made = optimizer([twin])
+    stepper = check_optimizer(made, [twin], optimizer)
     names = {kind: name for name, (kind, settings) in _KINDS.items() if not settings}
     name = names.get(type(stepper))
     if name is None:
@@ -208,7 +214,8 @@ class Rates:
             # torch warns if the optimizer has not stepped before the scheduler does. Here the
             # scheduler only computes rates, so the order does not matter.
             warnings.simplefilter("ignore")
-            self._scheduler.step()
+            with UserCode("the schedule", self._scheduler):
+                self._scheduler.step()
         return _settings(self._optimizer)
 
 
@@ -224,10 +231,13 @@ def _scheduler(optimizer: torch.optim.Optimizer, schedule: Any) -> LRScheduler |
     if schedule is None or _is_function_of_epoch(schedule):
         return None
     try:
-        scheduler = schedule(optimizer)
-    except Exception as error:
+        with UserCode("the schedule", schedule):
+            scheduler = schedule(optimizer)
+    except UserCodeError as error:
+        where = f" (at {error.location})" if error.location else ""
         raise UsageError(
-            "schedule", f"is neither a function of the epoch nor of the optimizer: {error}"
+            "schedule",
+            f"is neither a function of the epoch nor of the optimizer: {error.said}{where}",
         ) from error
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise UsageError(
@@ -241,14 +251,16 @@ def _is_function_of_epoch(schedule: Any) -> bool:
     if not callable(schedule):
         raise UsageError("schedule", f"{schedule!r} is not callable")
     try:
-        return isinstance(float(schedule(0.0)), float)
-    except Exception:
+        with UserCode("the schedule", schedule):
+            return isinstance(float(schedule(0.0)), float)
+    except UserCodeError:
         # A function that makes a scheduler fails on a number, with an exception of any kind.
         return False
 
 
 def _factor(schedule: Any, epoch: float) -> float:
-    factor = float(schedule(epoch))
+    with UserCode("the schedule", schedule):
+        factor = float(schedule(epoch))
     if not 0 <= factor < float("inf"):
         raise UsageError("schedule", f"gives the factor {factor} at epoch {epoch}")
     return factor

@@ -6,12 +6,14 @@ request ─► prepare ─► backend ─► center ─► the module, its batch
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from dovetail.errors import DivergedError
+from dovetail.errors import DivergedError, UserCodeError
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.divergence import LossWatch, remedy
 from dovetail.training.history import History
@@ -35,8 +37,9 @@ def train(
 
     Ctrl-C ends the run and keeps the best center so far, or the last one without a validation set.
     If there is no center yet, `KeyboardInterrupt` is raised. Raises `InvalidError`, before anything
-    starts, for what cannot be trained. Raises `TrainingError` or `RunError` if the run failed; the
-    model is then as it was.
+    starts, for what cannot be trained, and `UserCodeError` for what the caller's own code raises in
+    this process. Raises `TrainingError` or `RunError` if the run failed; the model is then as it
+    was.
     """
     # The caller's random state must not change by a model's trial runs and evaluations, on the CPU
     # or on a GPU.
@@ -53,7 +56,8 @@ def train(
 class Trainer:
     """Calls `train` with keywords: `Trainer(model, loss, optimizer, workers=4, ...).fit(dataset)`.
 
-    The arguments are the fields of `TrainRequest`, which is kept as `request`.
+    The arguments are the fields of `TrainRequest`, which is kept as `request`. What the caller's
+    own code raises in this process goes through as it is, not as the `UserCodeError` of `train`.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -63,16 +67,31 @@ class Trainer:
         self, dataset: Any, validation: Any = None, *, watcher: Watcher | None = None
     ) -> History:
         """Trains the request's model, which then holds the result; see `train`."""
-        return train(self.request, dataset, validation, watcher=watcher)
+        with _users_own():
+            return train(self.request, dataset, validation, watcher=watcher)
 
     def predict(self, dataset: Any) -> Any:
         """The model's outputs over a data set, by many workers; see `predicting.predict`."""
-        return predict(self.request, dataset)
+        with _users_own():
+            return predict(self.request, dataset)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """The model's loss and metrics over a data set, by many workers; see
         `predicting.evaluate`."""
-        return evaluate(self.request, dataset)
+        with _users_own():
+            return evaluate(self.request, dataset)
+
+
+@contextmanager
+def _users_own() -> Iterator[None]:
+    """Raises what the user's code has raised, in place of a `UserCodeError`."""
+    try:
+        yield
+    except UserCodeError as error:
+        own = error.__cause__
+        if own is None:
+            raise
+        raise own from own.__cause__
 
 
 # help() and editors show this signature: the settings, each with its default.

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dovetail.errors import UsageError
+from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.datasets import SampleSource
 from dovetail.training.keras_models import is_keras, keras_norms
 from dovetail.training.modules import (
@@ -199,10 +200,13 @@ def figures_of(
     called in the context."""
     with casting():
         output, targets = outputs(module, batch)
-        mean = loss(output, *targets)
-    figures = {"loss": _number("loss", mean)}
+        with UserCode("the loss", loss, module):
+            mean = loss(output, *targets)
+    figures = {"loss": _number("loss", mean, loss)}
     for name, metric in metrics.items():
-        figures[name] = _number(name, metric(output, *targets))
+        with UserCode(f"the metric {name}", metric, module):
+            value = metric(output, *targets)
+        figures[name] = _number(name, value, metric)
     return figures
 
 
@@ -227,13 +231,14 @@ def batches_of(
             return
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, function: Callable[..., Any]) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             "loss" if name == "loss" else "metrics",
-            f"{name} is not one number for a batch but {type(value).__name__}: {error}",
+            f"{name} is not one number for a batch but {type(value).__name__}: {error}"
+            f"{at(function)}",
         ) from None
 
 

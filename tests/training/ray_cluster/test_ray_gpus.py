@@ -15,6 +15,7 @@ import ray
 from dovetail.errors import UsageError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Watcher
+from dovetail.training.backends.ray import transport
 from dovetail.training.modules import device_of, flatten
 from dovetail.training.preparing import prepare
 from dovetail.training.request import TrainRequest
@@ -102,3 +103,10 @@ def test_a_cluster_without_gpus_is_refused(options, says, cluster):
     with pytest.raises(UsageError, match=says) as caught:
         trainer.fit(table())
     assert "\n" not in str(caught.value)
+
+
+def test_the_shares_of_a_gpu_are_no_more_than_one_in_rays_count():
+    for workers in range(1, 101):
+        share = transport._share_of_gpu(workers)
+        assert workers * round(share * 10_000) <= 10_000
+        assert share > 0.9 / workers

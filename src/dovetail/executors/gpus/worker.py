@@ -21,6 +21,7 @@ like that of the compute stream.
 """
 
 import gc
+import os
 import re
 import threading
 import time
@@ -36,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.executors.compiling import Target, load_code
+from dovetail.executors.compiling import CompileTarget, load_code
 from dovetail.executors.gpus.steps import (
     IssueStep,
     LaunchWorks,
@@ -69,10 +70,14 @@ from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
+from dovetail.runtime.torch_versions import GENERATED_CODE_ALIGNS
+from dovetail.runtime.user_code import line_of
 from dovetail.runtime.waiting import ABORTED, barrier, look, publish, wait
 from dovetail.units import GIB, KIB, MIB
 
 _SPIN_NS = round(SPIN_SECONDS * 1e9)
+_ALIGNMENT_BYTES = 16
+"""Inductor's kernels take inputs to begin at multiples of this, as `torch._inductor` has it."""
 _CAPTURED_STEP = 3
 """The step in which launches are captured. Libraries choose algorithms and allocate workspaces in
 the first ones."""
@@ -85,7 +90,7 @@ class LoadGpus:
     shares     of the GPUs
     steps      what is issued in each step of the plan, in order
     names      device in the machine -> what torch calls it
-    memory_bytes   device in the machine -> what it may take. Devices of one GPU share a limit
+    limits     what torch calls a GPU -> the bytes that its devices in the machine have together
     captures   launches are captured as graphs
     """
 
@@ -93,7 +98,7 @@ class LoadGpus:
     shares: tuple[Share, ...]
     steps: tuple[IssueStep, ...]
     names: dict[int, str]
-    memory_bytes: dict[int, int]
+    limits: dict[str, int]
     program: int
     calls: dict[int, Call]
     tensors: int
@@ -122,6 +127,8 @@ class ReadSources:
 def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first message is the names of the GPUs."""
     names: tuple[str, ...] = channel.receive()
+    # Compiled kernels are read from files. Inductor would start processes to compile others.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     set_up(1)
     cuda = cuda_of(names)
     loaded: dict[int, LoadedGpus] = {}
@@ -170,7 +177,7 @@ class _LoadedGpu:
         self.pool = cuda.graph_pool_handle()
         self.lanes: list[Any] = []
         self.codes: dict[str, Callable[..., Any] | None] = {}
-        self.target = Target(gpu=name)
+        self.target = CompileTarget(gpu=name)
         self.sources = {tensor: self.empty(slot) for tensor, slot in share.sources}
         self.arriving = {
             instruction.tensor: self.empty(instruction.slot)
@@ -240,7 +247,7 @@ class LoadedGpus:
         self.abort = self.base + first.abort
         self.unpin = _pinned(cuda, self.base, block.size_bytes)
         if cuda is torch.cuda:
-            _limit_memory(load)
+            _limit_memory(load.limits)
         self.gpus = {
             share.device: _LoadedGpu(share, load.names[share.device], cuda, load.tensors)
             for share in load.shares
@@ -446,7 +453,13 @@ class LoadedGpus:
             with self.cuda.graph(
                 graph, stream=gpu.compute, pool=gpu.pool, capture_error_mode="thread_local"
             ):
-                gpu.runner.run(launch.held)
+                try:
+                    gpu.runner.run(launch.held)
+                finally:
+                    # A capture ends on the stream that it began on, also from within a lane.
+                    self.cuda.set_stream(gpu.compute)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             # A capture that failed may leave its pool unusable.
             gpu.pool = self.cuda.graph_pool_handle()
@@ -736,7 +749,8 @@ class LoadedGpus:
         lanes: Sequence[Sequence[int]],
         frees: tuple[int, ...],
     ) -> None:
-        """The first lane runs on the compute stream."""
+        """Add lanes to a stream, each on a CUDA stream of its own, but the first one on the compute
+        stream. `frees` are the tensors that nothing needs behind them."""
         while len(gpu.lanes) < len(lanes) - 1:
             gpu.lanes.append(self.cuda.Stream(device=gpu.torch_device))
         tag = lanes[0][0]
@@ -756,8 +770,22 @@ class LoadedGpus:
             code: Callable[..., Any] | None = load_code(key, gpu.target)
             if code is not None and self.cuda is not torch.cuda:
                 code = self.cuda.as_one_work("compiled code", code)
+            elif code is not None:
+                # Loading has run the code once, on examples.
+                torch.cuda.empty_cache()
+                if not GENERATED_CODE_ALIGNS:
+                    code = _aligned(code)
             gpu.codes[key] = code
         return gpu.codes[key]
+
+
+def _aligned(code: Callable[..., Any]) -> Callable[..., Any]:
+    """The code with copies of inputs that do not begin where its kernels expect them to."""
+
+    def run(*tensors: Tensor) -> Any:
+        return code(*(t.clone() if t.data_ptr() % _ALIGNMENT_BYTES else t for t in tensors))
+
+    return run
 
 
 def _fork(cuda: Any, compute: Any, lanes: Sequence[Any]) -> tuple[()]:
@@ -787,7 +815,7 @@ def _failed(op: int, error: Exception) -> Failed:
     lacking = None
     if isinstance(error, torch.OutOfMemoryError):
         lacking = _asked_bytes(str(error)), _free_bytes(str(error))
-    return Failed(op, traceback.format_exc(), lacking)
+    return Failed(op, traceback.format_exc(), line_of(error), lacking)
 
 
 _SIZE = re.compile(r"allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
@@ -810,15 +838,12 @@ def _free_bytes(message: str) -> int:
     number = int(found[1]) if found else torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(number)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(number))
-    return max(0, min(free, allowed - torch.cuda.memory_allocated(number)))
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(number)))
 
 
-def _limit_memory(load: LoadGpus) -> None:
-    """Have torch's allocator take from each GPU no more than its devices have together."""
-    allowed: dict[str, int] = {}
-    for device, name in load.names.items():
-        allowed[name] = allowed.get(name, 0) + load.memory_bytes[device]
-    for name, size_bytes in allowed.items():
+def _limit_memory(limits: dict[str, int]) -> None:
+    """Have torch's allocator take from each GPU no more than the machine's devices there have."""
+    for name, size_bytes in limits.items():
         _, total = torch.cuda.mem_get_info(name)
         torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), name)
 

@@ -223,7 +223,8 @@ def read_model(path: Path) -> Any:
         raise FileFormatError(str(path), "not an ONNX model: it has no graph or no opset")
     if not all(isinstance(text, str) for text in _texts(model)):
         raise FileFormatError(str(path), "not an ONNX model: it has a name that is not text")
-    if any(not 0 < opset.version < 2**31 for opset in model.opset_import):
+    opsets = [*model.opset_import, *(opset for f in model.functions for opset in f.opset_import)]
+    if any(not 0 < opset.version < 2**31 for opset in opsets):
         raise FileFormatError(str(path), "not an ONNX model: it has an opset of no version")
     return model
 
@@ -286,6 +287,8 @@ class Weights:
 
     def _check_inline(self, tensor: Any, value: Value) -> None:
         """Raise `FileFormatError` unless the file holds as many elements as the shape says."""
+        if tensor.HasField("segment"):
+            raise FileFormatError(str(self.path), f"tensor {value.name!r} is only a part of one")
         if tensor.HasField("raw_data"):
             held, needed, unit = len(tensor.raw_data), value.size_bytes, "bytes"
         else:

@@ -266,17 +266,20 @@ def _compare(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
 
 def _compress(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
     first, condition = inputs[0], inputs[1]
-    if first is None or condition is None or condition.data is None:
+    if first is None or condition is None or condition.data is None or condition.data.ndim != 1:
         return None
     if "axis" not in attributes:
         return first.code, (int(np.count_nonzero(condition.data)),)
-    axis = attributes["axis"] % len(first.shape)
+    axis = attributes["axis"]
+    if not -len(first.shape) <= axis < len(first.shape):
+        return None
+    axis %= len(first.shape)
     kept = int(np.count_nonzero(condition.data[: first.shape[axis]]))
     return first.code, (*first.shape[:axis], kept, *first.shape[axis + 1 :])
 
 
 def _one_hot(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
-    indices, depth, values = inputs
+    indices, depth, values = inputs[:3]
     size = None if depth is None else depth.number
     if indices is None or values is None or size is None:
         return None
@@ -298,7 +301,7 @@ def _stft(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | No
     frame = None if length is None else length.number
     if frame is None and window is not None:
         frame = math.prod(window.shape)
-    if signal is None or pace is None or frame is None:
+    if signal is None or len(signal.shape) < 2 or pace is None or frame is None:
         return None
     bins = frame // 2 + 1 if attributes.get("onesided", 1) else frame
     frames = (signal.shape[1] - frame) // max(pace, 1) + 1
@@ -351,6 +354,9 @@ class Inference:
             contents = self._fold_constant(node, types, inputs, versions)
         else:
             types = {}
+        if contents is not None and len(contents) < len(node.output):
+            detail = f"it has {len(node.output)} outputs, but makes {len(contents)}"
+            raise UnknownShapeError(self.model, op, node.output[len(contents)], detail)
         values: list[Value | None] = []
         for position, name in enumerate(node.output):
             if not name:
@@ -418,8 +424,9 @@ class Inference:
             codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in evaluated}
         except Exception:  # what the reference cannot evaluate is an op like any other
             return None
+        # The reference leaves out what has no name.
         arrays = iter(evaluated)
-        results = [next(arrays) if name else np.empty(0) for name in node.output]
+        results = [next(arrays, None) if name else np.empty(0) for name in node.output]
         tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
         return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
 

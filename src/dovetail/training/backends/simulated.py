@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
+from dovetail.runtime.user_code import line_of
 from dovetail.training.backends.contract import Assignment, Watcher, check_options
 from dovetail.training.gate import TurnGate
 from dovetail.training.learner import Gradient, Learner
@@ -417,7 +418,7 @@ class SimulatedTransport:
 
     def _note_failure(self, worker: _VirtualWorker, error: Exception) -> None:
         """Notes that the learner has raised. If the run goes on, the worker dies at this moment."""
-        raised = ProcessError(f"worker {worker.index}", traceback.format_exc())
+        raised = ProcessError(f"worker {worker.index}", traceback.format_exc(), line_of(error))
         raised.__cause__ = error
         self.raised.append(WorkerRaised(worker.index, raised))
         worker.dies = worker.seconds

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
+from dovetail.runtime.user_code import line_of
 from dovetail.training.backends.contract import Assignment, Watcher, check_options
 from dovetail.training.liveness import LOOKS, LeaseClock, on_alive
 from dovetail.training.records import Outcome, Vector
@@ -226,11 +227,11 @@ class ThreadsTransport:
         self._tell_caller()
 
     def _fail(self, worker: _WorkerThread, error: Exception) -> None:
-        raised = ProcessError(f"worker {worker.index}", traceback.format_exc())
+        raised = ProcessError(f"worker {worker.index}", traceback.format_exc(), line_of(error))
         raised.__cause__ = error
         self.life.stop(worker.index)
         self.ends.append(WorkerRaised(worker.index, raised))
-        self.ends.append(WorkerDied(worker.index, f"by {error!r}"))
+        self.ends.append(WorkerDied(worker.index, f"by {line_of(error)}"))
 
     def _train(self, worker: _WorkerThread) -> None:
         assignment, index = self.assignment, worker.index

@@ -324,7 +324,7 @@ class ProcessesTransport:
                 yield WorkerDied(worker, word.status)
             case ProcessError():
                 yield WorkerRaised(worker, word)
-                yield WorkerDied(worker, word.traceback.strip().splitlines()[-1])
+                yield WorkerDied(worker, word.said)
 
     # The processes
 

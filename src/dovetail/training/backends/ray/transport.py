@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from dovetail.errors import MissingLibraryError, ProcessError, TrainingError, UsageError
+from dovetail.runtime.user_code import line_of
 from dovetail.training.backends.contract import (
     Assignment,
     FailurePolicy,
@@ -60,6 +61,8 @@ INLINE_BYTES = 2**15
 POLL, COPY = "poll", "copy"
 """Kinds of requests to the server among the results that are awaited."""
 _COLOR = re.compile(r"\x1b\[\d+m")
+_RAY_SHARES = 10_000
+"""Ray counts parts of a resource in these."""
 _LOOPBACK = "127.0.0.1"
 _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -394,8 +397,9 @@ class RayActors:
             if isinstance(error.cause, RayActorError):
                 return  # it was the server that died, for good: the next report says so
             text = _COLOR.sub("", str(error))
-            yield WorkerRaised(worker, ProcessError(f"worker {worker}", text))
-            yield WorkerDied(worker, text.strip().splitlines()[-1])
+            raised = ProcessError(f"worker {worker}", text, line_of(error.cause))
+            yield WorkerRaised(worker, raised)
+            yield WorkerDied(worker, raised.said)
         except RayError as error:
             yield WorkerDied(worker, shorten(error))
         else:
@@ -421,7 +425,13 @@ def worker_gpus(ray: Any, assignment: Assignment, options: RayOptions) -> float 
     workers = assignment.job.workers + len(options.late)
     # A worker's share is on one GPU. Of two GPUs, three workers ask for a half each: if each asked
     # for two thirds, the third worker would wait for ever.
-    return 1 / math.ceil(workers / gpus)
+    return _share_of_gpu(math.ceil(workers / gpus))
+
+
+def _share_of_gpu(workers: int) -> float:
+    """The share of each of so many workers. Ray counts in ten thousandths and rounds, so that six
+    shares of 1/6 would be more than one GPU."""
+    return math.floor(_RAY_SHARES / workers) / _RAY_SHARES
 
 
 def shorten(error: Exception) -> str:
