@@ -125,10 +125,14 @@ class Worker:
         data: bytes = self._ask(("input", self.name, seed, index), START_SECONDS)
         return data
 
-    def run(self, seed: int, indices: range) -> list[Failure] | Failure:
-        """Failures among these inputs; a single one if the worker is gone with it."""
-        answer: list[Failure] | Failure = self._ask(("run", self.name, seed, indices), None)
-        return answer
+    def run(self, seed: int, indices: range) -> tuple[list[Failure], Failure | None]:
+        """(failures among these inputs, that of the input with which the worker is gone)."""
+        failures: list[Failure] = []
+        answer = self._ask(("run", self.name, seed, indices), None)
+        while isinstance(answer, list) and answer:
+            failures += answer
+            answer = self._answer(None)
+        return failures, answer or None
 
     def load(self, data: bytes) -> Failure | None:
         """The failure of one input, if it is one. The worker may be gone afterwards."""
@@ -142,9 +146,15 @@ class Worker:
 
     def _ask(self, order: tuple[Any, ...], limit_seconds: float | None) -> Any:
         """The worker's answer, or the `Failure` of one that died or took too long."""
-        end = None if limit_seconds is None else time.monotonic() + limit_seconds
         try:
             self._connection.send(order)
+        except OSError:
+            return self._died()
+        return self._answer(limit_seconds)
+
+    def _answer(self, limit_seconds: float | None) -> Any:
+        end = None if limit_seconds is None else time.monotonic() + limit_seconds
+        try:
             while not self._connection.poll(0.2):
                 began = self.beat["began"]
                 hangs = began and time.monotonic() - began > self.slow_seconds
@@ -152,12 +162,15 @@ class Worker:
                     return self._stop()
             return self._connection.recv()
         except (EOFError, OSError):
-            status = self._process.wait()
-            self._connection.close()
-            name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-            said = (self._scratch / "stderr").read_text(errors="replace").splitlines()
-            detail = " ".join(said[-3:])
-            return Failure(self.name, int(self.beat["index"]), "died", name, detail=detail[-300:])
+            return self._died()
+
+    def _died(self) -> Failure:
+        status = self._process.wait()
+        self._connection.close()
+        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        said = (self._scratch / "stderr").read_text(errors="replace").splitlines()
+        detail = " ".join(said[-3:])
+        return Failure(self.name, int(self.beat["index"]), "died", name, detail=detail[-300:])
 
     def _stop(self) -> Failure:
         """Kill a worker that hangs, and say where it hung."""
@@ -211,14 +224,14 @@ class Fuzzer:
         began_loading, index = time.monotonic(), 0
         while index < inputs and time.monotonic() - began < seconds:
             stop = min(inputs, index + BATCH_INPUTS)
-            answer = self._ready().run(seed, range(index, stop))
-            if isinstance(answer, Failure):
-                self._lost(answer)
-                index = max(index, answer.index) + 1
-            else:
-                for failure in answer:
-                    self.outcome.add(failure)
+            failures, last = self._ready().run(seed, range(index, stop))
+            for failure in failures:
+                self.outcome.add(failure)
+            if last is None:
                 index = stop
+            else:
+                self._lost(last)
+                index = max(index, last.index) + 1
         self._retire()
         self.outcome.counts.seconds += time.monotonic() - began_loading
         return self.outcome

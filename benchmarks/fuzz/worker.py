@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -162,15 +162,13 @@ class Loader:
         data: bytes = self._targets[name].input(seed, index, self.seeds(name))
         return data
 
-    def run(self, name: str, seed: int, indices: Sequence[int]) -> list[Failure]:
-        """Load these inputs of a target, and return what failed."""
-        failures = []
+    def run(self, name: str, seed: int, indices: Sequence[int]) -> Iterator[Failure]:
+        """Load these inputs of a target, and yield what fails."""
         for index in indices:
             failure = self.load(name, index, self.input(name, seed, index))
             if failure is not None:
-                failures.append(failure)
+                yield failure
         self._measure()
-        return failures
 
     def load(self, name: str, index: int, data: bytes) -> Failure | None:
         """Load one input; the failure, if it is one."""
@@ -278,7 +276,10 @@ def main() -> None:
         elif order == "input":
             connection.send(loader.input(name, *more))
         elif order == "run":
-            connection.send(loader.run(name, *more))
+            # Each is sent at once, since the process may be gone with the next input.
+            for failure in loader.run(name, *more):
+                connection.send([failure])
+            connection.send([])
         else:
             connection.send(loader.load(name, -1, *more))
 

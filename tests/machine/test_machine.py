@@ -24,6 +24,7 @@ from dovetail.machine import (
     parse_machine,
     save_machine,
 )
+from dovetail.machine.gpus import RESERVED_BYTES
 from tests.support.builders import machine_of
 
 
@@ -312,7 +313,7 @@ def test_a_gpu_may_be_several_devices_that_share_it(monkeypatch):
     assert machine.device_names == ("host", "gpu0.0", "gpu0.1")
     halves = machine.devices[1:]
     assert {d.torch_device for d in halves} == {"cuda:0"}
-    assert {d.memory_bytes for d in halves} == {8 << 30}
+    assert {d.memory_bytes for d in halves} == {((16 << 30) - RESERVED_BYTES) // 2}
     channels = {link.destination: link.channel for link in machine.links if link.source == "host"}
     assert len(set(channels.values())) == 1, "they share the engine that copies"
 

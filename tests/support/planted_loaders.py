@@ -39,6 +39,11 @@ def dying(path: Path) -> None:
         os._exit(3)
 
 
+def both(path: Path) -> None:
+    dying(path)
+    raising(path)
+
+
 def growing(path: Path) -> None:
     if b"G" in path.read_bytes():
         bytes(2**27).replace(b"\0", b"a")
@@ -55,5 +60,5 @@ def silent(path: Path) -> None:
 
 TARGETS = {
     load.__name__: Target(load.__name__, ".txt", SEEDS.copy, change, load)
-    for load in (raising, hanging, dying, growing, leaking, silent)
+    for load in (raising, hanging, dying, both, growing, leaking, silent)
 }

@@ -595,7 +595,7 @@ def test_workers_count_on_where_a_restored_server_has_forgotten_their_last_commi
 
 
 def test_workers_count_on_after_each_restart_also_those_whose_commits_were_replayed():
-    """A log whose end was lost with the machine has some of a worker's commits, but not the last."""
+    """A log that has lost its end with the machine lacks the last commits of a worker."""
     ledger = a_ledger(samples=40)
     state = ledger.state()
     ledger = Ledger.restore(ledger.job, ledger.rule, state)

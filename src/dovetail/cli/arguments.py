@@ -9,6 +9,7 @@ import typer
 from dovetail.cli.output import progress_bar, say
 from dovetail.errors import UnwritableError, UsageError
 from dovetail.pipeline.requests import field_help
+from dovetail.runtime.files import UNUSABLE_NAME, check_writable
 from dovetail.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -147,9 +148,7 @@ def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> Non
 
     inputs   the texts that may name files which are read
     """
-    from dovetail.runtime.files import check_writable
-
-    read = {Path(name).resolve() for name in inputs if Path(name).is_file()}
+    read = {path for name in inputs if (path := _file_named(name)) is not None}
     written: set[Path] = set()
     for path in paths:
         if path is None:
@@ -163,6 +162,14 @@ def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> Non
         # A pipe or /dev/stdout may be given twice, because it takes one output after the other.
         if not path.exists() or path.is_file():
             written.add(where)
+
+
+def _file_named(text: str | Path) -> Path | None:
+    """The file that a text names, without links; None if it names none."""
+    try:
+        return Path(text).resolve() if Path(text).is_file() else None
+    except UNUSABLE_NAME:
+        return None
 
 
 def resolved(path: Path) -> Path:
