@@ -113,15 +113,19 @@ def written(tmp_path, monkeypatch):
 
 
 def told(err):
-    """The lines of standard error beside those that tell of progress."""
-    return [line for line in err.splitlines() if not PROGRESS.match(line)]
+    """The lines of standard error beside those that tell of progress, and beside warnings of
+    Python, such as of what an earlier test has left open, with the lines of code below them."""
+    lines = [line for line in err.splitlines() if not PROGRESS.match(line)]
+    return [line for line in lines if "Warning: " not in line and not line.startswith("  ")]
 
 
 def check(result, module, status=1):
     """The result of a command that failed in the user's module, by one line."""
     found, out, err = result
     assert found == status, err
-    (line,) = [line for line in told(err) if line not in ("imported", "forward", "built")]
+    lines = [line for line in told(err) if line not in ("imported", "forward", "built")]
+    assert len(lines) == 1, err
+    (line,) = lines
     assert line.startswith("error: "), err
     assert re.search(rf"{module}\.py:\d+: ", line), err
     assert "Traceback" not in err

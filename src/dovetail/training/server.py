@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dovetail.training.backends.contract import Guard, Storage
+from dovetail.training.center import Center
 from dovetail.training.checks import Check
 from dovetail.training.gate import TurnGate
 from dovetail.training.journal import Journal, JournalRecord
@@ -387,22 +388,21 @@ class Server:
         # Imported here, because pydantic takes a while and only a server that comes back needs it.
         from dovetail.training.restoring import check_record, check_snapshot
 
-        check_snapshot(
-            journal.snapshot_path, fields, vectors, state.ledger, state.center, state.momentum
-        )
+        # Of a center whose shards are elsewhere only keys are here.
+        center = state.center if isinstance(state.center, Center) else None
+        if center is not None:
+            check_snapshot(
+                journal.snapshot_path, fields, vectors, state.ledger, center, state.momentum
+            )
         state.restore(fields, vectors)
         self._saved_rows = len(state.rows)
         last = {"seconds": fields["seconds"], "position": fields["position"]}
         passed = {turn["worker"]: turn for turn in fields["passed"]}
         for record in journal.records():
-            check_record(
-                journal.log_path,
-                journal.number - 1,
-                record.header,
-                record.vector,
-                state.ledger,
-                state.center,
-            )
+            if center is not None:
+                number = journal.number - 1
+                vector = record.vector
+                check_record(journal.log_path, number, record.header, vector, state.ledger, center)
             last |= record.header
             if record.header["kind"] == "turn":
                 passed[record.header["turn"]["worker"]] = record.header["turn"]
