@@ -10,6 +10,7 @@ from dovetail.executors.gpus.worker import LoadedGpus
 from dovetail.executors.shares import RunCompiled, share_out
 from dovetail.frontends import SGD, capture, initial_values, run_step
 from dovetail.machine import parse_machine
+from dovetail.machine.gpu_rates import GpuTimer
 from dovetail.pipeline.segmenting import compiled_seconds, with_segments
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.played_cuda import PlayedCuda
@@ -115,11 +116,11 @@ def test_the_code_itself_runs_also_as_a_graph(everything_is_faster, step, monkey
 
 
 def test_code_is_timed_as_a_graph_beside_its_calls():
-    cuda = PlayedCuda()
+    timer = GpuTimer(PlayedCuda(), torch.device("cpu"))
     value = torch.rand(400, 400)
     quick, slow = (lambda: value * 2), (lambda: value @ value @ value)
-    share = compiling._share_as_graphs(cuda, torch.device("cpu"), quick, slow)
-    back = compiling._share_as_graphs(cuda, torch.device("cpu"), slow, quick)
+    share = compiling._share_as_graphs(timer, quick, slow)
+    back = compiling._share_as_graphs(timer, slow, quick)
     assert 0 < share < 1 < back
 
 

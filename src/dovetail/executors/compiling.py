@@ -36,6 +36,7 @@ from dovetail.executors.generated import GeneratedCode, noted
 from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
+from dovetail.machine.gpu_rates import GpuTimer
 from dovetail.runtime.files import cache_folder, is_own, write_atomically
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.played_cuda import torch_device_of
@@ -63,11 +64,9 @@ class CompileTarget:
 
     @staticmethod
     def of(device: Device) -> "CompileTarget":
-        return (
-            CompileTarget(gpu=device.torch_device)
-            if device.torch_device
-            else CompileTarget(device.op_threads)
-        )
+        if device.torch_device:
+            return CompileTarget(gpu=device.torch_device)
+        return CompileTarget(device.op_threads)
 
     @property
     def torch_device(self) -> torch.device:
@@ -211,7 +210,7 @@ def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
         examples = call.examples(device)
         share = _share
         if device.type == "cuda":
-            share = partial(_share_as_graphs, torch.cuda, device)
+            share = partial(_share_as_graphs, GpuTimer(torch.cuda, device))
         calls = partial(call.on(device).bound, examples)
         if call.is_update:
             fused = call.with_fused_updates().bound(examples)
@@ -272,42 +271,26 @@ def _share(run_code: Callable[[], object], run_calls: Callable[[], object]) -> f
 
 
 def _share_as_graphs(
-    cuda: Any,
-    device: torch.device,
-    run_code: Callable[[], object],
-    run_calls: Callable[[], object],
+    timer: GpuTimer, run_code: Callable[[], object], run_calls: Callable[[], object]
 ) -> float:
     """As `_share` on a GPU, where plans replay graphs: each is captured as one, several times in a
-    row, so that the launch of the graph hardly counts. `cuda` is `torch.cuda` or what plays it."""
-    stream = cuda.Stream(device=device)
-    graphs = []
+    row, so that the launch of the graph hardly counts."""
+    cuda, graphs = timer.cuda, []
     with torch.inference_mode():
         for run in (run_code, run_calls):
-            with cuda.stream(stream):
+            with cuda.stream(timer.stream):
                 for _ in range(_WARM_UPS):
                     run()
-            cuda.synchronize(device)
+            cuda.synchronize(timer.device)
             graphs.append(cuda.CUDAGraph())
-            with cuda.graph(graphs[-1], stream=stream):
+            with cuda.graph(graphs[-1], stream=timer.stream):
                 for _ in range(_REPEATS):
                     run()
         ratios = []
         for _ in range(_ROUNDS):
-            of_code, of_calls = (_seconds_on(cuda, stream, graph.replay) for graph in graphs)
+            of_code, of_calls = timer.seconds_between(lambda graph: graph.replay(), graphs)
             ratios.append(of_code / of_calls)
     return statistics.median(ratios)
-
-
-def _seconds_on(cuda: Any, stream: Any, work: Callable[[], object]) -> float:
-    """Seconds of a work on a stream, between two events."""
-    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-    with cuda.stream(stream):
-        begin.record(stream)
-        work()
-        end.record(stream)
-    end.synchronize()
-    # CUDA gives milliseconds.
-    return 1e-3 * float(begin.elapsed_time(end))
 
 
 def _seconds(run: Callable[[], Any], times: int) -> float:

@@ -156,7 +156,8 @@ def _searched_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
         if not lower or chosen.interrupted:
             break
         caps |= lower
-        fewer = replace(request, caps=tuple(caps.items()), budget=_part(request.budget))
+        part = part_of_budget(str(request.budget), MOST_SEARCHES)
+        fewer = replace(request, caps=tuple(caps.items()), budget=part)
         try:
             found = search_plan(fewer, _prefixed("with less memory on GPUs: ", progress))
         except InfeasibleError:
@@ -169,14 +170,12 @@ def _searched_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
             lower_bound=min(first.lower_bound, found.value),
             bound_proof=first.bound_proof,
         )
-    if chosen is first:
-        return chosen
-    told = "searched with less memory on GPUs, as what arrives there stays for the whole step"
-    return replace(chosen, notes=(*chosen.notes, told))
-
-
-def _part(budget: object) -> str:
-    return part_of_budget(str(budget), MOST_SEARCHES)
+    notes: list[str] = []
+    if chosen is not first:
+        notes.append("searched with less memory on GPUs, as what arrives there stays all step long")
+    if _lower_caps(chosen, request):
+        notes.append("what a GPU holds does not fit, so that this plan does not run")
+    return replace(chosen, notes=(*chosen.notes, *notes)) if notes else chosen
 
 
 def _lower_caps(plan: Plan, request: PlanRequest) -> dict[str, int]:

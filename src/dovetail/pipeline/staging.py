@@ -518,9 +518,8 @@ def quicker(
             except OutOfMemoryError as error:
                 # On a GPU, beside the others. Without the baseline nothing is compared.
                 if name == SEQUENTIAL:
-                    return min(
-                        named.values(), key=lambda plan: plan.value
-                    ), f"not measured: {error}"
+                    predicted = min(named.values(), key=lambda plan: plan.value)
+                    return predicted, f"{_text(predicted)} as predicted; not measured: {error}"
                 continue
             placed = stack.enter_context(placed)
             placed.feed()
