@@ -93,7 +93,9 @@ def run():
 PLACES = (
     "imported", "init", "forward", "loss", "length", "item", "optimizer", "metric", "build"
 )  # fmt: skip
-PROGRESS = re.compile(r"training |\s*\d+ s  |[\d.]+ \w+: worker \d+ was |wrote ")
+PROGRESS = re.compile(
+    r"training |\s*\d+ s  |[\d.]+ \w+: worker \d+ was |wrote |\S+ by \S+, \d+ of \d+ samples "
+)
 numbers = count()
 
 
