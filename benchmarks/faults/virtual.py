@@ -407,9 +407,11 @@ class PlayedRun:
             raise
         self._check_resumed()
         self._watch()
-        gone, self.gone = self.gone, []
-        for worker in gone:
+        while self.gone and self.server is not None:
+            worker = self.gone[0]
             self._do(lambda worker=worker: self._server().evict(worker))
+            if self.server is not None:
+                del self.gone[0]
 
     def _server(self) -> Server:
         assert self.server is not None, "it was asked for while it runs"

@@ -51,9 +51,11 @@ def test_evaluations_come_by_samples_or_by_seconds(validate, moments):
 def test_the_command_line_shows_the_defaults_of_the_records():
     from typer.main import get_command
 
-    from dovetail.cli import app
+    from dovetail.cli import make_app
 
-    shown = {p.name: p.show_default for p in get_command(app).commands["train"].params}
+    shown = {
+        p.name: p.show_default for p in get_command(make_app("train")).commands["train"].params
+    }
     defaults = {field.name: field.default for field in fields(TrainRequest)}
     for name in ("rule", "workers", "backend", "epochs", "batch", "validate", "monitor", "wire"):
         assert defaults[name] is not MISSING

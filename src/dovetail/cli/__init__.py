@@ -22,47 +22,70 @@ INTERRUPTED = 130
 """The exit status after a Ctrl-C outside a search. A shell reports SIGINT by this number."""
 
 try:
+    from importlib import import_module
+
     import typer
 
-    from dovetail.cli.benching import bench
-    from dovetail.cli.learning import learn
-    from dovetail.cli.output import command, say
-    from dovetail.cli.planning import plan
-    from dovetail.cli.predicting import PREDICT_EPILOG, predict
-    from dovetail.cli.scheduling import schedule
-    from dovetail.cli.showing import capture, machine, networks
-    from dovetail.cli.training import EPILOG, train, train_report
-    from dovetail.cli.using import export, report, run
     from dovetail.errors import DovetailError, InfeasibleError
-    from dovetail.methods import PLACERS, SCHEDULERS, listing
     from dovetail.runtime.forking import start_fork_server
     from dovetail.runtime.user_code import exits_noticed, line_of, location_of, refuse_exit
-# These imports take a third of a second, in which Ctrl-C may come as well.
+    from dovetail.units import printable
+# Ctrl-C may come during these imports as well.
 except KeyboardInterrupt:
     sys.stderr.write("interrupted\n")
     sys.exit(INTERRUPTED)
 
+COMMANDS = {
+    "plan": ("planning", "Find where each operation should run"),
+    "run": ("using", "Run a plan and compare it with its prediction"),
+    "report": ("using", "Write a plan's page: timeline, graph, methods, memory"),
+    "export": ("using", "Write a plan in another tool's format"),
+    "schedule": ("scheduling", "Find which operations to run at once on one device"),
+    "train": ("training", "Train a model with a parameter server and workers"),
+    "train-report": ("training", "Write a page that compares training runs"),
+    "predict": ("predicting", "Apply a trained model to a data set"),
+    "learn": ("learning", "Train a policy that places networks"),
+    "machine": ("showing", "Show a machine's devices and links"),
+    "networks": ("showing", "List the built-in networks"),
+    "capture": ("showing", "Capture a network as a graph and save it"),
+    "bench": ("benching", "Compute a paper's table with every method"),
+}
+"""A command's name -> its module, imported when the command is called, and its line in the help."""
 DEBUG = "--debug"
 FORKING = ("run", "train")
 """Commands that start processes: a server imports for these what this process imports meanwhile."""
 
-app = typer.Typer(
-    help="Finds how to run a neural network fastest on the devices you have.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for function in (machine, networks, capture, run, report, export, bench):
-    app.command()(command(function))
-app.command(epilog=listing("Placers:", PLACERS))(command(plan))
-app.command(epilog=listing("Schedulers:", SCHEDULERS))(command(schedule))
-app.command(epilog=EPILOG)(command(train))
-app.command("train-report")(command(train_report))
-app.command(epilog=PREDICT_EPILOG)(command(predict))
-app.add_typer(learn, name="learn")
+
+def make_app(*names: str) -> typer.Typer:
+    """The command line with these commands. The others are only listed in its help."""
+    app = typer.Typer(
+        help="Finds how to run a neural network fastest on the devices you have.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        # To import rich's way of showing help takes as long as all else that a help needs.
+        rich_markup_mode=None,
+        context_settings={"max_content_width": 100},
+    )
+    app.callback()(_of_all_commands)
+    for name, (module_name, line) in COMMANDS.items():
+        if name not in names:
+            app.command(name, short_help=line)(_of_another_call)
+            continue
+        module = import_module(f"dovetail.cli.{module_name}")
+        function = getattr(module, name.replace("-", "_"))
+        if isinstance(function, typer.Typer):
+            app.add_typer(function, name=name, short_help=line)
+        else:
+            epilog = getattr(module, "EPILOGS", {}).get(name)
+            add = app.command(name, short_help=line, epilog=epilog)
+            add(import_module("dovetail.cli.output").command(function))
+    return app
 
 
-@app.callback()
+def _of_another_call() -> None: ...
+
+
 def _of_all_commands(
     debug: Annotated[
         bool, typer.Option(DEBUG, help="Show the traceback of an error. It may stand anywhere")
@@ -77,9 +100,11 @@ def main() -> None:
     """Run the command line and exit with its status."""
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     debug = DEBUG in sys.argv[1:]
-    if arguments and arguments[0] in FORKING and "--help" not in arguments:
+    name = arguments[0] if arguments else ""
+    if name in FORKING and "--help" not in arguments:
         start_fork_server()
     try:
+        app = make_app(name)
         # In this mode typer returns the status of a typer.Exit, and 130 for a Ctrl-C, but does not
         # catch errors.
         with exits_noticed(refuse_exit):
@@ -93,7 +118,7 @@ def main() -> None:
     except BaseException as error:
         status = _tell(error, debug)
     if status == INTERRUPTED:
-        say("interrupted")
+        _say("interrupted")
     sys.exit(status or 0)
 
 
@@ -103,20 +128,24 @@ def _tell(error: BaseException, debug: bool) -> int:
         _show_traceback(error)
     if isinstance(error, DovetailError):
         begin = "no feasible plan" if isinstance(error, InfeasibleError) else "error"
-        say(f"{begin}: {error.line}")
+        _say(f"{begin}: {error.line}")
         return error.exit_status
     # Usage errors of typer have this method. typer does not export their base class.
     if hasattr(error, "format_message"):
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
         else:
-            say(f"error: {error.format_message()}")
+            _say(f"error: {error.format_message()}")
         return getattr(error, "exit_code", 2)
     # The user's code was called where nobody expected it to raise, as by a property of an object.
     if location_of(error, libraries=False):
-        say(f"error: {line_of(error)}")
+        _say(f"error: {line_of(error)}")
         return 1
     raise error
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(printable(text) + "\n")
 
 
 def _show_traceback(error: BaseException) -> None:

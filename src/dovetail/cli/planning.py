@@ -20,13 +20,15 @@ from dovetail.cli.arguments import (
 )
 from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
 from dovetail.errors import InfeasibleError, UsageError
-from dovetail.methods import PLACERS
+from dovetail.methods import PLACERS, listing
 from dovetail.pipeline.requests import OF_PHASES, PlanRequest
 
 if TYPE_CHECKING:
     from dovetail.pipeline.phases import PhasesPlan
     from dovetail.pipeline.sources import Step
     from dovetail.plans import Plan
+
+EPILOGS = {"plan": listing("Placers:", PLACERS)}
 
 
 def plan(  # noqa: PLR0913  one argument an option

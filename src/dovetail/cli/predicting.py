@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from dovetail.cli.training import Setup
     from dovetail.training.request import TrainRequest
 
-PREDICT_EPILOG = """\
+EPILOGS = {
+    "predict": """\
 Examples:
 
   dovetail train mymodels:digits --out weights.pt
@@ -30,6 +31,7 @@ Examples:
 
 The functions are those of `dovetail train --help`.
 """
+}
 INPUTS, OUTPUTS = (".npy", ".npz", ".csv"), (".npy", ".npz", ".csv")
 OWN = ("dataset", "validation")
 """These words name the data that the function returns beside its model."""

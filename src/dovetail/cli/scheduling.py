@@ -11,9 +11,11 @@ import typer
 from dovetail.cli.arguments import MODEL_HELP, Json, check_outputs, option
 from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
-from dovetail.methods import SCHEDULERS
+from dovetail.methods import SCHEDULERS, listing
 from dovetail.pipeline.requests import CPU, PlanRequest, ScheduleRequest
 from dovetail.units import HERE_CPU
+
+EPILOGS = {"schedule": listing("Schedulers:", SCHEDULERS)}
 
 
 def schedule(  # noqa: PLR0913  one option each

@@ -17,7 +17,8 @@ from dovetail.pipeline.requests import parse_seconds
 from dovetail.training.backends import BACKENDS
 from dovetail.training.request import PARTITIONS, TrainRequest
 
-EPILOG = """\
+EPILOGS = {
+    "train": """\
 Examples:
 
   dovetail train mymodels:digits --workers 4 --epochs 20 --report run.html
@@ -30,6 +31,7 @@ Examples:
 
 where mymodels.py, in the current folder, has
 
+  \b
   def digits():
       return model, loss, optimizer, dataset, validation
 
@@ -38,6 +40,7 @@ torch.optim.Adam, or a name such as adam; dataset: arrays, a map-style or an ite
 validation may be left out. Or it returns (dovetail Trainer, dataset[, validation]); options given
 here then take the place of the trainer's own.
 """
+}
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(TrainRequest)}
 """The help shows these defaults. An option that is not given is None or "" in `train`, so that a
 Trainer that the function returns keeps its own setting."""

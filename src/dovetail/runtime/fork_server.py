@@ -25,6 +25,8 @@ LENGTH_BYTES = 8
 """A request follows its length in so many bytes."""
 PRELOADED = (
     "torch",
+    # torch imports it with the first optimizer of a process, for longer than it takes to fork one.
+    "torch._dynamo",
     "dovetail.executors.worker",
     "dovetail.training.backends.processes.server",
     "dovetail.training.backends.processes.worker",
