@@ -286,7 +286,7 @@ def _write_named(folder: Path, *more: tuple[str, bytes]) -> None:
 
 
 def _use_plan(path: Path) -> object:
-    from dovetail.pipeline import open_plan
+    from dovetail.pipeline import open_plan, open_to_show
     from dovetail.pipeline.opening import planned, timeline_of
     from dovetail.pipeline.sources import graph_of
     from dovetail.reports import find_limits
@@ -294,6 +294,7 @@ def _use_plan(path: Path) -> object:
     with _folder_of_models():
         plan, step = open_plan(path)
         graph = graph_of(planned(plan, step))
+        open_to_show(path)
         return str(plan), find_limits(timeline_of(plan, graph), graph)
 
 

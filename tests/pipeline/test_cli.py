@@ -120,10 +120,48 @@ def test_a_training_plan_runs_here_and_is_reported(dovetail, here, tmp_path):
 def test_a_plan_imports_no_function_by_itself(dovetail, tmp_path):
     path = tmp_path / "plan.json"
     dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS, "--out", path)
-    status, _, err = dovetail("report", path)
+    status, _, err = dovetail("run", path)
     assert status == 2
     assert "tests.support.small_models:branches" in err
     assert "name MODEL" in err
+
+
+def test_a_plan_is_reported_and_exported_from_the_graph_that_it_keeps(
+    dovetail, tmp_path, monkeypatch
+):
+    path, pages = tmp_path / "plan.json", [tmp_path / name for name in ("a.html", "b.html")]
+    (tmp_path / "gone.py").write_text("from tests.support.small_models import branches\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert dovetail("plan", "gone:branches", *TWO_GPUS, "--out", path)[0] == 0
+    assert dovetail("report", path, "gone:branches", "--out", pages[0])[0] == 0
+    (tmp_path / "gone.py").unlink()
+    sys.modules.pop("gone")
+    status, _, err = dovetail("report", path, "--out", pages[1])
+    assert status == 0, err
+    assert pages[0].read_bytes() == pages[1].read_bytes()
+    status, out, err = dovetail("export", path, "--to", "trace")
+    assert status == 0, err
+    assert json.loads(out)["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda kept: kept["ops"]["flops"].__setitem__(0, 7), "another graph than the plan's"),
+        (lambda kept: kept["ops"].pop("names"), "planned_graph"),
+        (lambda kept: kept.clear(), "planned_graph"),
+    ],
+)
+def test_a_plan_with_another_graph_than_its_own_is_refused(dovetail, tmp_path, change, said):
+    path = tmp_path / "plan.json"
+    dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS, "--out", path)
+    file = json.loads(path.read_text())
+    change(file["planned_graph"])
+    path.write_text(json.dumps(file))
+    for command in ("report", "export", "run"):
+        status, _, err = dovetail(command, path, *(["zoo:none"] if command == "run" else []))
+        assert status == 2
+        assert said in err
 
 
 def test_a_plan_for_another_graph_names_both(dovetail, tmp_path):

@@ -19,8 +19,9 @@ KEYS = {
     "interrupted", "error", "history", "tensorboard", "report", "out",
 }  # fmt: skip
 ADVICE_KEYS = {
-    "function", "step_seconds", "transfer_seconds", "measured_steps", "cores", "simulated_steps",
-    "rule", "workers", "window", "why", "command", "level", "evidence",
+    "function", "step_seconds", "transfer_seconds", "start_seconds", "measured_steps", "cores",
+    "simulated_steps", "rule", "workers", "window", "why", "against", "command", "level",
+    "evidence",
 }  # fmt: skip
 SIMULATED = ("--backend", "simulated", "--batch", 24)
 MODEL = "tests.support.trained_models:quadrants"

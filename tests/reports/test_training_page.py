@@ -105,6 +105,30 @@ def test_temporal_efficiency_compares_each_pair():
     assert "<b>2</b>" in cells[1]
 
 
+def test_time_begins_at_the_first_step():
+    early = make_history()
+    outcome, late = early.outcome, 40.0
+    times = ("seconds", "begin_seconds", "end_seconds")
+    rows = tuple(
+        replace(row, **{name: getattr(row, name) + late for name in times}) for row in outcome.rows
+    )
+    moved = History(
+        replace(
+            outcome,
+            seconds=outcome.seconds + late,
+            rows=rows,
+            events=tuple(replace(e, seconds=e.seconds + late) for e in outcome.events),
+            evaluations=tuple(replace(e, seconds=e.seconds + late) for e in outcome.evaluations),
+        )
+    )
+    pages = [render_training([each.from_first_step()]) for each in (early, moved)]
+    assert pages[0] == pages[1]
+    assert moved.start_up_seconds == early.start_up_seconds + late
+    assert "start-up 40" in render_training([moved])
+    # What was before the first step is shown where the axis begins.
+    assert moved.from_first_step().columns["begin_seconds"].min() == 0
+
+
 def test_runs_of_one_rule_are_told_apart():
     same = [make_history(), make_history(), make_history(workers=2)]
     text = Tags(render_training(same)).text

@@ -107,6 +107,28 @@ def test_where_steps_are_too_dear_known_limits_and_computed_speeds_decide():
     assert rates[TrainingCandidate("sync", 8, 1)] < rates[TrainingCandidate("downpour", 8, 1)]
 
 
+def test_workers_that_take_longer_to_start_than_they_save_do_not_pay():
+    slow = StepMeasurement((2.0, 2.2), transfer_seconds=0.1, start_seconds=5.0)
+    # 2 epochs of 250 steps: 525 s for one worker, of which 8 workers save most.
+    assert suggest(assignment(), slow, budget_seconds=40).against == ""
+    few = suggest(assignment(samples=16), slow, budget_seconds=40)
+    assert few.chosen.workers == 8
+    # 2 epochs of 2 steps: 8.4 s, of which 7.2 s can be saved, and 5 s are less.
+    assert few.against == ""
+    late = suggest(assignment(samples=16), replace(slow, start_seconds=30.0), budget_seconds=40)
+    assert late.against.startswith("many workers do not pay for 2 epochs: 8 workers would save 7.")
+    assert "of the 8.4 s" in late.against
+    assert "30 s to start" in late.against
+    assert "from some 9 epochs on" in late.against
+
+
+def test_where_one_worker_is_the_best_that_is_said_first():
+    shared = StepMeasurement((2.0, 2.2), transfer_seconds=0.01, cores=1)
+    found = suggest(assignment(), shared, budget_seconds=40)
+    assert "no rule with up to 8 beats one worker" in found.against
+    assert suggest(assignment(workers=1), shared, budget_seconds=40).against == ""
+
+
 def test_a_middling_budget_simulates_fewer_workers_counts():
     found = suggest(assignment(), QUICK, budget_seconds=30)
     assert found.steps >= advice.FEWEST_STEPS

@@ -133,7 +133,7 @@ def _tell(error: BaseException, debug: bool) -> int:
     # Usage errors of typer have this method. typer does not export their base class.
     if hasattr(error, "format_message"):
         if type(error).__name__ == "NoArgsIsHelpError":
-            error.show()  # type: ignore[attr-defined]
+            error.show(file=sys.stdout)  # type: ignore[attr-defined]
         else:
             _say(f"error: {error.format_message()}")
         return getattr(error, "exit_code", 2)

@@ -471,6 +471,8 @@ def suggest_and_show(
         show_json(advice_summary(function, result, options))
         return
     measured = result.measured
+    if result.against:
+        show(Text(result.against))
     say(
         f"measured: a step takes {format_seconds(measured.mean_seconds)}, a transfer "
         f"{format_seconds(measured.transfer_seconds)}"
@@ -560,6 +562,7 @@ def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dic
         "function": function,
         "step_seconds": measured.mean_seconds,
         "transfer_seconds": measured.transfer_seconds,
+        "start_seconds": measured.start_seconds,
         "measured_steps": len(measured.step_seconds),
         "cores": measured.cores,
         "simulated_steps": result.steps,
@@ -567,6 +570,7 @@ def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dic
         "workers": chosen.workers,
         "window": chosen.window,
         "why": result.why,
+        "against": result.against or None,
         "command": command(function, result, options),
         "level": _number(result.level),
         "evidence": [

@@ -87,7 +87,7 @@ def report(
     from dovetail.reports import plan_table
 
     check_outputs(out, trace, inputs=[plan, model])
-    opened, step = pipeline.open_plan(plan, model)
+    opened, step = pipeline.open_to_show(plan, model)
     if out is not None:
         pipeline.report(opened, step, out)
         say(f"wrote {out}")
@@ -124,7 +124,7 @@ def export(
         check_outputs(pipeline.make_folder(out) / pipeline.FOLDERS[to], inputs=[plan, model])
     else:
         check_outputs(out, inputs=[plan, model])
-    opened, step = pipeline.open_plan(plan, model)
+    opened, step = pipeline.open_to_show(plan, model)
     written = pipeline.export(opened, step, to, out)
     if out is None:
         show_json(written)

@@ -90,8 +90,8 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 _File = _file_model()
 
 
-def save_graph(graph: Graph, path: str | Path) -> None:
-    """Write the graph to `path`, whole or not at all. Raises `UnwritableError`."""
+def graph_to_dict(graph: Graph) -> dict[str, Any]:
+    """The graph as its file has it."""
     file: dict[str, Any] = {"format": "dovetail.graph", "version": 1}
     for name, (column, dtype, _) in COLUMNS.items():
         values = getattr(graph, name)
@@ -100,7 +100,12 @@ def save_graph(graph: Graph, path: str | Path) -> None:
         elif dtype is not None:
             values = values.tolist()
         _put(file, column.path, values)
-    data = json.dumps(file, separators=(",", ":")).encode()
+    return file
+
+
+def save_graph(graph: Graph, path: str | Path) -> None:
+    """Write the graph to `path`, whole or not at all. Raises `UnwritableError`."""
+    data = json.dumps(graph_to_dict(graph), separators=(",", ":")).encode()
     # gzip writes the time into the file; with mtime=0 the same graph gives the same bytes.
     packed = gzip.compress(data, 6, mtime=0) if str(path).endswith(".gz") else data
     write_atomically(path, packed)

@@ -9,7 +9,7 @@ from typing import Any
 
 _NAMES = {
     "learning": ("LearningResult", "learn", "learn_all"),
-    "opening": ("open_plan", "planned", "timeline_of", "verify", "with_schedules"),
+    "opening": ("open_plan", "open_to_show", "planned", "timeline_of", "verify", "with_schedules"),
     "phases": ("PhasesPlan", "phase_paths", "plan_phases"),
     "planning": ("find_plan", "plan"),
     "requests": (

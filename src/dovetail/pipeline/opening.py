@@ -101,6 +101,21 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     return replace(saved, graph=graph), step
 
 
+def open_to_show(path: str | Path, model: str = "") -> tuple[Plan, Step]:
+    """The saved plan, and what is shown of it: the graph that its file keeps, if `model` is "" and
+    it keeps one. Otherwise it is opened by `open_plan`.
+
+    Nothing is captured, imported or run for a graph that was kept, so the plan may also be one of
+    another machine's cores. Every rule and promise is checked as by `open_plan`.
+    """
+    saved = load_plan(path)
+    if model or saved.graph is None:
+        return open_plan(path, model)
+    check(saved, saved.graph)
+    verify(saved, saved.graph)
+    return saved, saved.graph
+
+
 def _check_costs(plan: Plan, instance: Instance) -> None:
     """Raise `PromiseError` if the plan was computed from other costs than the instance's."""
     given, carried = instance.costs, costs_in(plan)

@@ -6,7 +6,7 @@ read.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 from dovetail.errors import FileFormatError, MachineError
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate, shareable
+from dovetail.graph.files import graph_from, graph_to_dict
 from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.runtime.files import read_json, write_atomically
@@ -135,7 +136,8 @@ class Plan:
     way                how it runs: `PLACED`; or `EAGER` or `COMPILED` on its one device, where
                        `value` is what was measured, and costs and orders are of the ops one by one
     measured           way -> seconds of a step, measured side by side; empty: nothing was measured
-    graph              the plan's graph, if it was planned or opened in this process; not saved
+    graph              the plan's graph; None: it was not planned or opened in this process, and its
+                       file keeps none
     """
 
     source: Source
@@ -283,6 +285,8 @@ class _CostsFile(BaseModel):
 _PlanFile = file_model(
     Plan, FINITE, format=Literal["dovetail.plan"], version=Version1, costs=_CostsFile
 )
+_GRAPH = "planned_graph"
+"""Where a plan's file keeps its graph, as a graph's own file has it. It may be left out."""
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -299,17 +303,19 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             "index": index.ravel().tolist(),
             "sent_bytes": to_file(plan.sent_bytes),
         },
+        **({} if plan.graph is None else {_GRAPH: graph_to_dict(plan.graph)}),
     }
     write_atomically(path, json.dumps(file, separators=(",", ":"), allow_nan=False))
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan. Raises `FileFormatError`.
+    """Read a plan. Raises `FileFormatError`, and `GraphError` for an invalid graph that it keeps.
 
     It checks the file's form alone; `plans.check` checks the rules and `pipeline.verify` the
     promises.
     """
     raw = read_json(path)
+    kept = raw.pop(_GRAPH, None) if isinstance(raw, dict) else None
     try:
         file: Any = _PlanFile.model_validate(raw)
         sent_bytes = file.costs.sent_bytes
@@ -332,7 +338,12 @@ def load_plan(path: str | Path) -> Plan:
         raise FileFormatError(str(path), first_complaint(error)) from None
     except (ValueError, OverflowError, MachineError) as error:
         raise FileFormatError(str(path), str(error)) from None
-    return plan
+    if kept is None:
+        return plan
+    graph = graph_from(kept, f"{path}: {_GRAPH}")
+    if graph.fingerprint != plan.graph_fingerprint:
+        raise FileFormatError(str(path), f"{_GRAPH}: is another graph than the plan's")
+    return replace(plan, graph=graph)
 
 
 def _seconds(costs: _CostsFile, devices: int) -> NDArray[np.float64]:

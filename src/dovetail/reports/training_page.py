@@ -40,11 +40,13 @@ MOST_RUNS = 40
 
 @dataclass(frozen=True, eq=False)
 class ShownRun:
-    """A run on the page. Its number, which counts from 0, chooses its colour."""
+    """A run on the page. Its number, which counts from 0, chooses its colour. Its times are since
+    its first step, `start_up_seconds` after its start."""
 
     number: int
     label: str
     history: History
+    start_up_seconds: float
 
     @property
     def head(self) -> Markup:
@@ -99,11 +101,12 @@ def write_training_page(
 
 
 def render_training(histories: Sequence[History], *, made: str = "") -> str:
-    """The page as text. O(commits), but what is drawn of a run is bounded."""
+    """The page as text. O(commits), but what is drawn of a run is bounded. Times are since the
+    first step of each run."""
     if not 0 < len(histories) <= MOST_RUNS:
         raise UsageError("histories", f"there are {len(histories)}; a page shows 1 to {MOST_RUNS}")
     runs = [
-        ShownRun(i, label, history)
+        ShownRun(i, label, history.from_first_step(), history.start_up_seconds)
         for i, (label, history) in enumerate(zip(_labels(histories), histories, strict=True))
     ]
     staleness_charts, staleness_table = _staleness_section(runs)
@@ -160,8 +163,9 @@ def _cards(runs: Sequence[ShownRun]) -> list[Card]:
         history = runs[0].history
         cards.append(("staleness", _number(history.staleness.mean), f"mean; n - 1 is "
                       f"{history.workers - 1}"))  # fmt: skip
+        start = format_seconds(runs[0].start_up_seconds)
         cards.append(("took", format_seconds(history.outcome.seconds),
-                      f"{len(history):,} commits"))  # fmt: skip
+                      f"{len(history):,} commits; start-up {start}"))  # fmt: skip
     counts = Counter(event.kind for run in runs for event in run.history.outcome.events)
     restarted = f"{counts['restarted'] + counts['server_restarted']} restarted"
     cards.append(

@@ -27,10 +27,11 @@ from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Watcher
 from dovetail.training.divergence import diverging, remedy
 from dovetail.training.history import History
-from dovetail.training.records import Outcome, Row, Vector
+from dovetail.training.records import Job, Outcome, Row, Vector
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.rules.contract import Rule
 from dovetail.training.step_times import StepTimes
+from dovetail.units import format_seconds
 
 MEASURED_STEPS, WARM_UP_STEPS = 60, 5
 """The measuring run makes `MEASURED_STEPS` steps. The first `WARM_UP_STEPS` are dropped, because
@@ -80,11 +81,13 @@ class StepMeasurement:
     step_seconds       one entry per local step, of steps that ran one after the other
     transfer_seconds   time between two windows: the commit, its application and the pull
     cores              cores that all workers share; None: each worker has its own machine
+    start_seconds      from the run's start to its first step: how long processes take to start
     """
 
     step_seconds: tuple[float, ...]
     transfer_seconds: float
     cores: int | None = None
+    start_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.step_seconds or min(self.step_seconds) <= 0:
@@ -142,6 +145,7 @@ class Advice:
 
     level   the loss that ends the count of `Evidence.seconds`; nan if nothing was simulated
     steps   local steps of each simulated run; 0: there was no time for any run
+    against   why many workers do not pay for this job; "" if they do, or if that is not known
     """
 
     measured: StepMeasurement
@@ -150,6 +154,7 @@ class Advice:
     level: float
     steps: int
     why: str
+    against: str = ""
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,9 @@ def measured_of(rows: Sequence[Row], cores: int | None = None) -> StepMeasuremen
         # A single row has no gap. The time from the end of its steps to its answer is the nearest.
         gaps = [row.seconds - row.end_seconds for row in kept]
     # The median, so that a few long pauses do not count as the cost of a transfer.
-    return StepMeasurement(steps, max(float(np.median(gaps)) if gaps else 0.0, 0.0), cores)
+    start_seconds = max(min((row.begin_seconds for row in rows), default=0.0), 0.0)
+    transfer_seconds = max(float(np.median(gaps)) if gaps else 0.0, 0.0)
+    return StepMeasurement(steps, transfer_seconds, cores, start_seconds)
 
 
 def suggest(
@@ -244,11 +251,25 @@ def suggest(
     clock: Callable[[], float] = time.monotonic,
 ) -> Advice:
     """Simulates the candidates for a job and returns the advice. `job.workers` is the largest
-    number of workers that is considered.
+    number of workers that is considered. It is also said whether many workers pay at all: what they
+    save of this job's time, and what they take to start.
 
     rules      rules to try, with their options; None: `SUGGESTED` with default options
     evaluate   theta -> its loss; None: the loss on some batches of the job's own data
     """
+    advice = _suggest(assignment, measured, rules, evaluate, budget_seconds, progress, clock)
+    return replace(advice, against=_against(assignment.job, advice))
+
+
+def _suggest(
+    assignment: Assignment,
+    measured: StepMeasurement,
+    rules: Sequence[Rule] | None,
+    evaluate: Callable[[Vector], float] | None,
+    budget_seconds: float,
+    progress: ReportProgress,
+    clock: Callable[[], float],
+) -> Advice:
     job = assignment.job
     by_name = {rule.name: rule for rule in rules or map(make_rule, SUGGESTED)}
     window, vector_bytes = window_of(measured), assignment.theta.nbytes
@@ -276,6 +297,40 @@ def suggest(
         return judged
     left = f"; time was up after {len(tried)} of {len(listed)} candidates"
     return replace(judged, why=judged.why + left)
+
+
+def _against(job: Job, advice: Advice) -> str:
+    """Why many workers do not pay for the job; "" if they do, or if that is not known."""
+    measured, chosen = advice.measured, advice.chosen
+    if job.workers == 1 or job.samples is None:
+        return ""
+    none_is_faster = f"many workers do not pay: no rule with up to {job.workers} beats one worker"
+    if chosen.workers == 1:
+        return none_is_faster
+    alone, many = (
+        next(e for e in advice.evidence if match(e.candidate))
+        for match in (lambda candidate: candidate.workers == 1, chosen.__eq__)
+    )
+    # Nothing was simulated, or a worker by itself did not get as far.
+    faster = alone.seconds / many.seconds
+    if not math.isfinite(faster):
+        faster = many.samples_per_second / alone.samples_per_second
+    if not math.isfinite(faster) or faster <= 0:
+        return ""
+    whole_seconds = job.samples * job.epochs / job.batch * measured.mean_seconds
+    saved_seconds = whole_seconds * (1 - 1 / faster)
+    if faster <= 1 + EVEN:
+        return none_is_faster
+    if saved_seconds > measured.start_seconds:
+        return ""
+    epochs = math.ceil(job.epochs * measured.start_seconds / saved_seconds)
+    plural = "s" * (job.epochs > 1)
+    return (
+        f"many workers do not pay for {job.epochs} epoch{plural}: {chosen.workers} workers would "
+        f"save {format_seconds(saved_seconds)} of the {format_seconds(whole_seconds)} that one "
+        f"computes, and take {format_seconds(measured.start_seconds)} to start. They pay from some "
+        f"{epochs} epochs on; until then train by plain PyTorch"
+    )
 
 
 def window_of(measured: StepMeasurement) -> int:

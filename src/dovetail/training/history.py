@@ -38,7 +38,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, Self
@@ -237,6 +237,35 @@ class History:
             )
         return tuple(epochs)
 
+    @property
+    def start_up_seconds(self) -> float:
+        """Seconds from the run's start to its first step, in which processes start."""
+        return min((row.begin_seconds for row in self.outcome.rows), default=0.0)
+
+    def from_first_step(self) -> "History":
+        """The history with times from the run's first step on. What happened before, happened at
+        0."""
+        start, outcome = self.start_up_seconds, self.outcome
+        if not start:
+            return self
+
+        def moved(records: Sequence[Any], *names: str) -> tuple[Any, ...]:
+            return tuple(
+                replace(each, **{name: max(getattr(each, name) - start, 0.0) for name in names})
+                for each in records
+            )
+
+        times = ("seconds", "begin_seconds", "end_seconds")
+        return History(
+            replace(
+                outcome,
+                seconds=max(outcome.seconds - start, 0.0),
+                rows=moved(outcome.rows, *times),
+                events=moved(outcome.events, "seconds"),
+                evaluations=moved(outcome.evaluations, "seconds"),
+            )
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all but the parameters as JSON, compressed by gzip if the name ends in `.gz`. If
         writing fails, the old file stays as it was. Raises `UnwritableError`."""
@@ -331,7 +360,7 @@ def _facts(history: History) -> list[tuple[str, str]]:
     if partition != LEASED:
         sizes.append(f"partition {partition}")
     facts.append(("run", ", ".join(sizes)))
-    working = outcome.seconds - min((row.begin_seconds for row in outcome.rows), default=0.0)
+    working = outcome.seconds - history.start_up_seconds
     rate = len(history) / working if working > 0 else math.nan
     facts.append(
         ("did", f"{len(history):,} commits of {outcome.samples:,} samples in "
