@@ -326,7 +326,7 @@ def test_a_plan_does_not_open_against_an_instance_with_other_costs(
     else:
         file["edges"][1]["cost"] = 0.7
     small.write_text(json.dumps(file))
-    status, _, err = dovetail("report", plan)
+    status, _, err = dovetail("report", plan, small)
     assert status == 2
     assert {"latency": "seconds of op 'n4' on cpu0 0.04", "cost": "sent of op 'n2'"}[change] in err
 

@@ -1,6 +1,7 @@
 """Plans of recurrent layers by fused kernels: chosen by their costs, saved, and run."""
 
 import io
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -186,7 +187,11 @@ def test_the_users_own_graph_is_enough_for_a_plan_of_another_form(step, tmp_path
     assert "the step as predicted" in text.export_text()
     assert timeline_of(plan, step.graph).step_seconds == pytest.approx(plan.value)
     verify(plan, step.graph)
-    # A plan that was loaded has no graph with it, and another network's is refused.
+    # A file keeps the graph. Without it, that of another form is refused.
     plan.save(tmp_path / "plan.json")
+    assert plan_table(load_plan(tmp_path / "plan.json"), step.graph)
+    file = json.loads((tmp_path / "plan.json").read_text())
+    del file["planned_graph"]
+    (tmp_path / "plan.json").write_text(json.dumps(file))
     with pytest.raises(GraphMismatchError):
         plan_table(load_plan(tmp_path / "plan.json"), step.graph)

@@ -1,0 +1,138 @@
+"""How long commands take to start.
+
+    python benchmarks/startup/run.py --rounds 5 --out startup.json
+    python benchmarks/startup/run.py --version before=OTHER_TREE --version now=.
+
+Each round runs every command once for each version of the package, in turn; a version is a folder
+with `src/`. The seconds are those of whole commands, from outside. `first commit` is the time from
+the start of `dovetail train` to the server's first commit, by the history that it writes. Each
+version has a cache of its own, which one round that does not count has filled.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+EPOCHS = 20
+MODEL = "zoo:inception_v3?batch=1"
+TRAIN = ("train", "digits:digits", "--epochs", str(EPOCHS), "--metric", "accuracy")
+
+
+class Version:
+    """A version of the package.
+
+    folder   where its commands run and write
+    """
+
+    def __init__(self, name: str, tree: Path, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        folder.mkdir()
+        self._environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join((str(tree.resolve() / "src"), str(HERE))),
+            "DOVETAIL_CACHE": str(folder / "cache"),
+        }
+
+    def seconds_of(self, *arguments: str, program: tuple[str, ...] = ("-m", "dovetail")) -> float:
+        """The seconds that a command takes. Raises `CalledProcessError` if it fails."""
+        began = time.monotonic()
+        subprocess.run(
+            [sys.executable, *program, *arguments],
+            cwd=self.folder, env=self._environment, check=True, capture_output=True,
+        )  # fmt: skip
+        return time.monotonic() - began
+
+    def training(self, workers: int) -> dict[str, float]:
+        """Seconds of a training: as a whole, and until its first commit."""
+        began = time.perf_counter()
+        seconds = self.seconds_of(*TRAIN, "--workers", str(workers), "--history", "history.json")
+        history = json.loads((self.folder / "history.json").read_text())
+        # All processes of a machine count from one moment.
+        first_commit = history["meta"]["origin"] + min(history["commits"]["seconds"]) - began
+        name = f"train, {workers} workers"
+        return {name: seconds, f"{name}: first commit": first_commit}
+
+
+def commands(version: Version) -> list[Callable[[], dict[str, float]]]:
+    """What a round runs, each -> name -> seconds."""
+
+    def one(name: str, *arguments: str) -> Callable[[], dict[str, float]]:
+        return lambda: {name: version.seconds_of(*arguments)}
+
+    return [
+        one("--help", "--help"),
+        one("train --help", "train", "--help"),
+        one("wrong command", "plan", "zoo:none"),
+        lambda: {"digits plainly": version.seconds_of(program=(str(HERE / "digits.py"),))},
+        lambda: version.training(2),
+        lambda: version.training(4),
+        # A version whose plans do not keep their graph captures the model again.
+        one("report", "report", "plan.json", "--out", "plan.html"),
+        one("export", "export", "plan.json", "--to", "trace", "--out", "trace.json"),
+        one("run", "run", "plan.json", MODEL, "--steps", "2"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="append", help="NAME=TREE; by default now=this one")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        versions = []
+        for text in arguments.version or [f"now={ROOT}"]:
+            name, _, tree = text.partition("=")
+            versions.append(Version(name, Path(tree), Path(folder) / name))
+        found: dict[str, dict[str, list[float]]] = {version.name: {} for version in versions}
+        for version in versions:
+            version.seconds_of(
+                "plan", MODEL, "--machine", "here/2", "--placer", "balanced", "--no-compile",
+                "--out", "plan.json",
+            )  # fmt: skip
+        for number in range(arguments.rounds + 1):
+            for calls in zip(*map(commands, versions), strict=True):
+                for version, call in zip(versions, calls, strict=True):
+                    for name, seconds in _seconds(call).items():
+                        if number:
+                            found[version.name].setdefault(name, []).append(seconds)
+            sys.stderr.write(f"round {number} of {arguments.rounds}\n")
+    _show(found)
+    if arguments.out is not None:
+        arguments.out.write_text(
+            json.dumps({"rounds": arguments.rounds, "seconds": found}, indent=1)
+        )
+
+
+def _seconds(call: Callable[[], dict[str, float]]) -> dict[str, float]:
+    try:
+        return call()
+    except subprocess.CalledProcessError as error:
+        if "zoo:none" in error.cmd:
+            return {}
+        sys.stderr.write(error.stderr.decode())
+        raise
+
+
+def _show(found: dict[str, dict[str, list[float]]]) -> None:
+    names = list(next(iter(found.values())))
+    print("| |", " | ".join(found), "|\n|---|" + "---|" * len(found))
+    for name in names:
+        cells = []
+        for seconds in found.values():
+            all_of = seconds[name]
+            middle = statistics.median(all_of)
+            cells.append(f"{middle:.2f} s ({min(all_of):.2f}-{max(all_of):.2f})")
+        print(f"| {name} |", " | ".join(cells), "|")
+
+
+if __name__ == "__main__":
+    main()
