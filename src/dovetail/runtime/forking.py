@@ -26,6 +26,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from dovetail.runtime.stopped import watched
+
 SWITCH = "DOVETAIL_FORK"
 """A variable of the environment; "0" has every worker start by itself."""
 _MOST_BYTES = 2**20
@@ -102,7 +104,7 @@ class ForkServer:
         content = json.dumps(request).encode()
         if len(content) > _MOST_BYTES:
             return None
-        with self._lock:
+        with self._lock, watched(self._process.pid, self._process.kill):
             try:
                 # A packet holds less than a request may need, so a request follows its length.
                 self._socket.sendmsg(
@@ -118,7 +120,7 @@ class ForkServer:
 
     def status_of(self, pid: int) -> int:
         """The status of a worker that has ended; of one whose server is gone, that of a kill."""
-        with self._lock:
+        with self._lock, watched(self._process.pid, self._process.kill):
             while pid not in self._statuses:
                 if self._message() is None:
                     return -signal.SIGKILL

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dovetail.errors import ProcessDiedError, ProcessError
+from dovetail.runtime import stopped
 from dovetail.runtime.forking import ForkedProcess, end_fork_server, fork_server
 
 
@@ -111,15 +112,23 @@ every small op some 90 us (see `benchmarks/spinning`).
 class Worker:
     """The parent's handle of a worker process; a context manager that ends it.
 
-    `send` and `receive` raise `ProcessError` with the worker's traceback, or `ProcessDiedError`.
+    `send` and `receive` raise `ProcessError` with the worker's traceback, or `ProcessDiedError`. A
+    worker that somebody stops for `patience_seconds` is killed (`runtime.stopped`).
     """
 
     def __init__(
-        self, name: str, process: subprocess.Popen[bytes] | ForkedProcess, channel: Channel
+        self,
+        name: str,
+        process: subprocess.Popen[bytes] | ForkedProcess,
+        channel: Channel,
+        patience_seconds: float = stopped.PATIENCE_SECONDS,
     ) -> None:
         self.name = name
         self._process = process
         self._channel = channel
+        self._patience_seconds = patience_seconds
+        self._was_stopped = False
+        stopped.watch(process.pid, self._end_stopped, patience_seconds)
 
     @property
     def pid(self) -> int:
@@ -158,6 +167,7 @@ class Worker:
 
     def close(self, *, kill: bool = False) -> None:
         """End the process by closing its channel. It is killed after a grace period, or at once."""
+        stopped.unwatch(self.pid)
         self._channel.close()
         if kill:
             self._process.kill()
@@ -178,6 +188,10 @@ class Worker:
     ) -> None:
         self.close(kill=error is not None)
 
+    def _end_stopped(self) -> None:
+        self._was_stopped = True
+        self._process.kill()
+
     def _explain_failure(self) -> ProcessError | ProcessDiedError:
         """Why nothing can be sent: the failure that the worker reported last, or how it ended."""
         try:
@@ -191,12 +205,15 @@ class Worker:
 
         location   the line of the user's own code that has ended it; "" if none is known to
         """
+        stopped.unwatch(self.pid)
         try:
             status = self._process.wait(GRACE_SECONDS)
         # The worker closed its channel but lives on.
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
+        if self._was_stopped:
+            return ProcessDiedError(self.name, stopped.describe_stop(self._patience_seconds))
         where = f" at {location}" if location else ""
         return ProcessDiedError(self.name, describe_status(status) + where)
 
@@ -208,18 +225,21 @@ def launch(
     threads: int = 1,
     name: str = "",
     spins_briefly: bool = True,
+    patience_seconds: float = stopped.PATIENCE_SECONDS,
 ) -> Worker:
     """Start a process that runs `entry`, "package.module:function", with its `Channel`.
 
     Returns at once; the worker imports what it needs meanwhile. `cores` are those that it may run
     on, () for all. `threads` is the number that OpenMP and the BLAS libraries are told. Where
-    `spins_briefly` is False, OpenMP's threads wait for work as OpenMP itself has it.
+    `spins_briefly` is False, OpenMP's threads wait for work as OpenMP itself has it. The worker is
+    killed once somebody has stopped it for `patience_seconds`.
     """
     parent_end, child_end = socket.socketpair()
     with child_end:
         forked = _forked(entry, cores, child_end.fileno()) if threads == 1 else None
         if forked is not None:
-            return Worker(name or entry, forked, Channel(parent_end.detach()))
+            channel = Channel(parent_end.detach())
+            return Worker(name or entry, forked, channel, patience_seconds)
         process = subprocess.Popen(
             [
                 # -P keeps the folder of child.py off sys.path, where it would hide other modules.
@@ -240,7 +260,7 @@ def launch(
             stdout=2,
             process_group=0,
         )
-    return Worker(name or entry, process, Channel(parent_end.detach()))
+    return Worker(name or entry, process, Channel(parent_end.detach()), patience_seconds)
 
 
 def _forked(entry: str, cores: tuple[int, ...], descriptor: int) -> ForkedProcess | None:

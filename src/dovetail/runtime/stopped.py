@@ -1,0 +1,92 @@
+"""Ends worker processes that somebody has stopped, so that nobody waits for them for ever.
+
+    running ── SIGSTOP ──► stopped ── SIGCONT ──► running
+                              └── PATIENCE_SECONDS ──► killed, and whoever waits for it is told
+
+A stopped process (SIGSTOP, or SIGTTOU where background processes may not write to the terminal)
+keeps its channel open, so a wait for its reply would not end. A thread looks once a second at the
+state that the kernel gives. It counts looks, not time: if this process was stopped as well, as when
+a whole job is suspended, the others have the same patience after it goes on. It ends when nothing
+is left to watch. A process that a debugger holds is in another state.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE_SECONDS = 10.0
+"""A process may be stopped for so long."""
+LOOK_SECONDS = 1.0
+"""The thread looks this often."""
+
+
+@dataclass
+class _Watched:
+    kill: Callable[[], None]
+    patience_seconds: float
+    looks: int = 0
+
+
+_lock = threading.Lock()
+_watched: dict[int, _Watched] = {}
+_thread: threading.Thread | None = None
+
+
+def watch(pid: int, kill: Callable[[], None], patience_seconds: float) -> None:
+    """Call `kill` once the child process has been stopped for so long. Call `unwatch` before it is
+    waited for, as its number may then be another process's."""
+    global _thread
+    with _lock:
+        _watched[pid] = _Watched(kill, patience_seconds)
+        # After a fork the thread is not alive in the child.
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_look, name="stopped", daemon=True)
+            _thread.start()
+
+
+def unwatch(pid: int) -> None:
+    with _lock:
+        _watched.pop(pid, None)
+
+
+@contextmanager
+def watched(pid: int, kill: Callable[[], None]) -> Iterator[None]:
+    """Watches a process while the block waits for it."""
+    watch(pid, kill, PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        unwatch(pid)
+
+
+def describe_stop(seconds: float) -> str:
+    """How a process ended that was killed for having been stopped."""
+    return f"killed, as it was stopped for {seconds:.3g} s"
+
+
+def _look() -> None:
+    global _thread
+    while True:
+        time.sleep(LOOK_SECONDS)
+        with _lock:
+            for pid, each in list(_watched.items()):
+                state = _state(pid)
+                each.looks = each.looks + 1 if state == "T" else 0
+                if each.looks * LOOK_SECONDS > each.patience_seconds:
+                    each.kill()
+                if state in ("", "Z") or each.looks * LOOK_SECONDS > each.patience_seconds:
+                    del _watched[pid]
+            if not _watched:
+                _thread = None
+                return
+
+
+def _state(pid: int) -> str:
+    """The letter of the process's state; "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
