@@ -14,7 +14,7 @@ from tests.support.source_files import (
 
 LAYERS = [
     {"units"},
-    {"errors", "methods"},
+    {"errors", "interrupts", "methods"},
     {"runtime"},
     {"graph", "machine", "timeline", "training", "networks"},
     {"frontends", "plans"},

@@ -474,6 +474,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    # What a shell starts in the background ignores Ctrl-C, and so would the commands.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     trials = Trials(arguments.work.resolve())
     trials.prepare()
     began = time.monotonic()

@@ -18,9 +18,14 @@ import sys
 import traceback
 from typing import Annotated
 
-INTERRUPTED = 130
-"""The exit status after a Ctrl-C outside a search. A shell reports SIGINT by this number."""
+from dovetail.interrupts import (
+    INTERRUPTED,
+    end_of_interrupts,
+    leave_interrupts,
+    take_interrupts,
+)
 
+take_interrupts()
 try:
     from importlib import import_module
 
@@ -34,6 +39,7 @@ try:
 except KeyboardInterrupt:
     sys.stderr.write("interrupted\n")
     sys.exit(INTERRUPTED)
+leave_interrupts()
 
 COMMANDS = {
     "plan": ("planning", "Find where each operation should run"),
@@ -98,6 +104,7 @@ def _of_all_commands(
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    take_interrupts()
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     debug = DEBUG in sys.argv[1:]
     name = arguments[0] if arguments else ""
@@ -119,6 +126,7 @@ def main() -> None:
         status = _tell(error, debug)
     if status == INTERRUPTED:
         _say("interrupted")
+    end_of_interrupts()
     sys.exit(status or 0)
 
 

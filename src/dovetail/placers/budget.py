@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
+from dovetail.interrupts import raises_interrupts
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import working_clock
 from dovetail.simulator.bounds import LowerBound
@@ -375,9 +376,8 @@ def keeping_interrupts(budget: Budget) -> Iterator[None]:
     Does nothing outside the main thread, since only the main thread is interrupted, or if the
     program has installed a handler of its own.
     """
-    handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
-    if not main or handler is not signal.default_int_handler:
+    if not (main and raises_interrupts()):
         yield
         return
 
@@ -386,7 +386,7 @@ def keeping_interrupts(budget: Budget) -> Iterator[None]:
             raise _SecondInterrupt
         budget.interrupted = True
 
-    signal.signal(signal.SIGINT, on_interrupt)
+    handler = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield
     except _SecondInterrupt:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from dovetail.errors import DivergedError, NoWorkersError, ProcessError, ServerLostError
+from dovetail.interrupts import raises_interrupts
 from dovetail.training.backends.contract import Assignment, Storage, Watcher
 from dovetail.training.records import Evaluation, Event, Outcome, Refusal, Row, Vector
 from dovetail.training.server import Server
@@ -567,15 +568,14 @@ def interrupts(collects: bool) -> Iterator[list[int]]:
         pressed.append(number)
 
     main = threading.current_thread() is threading.main_thread()
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (collects and main and is_default):
+    if not (collects and main and raises_interrupts()):
         yield pressed
         return
-    signal.signal(signal.SIGINT, press)
+    before = signal.signal(signal.SIGINT, press)
     try:
         yield pressed
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -1,0 +1,121 @@
+"""Handles Ctrl-C in a command, also where Python itself would lose it.
+
+Python raises `KeyboardInterrupt` wherever the program is. In three kinds of places that is wrong:
+
+    an import          modules are left half made, and what uses them fails with other errors
+    `__del__`, a weak reference's callback, or one that C calls, such as llvmlite's
+                       Python prints a traceback, and goes on as if there had been no Ctrl-C
+    the end of Python  it prints a traceback, though the command is done
+
+There the interrupt is put off until the place is left. Before torch is imported there is nothing to
+keep, so an import is not waited for: the command ends at once. So it does at a second Ctrl-C.
+"""
+
+import _thread
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType, ModuleType
+from typing import NoReturn
+
+INTERRUPTED = 130
+"""The exit status after a Ctrl-C outside a search. A shell reports SIGINT by this number."""
+RETRY_SECONDS = 0.02
+"""An interrupt that was put off comes again after so long."""
+AGAIN_SECONDS = 1.0
+"""A Ctrl-C that comes so long after one that waits for an import is a second one. Programs that
+pass signals on may send one twice."""
+_WEAK = ("weakref.py", "_weakrefset.py")
+_MODULE = "<frozen importlib._bootstrap>"
+
+
+class _PutOff:
+    """The interrupt that waits. `since`: when it came; `comes`: it is about to come again."""
+
+    since: float | None = None
+    comes = False
+
+
+def take_interrupts() -> None:
+    """Handle Ctrl-C here from now on, unless the program has a handler of its own or this is not
+    the main thread."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
+
+
+def leave_interrupts() -> None:
+    """Undo `take_interrupts`."""
+    if signal.getsignal(signal.SIGINT) is _on_interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_of_interrupts() -> None:
+    """Have Python end in peace once the command is done: a Ctrl-C changes nothing any more."""
+    leave_interrupts()
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    # After a `KeyboardInterrupt` that once left code made from a text, as numpy and numba have it,
+    # `python -m` would end by SIGINT in place of our status. Further such code has it forget.
+    exec("")
+
+
+def raises_interrupts() -> bool:
+    """Whether Ctrl-C raises `KeyboardInterrupt` in this process, and no other handler is set."""
+    return signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _on_interrupt)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    again, _PutOff.comes = _PutOff.comes, False
+    importing, lost = _place(frame)
+    if importing and (not _has_torch() or _is_second(again)):
+        _end()
+    if importing or lost:
+        _put_off()
+        return
+    _PutOff.since = None
+    signal.default_int_handler(number, frame)
+
+
+def _place(frame: FrameType | None) -> tuple[bool, bool]:
+    """(within an import, within what drops exceptions)."""
+    importing = lost = False
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        importing = importing or (file == _MODULE and name == "_find_and_load")
+        callback = name == "__del__" or name.startswith("_raw_object_cache")
+        lost = lost or callback or file.endswith(_WEAK)
+        frame = frame.f_back
+    return importing, lost
+
+
+def _has_torch() -> bool:
+    torch: ModuleType | None = sys.modules.get("torch")
+    return torch is not None and not getattr(torch.__spec__, "_initializing", False)
+
+
+def _is_second(again: bool) -> bool:
+    waits_since = _PutOff.since
+    return not again and waits_since is not None and time.monotonic() - waits_since > AGAIN_SECONDS
+
+
+def _put_off() -> None:
+    if _PutOff.since is None:
+        _PutOff.since = time.monotonic()
+    main = threading.main_thread().ident
+
+    def come_again() -> None:
+        time.sleep(RETRY_SECONDS)
+        _PutOff.comes = True
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    # A `threading.Thread` takes locks, which the interrupted code may hold.
+    _thread.start_new_thread(come_again, ())
+
+
+def _end() -> NoReturn:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
