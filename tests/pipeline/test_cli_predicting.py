@@ -129,7 +129,7 @@ def test_weights_of_another_model_are_refused_by_the_files_name(dovetail, tmp_pa
     other, text = tmp_path / "other.pt", tmp_path / "text.pt"
     torch.save(torch.nn.Linear(2, 2).state_dict(), other)
     text.write_text("no weights")
-    for path, words in ((other, "it does not fit the model"), (text, "it holds no weights"),
+    for path, words in ((other, "it does not fit the model"), (text, "it is no zip archive"),
                         (tmp_path / "none.pt", "No such file")):  # fmt: skip
         status, _, err = dovetail("predict", MODEL, path, "validation", "--evaluate", *HERE)
         assert status == 2 and words in err and str(path) in err

@@ -131,15 +131,15 @@ def _compute(
 
 def _load_weights(model: Any, path: Path) -> None:
     """Put the weights of a file into the model. Raises `FileFormatError`."""
-    import pickle
-
     import torch
 
+    from dovetail.runtime.files import check_archive
+
+    check_archive(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise FileFormatError(str(path), error.strerror or str(error)) from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        # A mapped tensor is a part of the file, so that it can be no larger than the file is.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises all kinds for a damaged file
         detail = f"it holds no weights: {_first_line(error)}"
         raise FileFormatError(str(path), detail) from None
     try:
@@ -179,12 +179,15 @@ def _open_data(setup: "Setup", function: str, text: str) -> tuple[Any, bool]:
 
 def _read_arrays(path: Path) -> list[Any]:
     """The arrays of a .npy or .npz file."""
-    import zipfile
-    import zlib
-
     import numpy as np
 
+    from dovetail.runtime.files import check_archive
+
     try:
+        with open(path, "rb") as file:
+            is_archive = file.read(2) == b"PK"
+        if is_archive:
+            check_archive(path)
         found = np.load(path, allow_pickle=False)
         if isinstance(found, np.ndarray):
             arrays = [found]
@@ -193,11 +196,16 @@ def _read_arrays(path: Path) -> list[Any]:
                 arrays = [found[name] for name in found.files]
     except OSError as error:
         raise FileFormatError(str(path), error.strerror or str(error)) from None
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except FileFormatError:
+        raise
+    except Exception as error:  # numpy and zipfile raise all kinds for a damaged file
         raise FileFormatError(str(path), f"it holds no arrays: {_first_line(error)}") from None
     if not arrays:
         raise FileFormatError(str(path), "it holds no array")
     for array in arrays:
+        # What is no array in an archive comes as its bytes.
+        if not isinstance(array, np.ndarray):
+            raise FileFormatError(str(path), "it holds a file that is no array")
         if array.dtype.kind not in "biuf" or array.ndim == 0:
             raise FileFormatError(str(path), f"it holds {array.dtype} of shape {array.shape}")
     return arrays

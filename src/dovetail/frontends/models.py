@@ -25,6 +25,7 @@ from dovetail.frontends.transformers_configs import (
 )
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.records import load_sizes
+from dovetail.runtime.files import check_archive
 from dovetail.runtime.functions import call_function, names_function, refused
 from dovetail.runtime.torch_versions import FakeTensorMode, open_archive, pytree
 from dovetail.training.keras_models import is_keras
@@ -53,12 +54,13 @@ PLAIN_FILES = (
 CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 PROGRAM, EXAMPLES = "models/model.json", "data/sample_inputs/model.pt"
 OPERATORS = re.compile(
-    r"torch\.ops\.(aten|prims|torchvision)\.(?!__)\w+\.(?!__)\w+"
+    r"torch\.ops\.(aten|prims|torchvision)\.(?!__|(?:from_file|save)\.)\w+\.(?!__)\w+"
     r"|torch\.ops\.aten\.__i?(and|or|xor|lshift|rshift)__\.\w+"
     r"|torch\.ops\.higher_order\.wrap_with_(set_grad_enabled|autocast)"
     r"|_operator\.(getitem|add|sub|mul|floordiv|mod|neg)"
 )
-"""The operators that a node may call. `torch.ops.load_library`, for one, is none."""
+"""The operators that a node may call. `torch.ops.load_library`, for one, is none, and those of aten
+that open files are left out."""
 STRUCTURES = ("in_spec", "out_spec")
 IMPORTING = ("__enum__", "default_factory_module")
 """Under these keys a structure names a module, which would be imported when it is loaded."""
@@ -74,6 +76,7 @@ def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]
 
     if not Path(path).is_file():
         raise FileFormatError(path, "there is no such file")
+    check_archive(path)
     try:
         with open_archive(path) as archive:
             _check(path, archive)
@@ -124,6 +127,7 @@ def _check_payloads(path: str, name: str, config: Any) -> None:
 
 
 def _check_examples(path: str, content: bytes) -> None:
+    check_archive(path, content)
     try:
         torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
@@ -146,7 +150,7 @@ def _problems(program: Any) -> Iterator[str]:
             and not isinstance(value, dict)
             and not (isinstance(value, str) and OPERATORS.fullmatch(value))
         ):
-            yield f"it calls {value!r}, which is no operator of torch; {_BY_HAND}"
+            yield f"it calls {value!r}, which is no operator of torch that is called here; {_BY_HAND}"
         elif key in STRUCTURES and isinstance(value, str) and _imports(value):
             yield f"its {key} names a module that would be imported; {_BY_HAND}"
 

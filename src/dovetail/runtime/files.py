@@ -1,9 +1,13 @@
-"""Writes a file whole or not at all, and reads JSON of unknown origin."""
+"""Writes a file whole or not at all, and reads JSON and archives of unknown origin."""
 
 import gzip
+import io
 import json
 import os
+import stat
+import struct
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,6 +39,26 @@ def is_own(path: Path) -> bool:
     if not hasattr(os, "getuid"):
         return True
     return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+
+
+def refuse_links(path: Path) -> None:
+    """Raise `FileFormatError` if `path`, or anything below it, is neither a file nor a folder.
+
+    A folder of unknown origin may hold links, through which its user would write over other files.
+    """
+    waiting = [path]
+    while waiting:
+        path = waiting.pop()
+        try:
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                waiting += path.iterdir()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise FileFormatError(str(path), error.strerror or str(error)) from None
+        if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+            raise FileFormatError(str(path), "it is a link, or another thing that is no file")
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -138,3 +162,33 @@ def _chunks(read: Callable[[int], bytes], path: str) -> Iterator[bytes]:
         if left < 0:
             raise FileFormatError(path, f"holds more than {format_bytes(MOST_BYTES)} of JSON")
         yield chunk
+
+
+# ── Zip archives of unknown origin ──────────────────────────────────────────────────────────────
+
+MOST_UNPACKED_BYTES, MOST_UNPACKED_SHARE = 2**30, 16
+"""An archive may unpack to so many bytes, or to so many times its own size if that is more. What
+`numpy.savez_compressed` writes of trained weights or of images stays far below."""
+
+
+def check_archive(path: str | Path, content: bytes | None = None) -> None:
+    """Raise `FileFormatError` for what is no zip archive, and for one that unpacks to too much.
+
+    content   the archive's bytes, of an archive within the file `path`; None: the file itself
+    """
+    try:
+        with open(path, "rb") if content is None else io.BytesIO(content) as file:
+            # Readers that unpickle other files tell an archive by its first bytes, zipfile by its
+            # last.
+            if file.read(4) != b"PK\x03\x04":
+                raise FileFormatError(str(path), "it is no zip archive")
+            size_bytes = file.seek(0, os.SEEK_END)
+            with zipfile.ZipFile(file) as archive:
+                unpacked_bytes = sum(entry.file_size for entry in archive.infolist())
+    except OSError as error:
+        raise FileFormatError(str(path), error.strerror or str(error)) from None
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise FileFormatError(str(path), f"it is no zip archive: {error}") from None
+    if unpacked_bytes > max(MOST_UNPACKED_BYTES, MOST_UNPACKED_SHARE * size_bytes):
+        much = format_bytes(unpacked_bytes)
+        raise FileFormatError(str(path), f"its {format_bytes(size_bytes)} unpack to {much}")

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from dovetail.errors import FileFormatError, RunMismatchError, UnwritableError, UsageError
-from dovetail.runtime.files import write_atomically
+from dovetail.runtime.files import read_json, refuse_links, write_atomically
 from dovetail.runtime.formats import STRICT, Whole, file_type, first_complaint
 from dovetail.training.records import Evaluation, Vector
 
@@ -59,7 +59,7 @@ class RunFolder:
         if not path.exists():
             return [], None, None
         try:
-            saved = _Evaluations.model_validate(_read(path))
+            saved = _Evaluations.model_validate(_read_object(path))
         except ValidationError as error:
             raise FileFormatError(str(path), first_complaint(error)) from None
         best = saved.best
@@ -84,14 +84,17 @@ def open_folder(
     facts   what identifies the run, as values that JSON can hold
 
     Raises `UsageError` if the folder holds a run and `resume` is false, or holds none and it is
-    true. Raises `RunMismatchError` if the facts of the run to resume differ.
+    true. Raises `RunMismatchError` if the facts of the run to resume differ, and
+    `FileFormatError` for a link among its files.
     """
     check_held(folder, resume)
     path = Path(folder)
+    for name in (_FACTS, _EVALUATIONS, _BEST, _CENTER):
+        refuse_links(path / name)
     held = path / _FACTS
     if not resume:
         return _start(path, facts)
-    stored = _read(held)
+    stored = _read_object(held)
     run = stored.get("run")
     if stored.get("format") != FORMAT or not isinstance(run, str) or not run.isascii():
         raise FileFormatError(str(held), f"it is no {FORMAT}")
@@ -145,13 +148,8 @@ def _read_vector(path: Path) -> Vector:
     raise FileFormatError(str(path), "it is no vector of a run: changed, or cut off")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise FileFormatError(str(path), str(error)) from error
-    except RecursionError:
-        raise FileFormatError(str(path), "nested too deeply") from None
+def _read_object(path: Path) -> dict[str, Any]:
+    content = read_json(path)
     if not isinstance(content, dict):
         raise FileFormatError(str(path), "it is not a JSON object")
     return content

@@ -29,8 +29,12 @@ from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.placers.learned.records import Point
 from dovetail.runtime.files import write_atomically
 
+CONTROLLERS = "controllers"
+"""The folder of all diaries within a run's."""
 _SLOTS = ("even.safetensors", "odd.safetensors")
 _LINES = "updates.jsonl"
+MOST_PLACEMENT_BYTES = 2**24
+"""A line's placement unpacks to no more bytes: four for each of four million groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +71,11 @@ class DiaryEntry:
             own = {name: fields.pop(name) for name in ("first", "judged", "at")}
             packed, placement = fields.pop("placement", None), None
             if packed is not None:
-                octets = zlib.decompress(base64.b64decode(packed))
+                unpacker = zlib.decompressobj()
+                octets = unpacker.decompress(base64.b64decode(packed), MOST_PLACEMENT_BYTES)
                 placement = np.frombuffer(octets, "<i4").astype(np.int32)
             return cls(Point(**fields), placement=placement, **own)
-        except (ValueError, KeyError, TypeError, zlib.error):
+        except (ValueError, KeyError, TypeError, RecursionError, zlib.error):
             return None
 
 
@@ -97,7 +102,7 @@ class Diary:
     """
 
     def __init__(self, folder: Path, controller: int) -> None:
-        self.path = folder / "controllers" / str(controller)
+        self.path = folder / CONTROLLERS / str(controller)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lines = (self.path / _LINES).open("a+b")
@@ -152,7 +157,7 @@ class Readers:
     """Reads what controllers add to their diaries, whoever they are, from where it stopped."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "controllers"
+        self._folder = folder / CONTROLLERS
         self._read: dict[Path, int] = {}
 
     def news(self) -> Iterator[DiaryEntry]:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import TrainingError, UsageError
-from dovetail.placers.learned.diary import DiaryEntry, Readers
+from dovetail.placers.learned.diary import CONTROLLERS, DiaryEntry, Readers
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.judges import JudgeFactory, SimulatedJudge
 from dovetail.placers.learned.learner import (
@@ -47,6 +47,7 @@ from dovetail.placers.learned.records import (
     PlacementTask,
     Point,
 )
+from dovetail.runtime.files import refuse_links
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
 from dovetail.training.checkpoint import RunFolder, open_folder
@@ -116,6 +117,7 @@ def learn(  # noqa: PLR0913  keyword-only
             "controllers": controllers,
         }
         home = open_folder(path, facts, resume)
+        refuse_links(path / CONTROLLERS)
         job = Job(
             run=home.run, size=theta.size, samples=trials, epochs=1, batch=settings.trials,
             window=1, workers=controllers, seed=seed,

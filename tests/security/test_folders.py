@@ -1,0 +1,104 @@
+"""A run's folder of unknown origin: what is kept there goes nowhere else."""
+
+import base64
+import json
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from dovetail.errors import FileFormatError
+from dovetail.placers.learned.diary import DiaryEntry, Readers
+from dovetail.runtime import files
+from dovetail.training.trainer import Trainer
+from tests.placers.learned.test_learning import learn_table
+from tests.support.training_models import SGD, cross_entropy, perceptron, table
+
+
+def fit(folder, **options):
+    options = {"rule": "sync", "workers": 1, "epochs": 2, "backend": "simulated"} | options
+    trainer = Trainer(perceptron(), cross_entropy, SGD, batch=8, folder=folder, **options)
+    return trainer.fit(table(), table(8))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The names of a run's files, and their contents."""
+    folder = tmp_path_factory.mktemp("kept") / "run"
+    fit(folder)
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes() for path in paths}
+
+
+def test_a_run_is_not_resumed_through_links(kept, tmp_path):
+    names = sorted(kept)
+    logs = [name for name in names if name.name.startswith(("log-", "snapshot-"))]
+    assert {"trainer.json", "evaluations.json", "best.npy", "lock"} <= {n.name for n in names}
+    assert len(logs) == 2
+    for number, link in enumerate((*names, Path("center/.snapshot.tmp"))):
+        folder, outside = tmp_path / str(number), tmp_path / f"outside-{number}"
+        for name, content in kept.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        outside.write_bytes(content := kept.get(link, b"of somebody's"))
+        (folder / link).unlink(missing_ok=True)
+        (folder / link).symlink_to(outside)
+        with pytest.raises(FileFormatError, match="a link") as caught:
+            fit(folder, resume=True)
+        assert caught.value.path == str(folder / link)
+        assert outside.read_bytes() == content
+
+
+def test_a_run_is_not_begun_through_links(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "center").symlink_to(outside)
+    with pytest.raises(FileFormatError, match="a link"):
+        fit(tmp_path / "run")
+    assert list(outside.iterdir()) == []
+
+
+def test_a_pipe_among_a_runs_files_is_not_waited_for(kept, tmp_path):
+    os.mkfifo(tmp_path / "trainer.json")
+    with pytest.raises(FileFormatError, match="no file"):
+        fit(tmp_path, resume=True)
+
+
+def test_a_runs_folder_may_itself_be_a_link_and_hold_more(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "data").symlink_to(tmp_path)
+    assert fit(tmp_path / "run").outcome.samples == 80
+
+
+def test_the_json_of_a_runs_folder_is_bounded(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 2**10)
+    (tmp_path / "trainer.json").write_bytes(b" " * 2**11)
+    with pytest.raises(FileFormatError, match="holds more than"):
+        fit(tmp_path, resume=True)
+
+
+def test_learning_writes_through_no_link(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("of somebody's\n")
+    diary = tmp_path / "run" / "controllers" / "0"
+    diary.mkdir(parents=True)
+    (diary / "updates.jsonl").symlink_to(outside)
+    with pytest.raises(FileFormatError, match="a link"):
+        learn_table(folder=tmp_path / "run", trials=16)
+    assert outside.read_text() == "of somebody's\n"
+
+
+def test_a_line_of_a_diary_unpacks_to_little_and_a_strange_one_is_passed_over(tmp_path):
+    learn_table(folder=tmp_path, trials=16)
+    (path,) = tmp_path.glob("controllers/*/updates.jsonl")
+    lines = path.read_text().splitlines()
+    fields = json.loads(lines[0])
+    fields["placement"] = base64.b64encode(zlib.compress(bytes(2**26))).decode()
+    entry = DiaryEntry.parse(json.dumps(fields))
+    assert entry is not None and entry.placement is not None
+    assert entry.placement.nbytes == 2**24
+    path.write_text("\n".join(["[" * 100_000, '{"first": 1}', "[]", *lines, ""]))
+    assert len(list(Readers(tmp_path).news())) == len(lines)
