@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CREATE TABLE IF NOT EXISTS paces (
     core TEXT NOT NULL PRIMARY KEY, seconds REAL NOT NULL, measured_at REAL NOT NULL
 ) WITHOUT ROWID;
 """
+_TABLES = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
+"""Asks for the statements that made all that a database holds, as SQLite keeps them."""
 _BUSY_SECONDS = 30.0
 """A process waits this long for another one's lock on the file."""
 PACE_LASTS_SECONDS = 7 * 24 * 3600.0
@@ -65,6 +68,10 @@ class CostCache:
         except OSError as error:
             raise UnwritableError(str(self.path), error.strerror or str(error)) from None
         with self._connect() as db:
+            # A view or a trigger of a foreign file would run with each of our statements.
+            strange = set(db.execute(_TABLES)) - _own_tables()
+            if strange:
+                raise self._damaged("it holds other tables, views or triggers")
             db.executescript(_SCHEMA)
 
     def costs(self, device: str, signatures: Iterable[str]) -> dict[str, MeasuredCost]:
@@ -154,6 +161,16 @@ class CostCache:
     def _damaged(self, detail: str) -> FileFormatError:
         detail = f"not a cost cache ({detail}); remove the file to measure anew"
         return FileFormatError(str(self.path), detail)
+
+
+@cache
+def _own_tables() -> frozenset[tuple[str]]:
+    db = sqlite3.connect(":memory:")
+    try:
+        db.executescript(_SCHEMA)
+        return frozenset(db.execute(_TABLES))
+    finally:
+        db.close()
 
 
 def _digest(signature: str) -> str:

@@ -199,7 +199,8 @@ def _loaded(path: Path, examples: Sequence[Tensor]) -> GeneratedCode:
 
 
 def use_own_cache() -> None:
-    """Have Inductor keep its files beside ours, unless the user has named a folder for them."""
+    """Have Inductor keep its files beside ours, unless the user has named a folder for them. Its
+    own default is a folder of /tmp whose name anybody can guess, and make first."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_folder() / "inductor"))
 
 

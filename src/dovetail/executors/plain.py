@@ -33,6 +33,7 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from dovetail.executors.compiling import use_own_cache
 from dovetail.executors.placed import (
     Measurement,
     check_fits,
@@ -132,6 +133,8 @@ class _Served:
             torch.manual_seed(load.seed)
             module = module()
         _fill_main(module, step.loss)
+        if load.compiled:
+            use_own_cache()
         self.seed = load.seed
         self.cuda = cuda_of([load.torch_device]) if load.torch_device else None
         self.device = torch_device_of(load.torch_device) if load.torch_device else None

@@ -3,6 +3,7 @@
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -150,7 +151,7 @@ def _problems(program: Any) -> Iterator[str]:
             and not isinstance(value, dict)
             and not (isinstance(value, str) and OPERATORS.fullmatch(value))
         ):
-            yield f"it calls {value!r}, which is no operator of torch that is called here; {_BY_HAND}"
+            yield f"it calls {value!r}, which is no operator that may be called; {_BY_HAND}"
         elif key in STRUCTURES and isinstance(value, str) and _imports(value):
             yield f"its {key} names a module that would be imported; {_BY_HAND}"
 
@@ -248,8 +249,16 @@ def resolve_phases(model: str) -> dict[str, Captured]:
     }
 
 
+REPEATS = ("layers", "steps", "cells", "stacks", "nodes", "neighbours", "experts", "active")
+"""Options of the zoo that say how often a network repeats some of its ops."""
+MOST_REPEATS, MOST_SIZE = 2**14, 2**31 - 1
+"""The most repetitions in all, the product of these options, and the largest of any whole number.
+The papers' networks have at most 512 repetitions. 2**14 are some 10**5 ops."""
+
+
 def parse_zoo(model: str) -> tuple[Network, dict[str, Option]]:
-    """The network of "zoo:NAME?option=value" and the options given."""
+    """The network of "zoo:NAME?option=value" and the options given. Raises `UnknownNetworkError`,
+    and `ModelError` for options that it does not have and for those out of bounds."""
     name, _, query = model.removeprefix("zoo:").partition("?")
     if name not in NETWORKS:
         raise UnknownNetworkError(name, tuple(NETWORKS))
@@ -262,6 +271,11 @@ def parse_zoo(model: str) -> tuple[Network, dict[str, Option]]:
                 model, f"{name} has no option {key!r}; it has {', '.join(network.defaults)}"
             )
         options[key] = _parse_option(model, key, value, network.defaults[key])
+    full = network.defaults | options
+    repeats = {key: int(full[key]) for key in REPEATS if key in full}
+    if math.prod(repeats.values()) > MOST_REPEATS:
+        product = " x ".join(repeats)
+        raise ModelError(model, f"{product} is more than {MOST_REPEATS}: too many ops")
     return network, options
 
 
@@ -313,6 +327,8 @@ def _parse_option(model: str, key: str, value: str, default: Option) -> Option:
         raise ModelError(model, f"{key} is {kind}, not {value!r}") from None
     if parsed < 0 or (isinstance(default, int) and parsed < 1):
         raise ModelError(model, f"{key} is {value}, but must be positive")
+    if isinstance(default, int) and parsed > MOST_SIZE:
+        raise ModelError(model, f"{key} is larger than {MOST_SIZE}")
     return parsed
 
 

@@ -62,6 +62,8 @@ class TransformersOptions:
     phase: str = ""
 
 
+MOST_SIZE = 2**31 - 1
+"""The largest number of samples, tokens or sentences of a step."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PHASES = ("prefill", "decode")
 
@@ -153,8 +155,11 @@ def _parse(model: str, query: str) -> TransformersOptions:
                 raise ModelError(model, f"{key} is one of {', '.join(choices)}, not {value!r}")
             given[key] = value
             continue
-        if not value.isdecimal() or int(value) < 1:
-            raise ModelError(model, f"{key} is a whole number of at least 1, not {value!r}")
+        # No more digits are converted than such a number has.
+        if not value.isdecimal() or not 1 <= int(value[:11]) <= MOST_SIZE:
+            raise ModelError(
+                model, f"{key} is a whole number from 1 to {MOST_SIZE}, not {value[:40]!r}"
+            )
         given[key] = int(value)
     return TransformersOptions(**given)
 

@@ -31,14 +31,15 @@ def cache_folder() -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """True for a file that exists and that nobody but this user can write."""
+    """True for a file that exists and that nobody but this user can write or replace."""
     try:
-        facts = path.stat()
+        # Who can write the folder can replace the file, and lay a compiled one beside it.
+        facts = path.stat(), path.parent.stat()
     except OSError:
         return False
     if not hasattr(os, "getuid"):
         return True
-    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    return all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in facts)
 
 
 def refuse_links(path: Path) -> None:
