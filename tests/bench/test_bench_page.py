@@ -213,23 +213,28 @@ def test_without_a_fit_the_page_still_is(tmp_path, monkeypatch, content):
     assert "how it was fitted" in page()
 
 
-def test_hostile_names_are_text_everywhere():
+def named_page(name):
+    """A page that has the name wherever a foreign one may stand."""
     case = make_case(
-        title=EVIL,
-        model=f"zoo:{EVIL}",
-        train=EVIL,
-        ours=EVIL,
-        published=Published({"1 CPU": 1.0, "RL": 1.0}, hours={"RL": EVIL}),
+        title=name,
+        model=f"zoo:{name}",
+        train=name,
+        ours=name,
+        published=Published({"1 CPU": 1.0, "RL": 1.0}, hours={"RL": name}),
     )
     shown = replace(
-        work(), forward_seconds={EVIL: 1.0}, transfer_seconds={EVIL: 1.0}, picture=f"<svg>{EVIL}"
+        work(), forward_seconds={name: 1.0}, transfer_seconds={name: 1.0}, picture=f"<svg>{name}"
     )
-    bad = MethodResult(None, EVIL, {EVIL: 5}, 1.0)
-    column = Column({EVIL: fits(1.0), "1 CPU": bad}, EVIL, 0.5, EVIL, {EVIL: shown})
-    row = CaseResult(case.key, 1, 1, 1, 1, {"plain": column, EVIL: column}, 1.0)
-    towers = [TowerResult(EVIL, EVIL, EVIL, 4, 32, None, EVIL)]
-    curves = [LossCurve(EVIL, EVIL, 1.0, [1.0])]
-    text = page(cases=[case], rows=[row], towers=towers, curves=curves, facts=[(EVIL, EVIL)])
+    bad = MethodResult(None, name, {name: 5}, 1.0)
+    column = Column({name: fits(1.0), "1 CPU": bad}, name, 0.5, name, {name: shown})
+    row = CaseResult(case.key, 1, 1, 1, 1, {"plain": column, name: column}, 1.0)
+    towers = [TowerResult(name, name, name, 4, 32, None, name)]
+    curves = [LossCurve(name, name, 1.0, [1.0])]
+    return page(cases=[case], rows=[row], towers=towers, curves=curves, facts=[(name, name)])
+
+
+def test_hostile_names_are_text_everywhere():
+    text = named_page(EVIL)
     tags = {tag for tag, _ in Page(text).tags}
     assert not tags & {"script", "img"}
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 15
@@ -243,6 +248,7 @@ def test_hostile_names_are_text_everywhere():
         '<svg><path style="fill:red"/></svg>',
         '<svg><a href="x">y</a></svg>',
         "<svg><",
+        '<svg><path d=">" onload="alert(1)"/></svg>',
         '<img src="x">',
     ],
 )

@@ -63,25 +63,27 @@ def test_the_page_fetches_nothing_and_allows_no_script():
     check_self_contained(page, tags)
 
 
+def named_schedules(name):
+    """Schedules that have the name wherever a foreign one may stand."""
+    result = make_scheduled(name=name, depth=1)
+    renamed = [replace(c, scheduler=f"{name}{i}") for i, c in enumerate(result.candidates[1:])]
+    candidates = (result.candidates[0], replace(renamed[0], pruning=name), renamed[1])
+    result = replace(result, candidates=candidates, chosen=f"{name}0")
+    matrix = replace(make_matrix((name, "other")), title=name)
+    return Schedules(name, name, name, (result, replace(result, batch=8)), (matrix,))
+
+
 @pytest.mark.parametrize("name", [EVIL, "a&amp;b\u2028<!--<b>", "@@style@@", "x\ud800y"])
 def test_foreign_names_stay_text_everywhere(name, tmp_path):
-    def named(name):
-        result = make_scheduled(name=name, depth=1)
-        renamed = [replace(c, scheduler=f"{name}{i}") for i, c in enumerate(result.candidates[1:])]
-        candidates = (result.candidates[0], replace(renamed[0], pruning=name), renamed[1])
-        result = replace(result, candidates=candidates, chosen=f"{name}0")
-        matrix = replace(make_matrix((name, "other")), title=name)
-        return Schedules(name, name, name, (result, replace(result, batch=8)), (matrix,))
-
-    write_stages_page(named(name), tmp_path / "page.html", made=name)
+    write_stages_page(named_schedules(name), tmp_path / "page.html", made=name)
     page = (tmp_path / "page.html").read_text()
     found = Page(page)
     assert [t for t, _ in found.tags] == [
-        t for t, _ in Page(render_stages(named("plain"), made="a")).tags
+        t for t, _ in Page(render_stages(named_schedules("plain"), made="a")).tags
     ]
     assert "<script" not in page
     assert name.encode("utf-8", "replace").decode() in found.text
-    assert "\x1b" not in text_of(schedules_table(named("a\x1b[2J[red]")))
+    assert "\x1b" not in text_of(schedules_table(named_schedules("a\x1b[2J[red]")))
 
 
 def test_all_sections_stand_there_with_their_figures():

@@ -41,39 +41,42 @@ def test_the_page_fetches_nothing_and_allows_no_script():
     check_self_contained(page, tags)
 
 
+def named_history(name):
+    """A history that has the name wherever a foreign one may stand."""
+    history = make_history()
+    meta = {
+        "rule": name,
+        "name": name,
+        "options": {name: name},
+        "backend": name,
+        "diverged": name,
+        "job": {"workers": 3, "window": name, name: 1},
+    }
+    figures = {name: 1.0, "accuracy": 0.5}
+    return History(
+        replace(
+            history.outcome,
+            meta=meta,
+            events=(
+                Event(name, 0, 1.0, name),
+                Event("refused", 1, 2.0, name),
+                Event("lost", 2, 3.0, f"x\n{name}"),
+                Event("server_restarted", -1, 3.0, name),
+            ),
+            evaluations=(Evaluation(1, 20, 1.0, figures), Evaluation(9, 90, 9.0, figures)),
+        )
+    )
+
+
 @pytest.mark.parametrize("name", [EVIL, "a&amp;b\u2028<!--<script>", "@@style@@", "x\ud800y"])
 def test_foreign_names_stay_text_everywhere(name, tmp_path):
-    def named(name):
-        history = make_history()
-        meta = {
-            "rule": name,
-            "name": name,
-            "options": {name: name},
-            "backend": name,
-            "diverged": name,
-            "job": {"workers": 3, "window": name, name: 1},
-        }
-        figures = {name: 1.0, "accuracy": 0.5}
-        return History(
-            replace(
-                history.outcome,
-                meta=meta,
-                events=(
-                    Event(name, 0, 1.0, name),
-                    Event("refused", 1, 2.0, name),
-                    Event("lost", 2, 3.0, f"x\n{name}"),
-                    Event("server_restarted", -1, 3.0, name),
-                ),
-                evaluations=(Evaluation(1, 20, 1.0, figures), Evaluation(9, 90, 9.0, figures)),
-            )
-        )
-
-    write_training_page([named(name), make_history()], tmp_path / "page.html", made=name)
+    write_training_page([named_history(name), make_history()], tmp_path / "page.html", made=name)
     page = (tmp_path / "page.html").read_text()
     found = Tags(page)
     harmless = Tags(
         render_training(
-            [named("plain error" if "error" in name else "plain"), make_history()], made="plain"
+            [named_history("plain error" if "error" in name else "plain"), make_history()],
+            made="plain",
         )
     )
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in harmless.tags]

@@ -93,8 +93,9 @@ def drawing(picture: str) -> Markup:
     """
     tags = _TAG.findall(picture)
     # After all tags are taken out, no "<" may be left: it would begin a tag that was not checked.
+    # Nor may a ">": the tag before it would go on, behind an attribute that has one in its value.
     draws = all(name in _DRAWN and not _UNSAFE.search(rest) for name, rest in tags)
-    if draws and "<" not in _TAG.sub("", picture):
+    if draws and not {"<", ">"} & set(_TAG.sub("", picture)):
         return Markup(picture)
     return Markup("<p>The picture that was kept is not one that this version draws.</p>")
 
