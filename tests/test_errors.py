@@ -4,13 +4,20 @@ import pickle
 
 import pytest
 
-from dovetail.errors import DovetailError, OutOfMemoryError, ProcessError, UnwritableError
+from dovetail.errors import (
+    CallbackError,
+    DovetailError,
+    OutOfMemoryError,
+    ProcessError,
+    UnwritableError,
+)
 
 ERRORS = [
     DovetailError("a message"),
     UnwritableError("/full/log", "no space left on device"),
     ProcessError("worker 0", "a traceback"),
     OutOfMemoryError("gpu0", 2**30, 2**20),
+    CallbackError("on_epoch of Mine", "ValueError: no", "mine.py:3: raise"),
 ]
 
 

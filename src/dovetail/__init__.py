@@ -23,6 +23,7 @@ _EXPORTS = {
     "SGD": "dovetail.frontends",
     "Adam": "dovetail.frontends",
     "AdamW": "dovetail.frontends",
+    "Callback": "dovetail.training.callbacks",
     "Captured": "dovetail.frontends",
     "DovetailError": "dovetail.errors",
     "GradScaler": "dovetail.frontends",

@@ -52,6 +52,7 @@ DovetailError
 │   └── NoDeviceError         .op
 └── RunError                a plan or a training run that failed while it ran; exit status 1
     ├── UserCodeError         the user's code raised or ended the program   .doing .said .location
+    │   └── CallbackError       a callback of a training run; the model has what was trained so far
     ├── TrainingError         training that cannot go on
     │   ├── DivergedError       .rule .detail .advice
     │   ├── ServerLostError     .restarts .status
@@ -449,6 +450,10 @@ class UserCodeError(RunError):
         self.doing = doing
         self.said = said
         self.location = location
+
+
+class CallbackError(UserCodeError):
+    """A callback of a training run raised. The run ended in order, so the model has its result."""
 
 
 class ProcessError(RunError):

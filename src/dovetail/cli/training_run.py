@@ -33,7 +33,7 @@ from dovetail.cli.output import (
     show,
     show_json,
 )
-from dovetail.errors import DovetailError, UsageError
+from dovetail.errors import CallbackError, DovetailError, UsageError
 from dovetail.runtime.files import write_atomically
 from dovetail.runtime.user_code import UserCode
 from dovetail.training import advice
@@ -245,7 +245,9 @@ class _RunSoFar:
 
     @property
     def watcher(self) -> Watcher:
-        return Watcher(rows=self.add, event=self.happened, should_stop=self.evaluated)
+        return Watcher(
+            rows=self.add, resumed=self.add, event=self.happened, should_stop=self.evaluated
+        )
 
     def add(self, rows: list[Row]) -> None:
         self.rows += rows
@@ -304,7 +306,7 @@ def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_
     except DovetailError as error:
         if kept.rows or kept.events:
             failed = kept.history(setup, error)
-            _write(failed, outputs, None)
+            _write(failed, outputs, request.model if isinstance(error, CallbackError) else None)
             if as_json:
                 show_json(summary(function, failed, outputs, str(error)))
         raise
@@ -354,7 +356,7 @@ def _warnings_said() -> Iterator[None]:
 
 
 def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
-    """Write what was asked for. `model` is None for a run that failed, which has no weights."""
+    """Write what was asked for. `model` is None for a run that failed and so has no weights."""
     if outputs.history is not None:
         write = history.to_csv if outputs.history.suffix == ".csv" else history.save
         write(outputs.history)

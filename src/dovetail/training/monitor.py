@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.training.backends.contract import Watcher
+from dovetail.training.callbacks import CallbackCaller
 from dovetail.training.checkpoint import RunFolder
 from dovetail.training.divergence import LossWatch
 from dovetail.training.history import lower_is_better
@@ -28,6 +29,7 @@ class RunMonitor:
     patience   the run stops after so many evaluations without a better one (None: never)
     folder     where evaluations and the best center are saved; None: nowhere
     also       the caller's own watcher, which is called too
+    callbacks  the request's callbacks
     losses     looks for divergence
     advice     what to do about divergence, for the warning
     """
@@ -37,6 +39,7 @@ class RunMonitor:
     patience: int | None = None
     folder: RunFolder | None = None
     also: Watcher = field(default_factory=Watcher)
+    callbacks: CallbackCaller = field(default_factory=CallbackCaller)
     losses: LossWatch = field(default_factory=LossWatch)
     advice: str = ""
 
@@ -60,6 +63,8 @@ class RunMonitor:
             evaluate=self.on_evaluation,
             should_stop=self.should_stop,
             rows=self.on_rows,
+            resumed=self.on_resumed,
+            forgotten=self.on_forgotten,
             event=self.on_event,
         )
 
@@ -76,26 +81,43 @@ class RunMonitor:
             self.best, self.theta = len(self.evaluations) - 1, theta.copy()
         if self.folder is not None:
             self.folder.save(self.evaluations, self.best, self.theta if better else None)
+        self.callbacks.evaluate(samples, figures)
         return figures
 
     def should_stop(self, figures: list[dict[str, float]]) -> bool:
         """True if no evaluation was better for `patience` evaluations, or if the caller says so."""
         caller_stops = self.also.should_stop
-        if caller_stops is not None and caller_stops(figures):
+        if (caller_stops is not None and caller_stops(figures)) or self.callbacks.stops:
             return True
         if self.patience is None or self.best is None:
             return False
         return len(self.evaluations) - 1 - self.best >= self.patience
 
-    def on_rows(self, rows: list[Row]) -> None:
-        """Keep the commits, and warn once if the loss grows without end."""
+    def on_rows(self, rows: list[Row]) -> bool:
+        """Keep the commits, and warn once if the loss grows without end. True if the caller or a
+        callback says to stop."""
         self.rows += rows
-        if self.also.rows is not None:
-            self.also.rows(rows)
+        caller_stops = self.also.rows is not None and self.also.rows(rows) is True
+        self.callbacks.commit(rows)
         divergence = self.losses.add(rows)
         if divergence is not None:
             text = f"training diverges: {divergence.detail}" + (self.advice and f"; {self.advice}")
             warnings.warn(text, DivergenceWarning, stacklevel=2)
+        return caller_stops or self.callbacks.stops
+
+    def on_resumed(self, rows: list[Row]) -> None:
+        """Keep the commits from before the run was resumed."""
+        self.rows += rows
+        self.callbacks.resume(rows)
+        if self.also.resumed is not None:
+            self.also.resumed(rows)
+
+    def on_forgotten(self, kept: int) -> None:
+        """Drop all commits but the first so many."""
+        self.callbacks.forget(self.rows[kept:])
+        del self.rows[kept:]
+        if self.also.forgotten is not None:
+            self.also.forgotten(kept)
 
     def on_event(self, event: Event) -> None:
         """Keeps the event."""

@@ -17,6 +17,7 @@ from dovetail.errors import ModelError, UnknownRuleError, UsageError
 from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Storage
+from dovetail.training.callbacks import check_callbacks
 from dovetail.training.checkpoint import RunFolder, open_folder
 from dovetail.training.datasets import SampleSource, StreamSource, labels_of, open_dataset
 from dovetail.training.group import GroupLearners
@@ -61,6 +62,7 @@ class PreparedTraining:
     evaluator: Evaluator
     every_samples: int | None
     every_seconds: float | None
+    epoch_samples: int | None
     folder: RunFolder | None
 
 
@@ -72,6 +74,8 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     rule = bind_rule(request.rule, optimizer)
     run = _backend_of(request)
     source = open_dataset(dataset, request.collate, request.epochs)
+    length = source.length if isinstance(source, StreamSource) else source.samples
+    check_callbacks(request.callbacks, length)
     learners = ModuleLearners(
         request.model, request.loss, optimizer, dataset, request.schedule, request.collate,
         request.epochs, request.seed, _arrangement(request, source), request.device,
@@ -89,9 +93,8 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     if request.folder is not None:
         folder = open_folder(request.folder, _facts(request.model, job, rule), request.resume)
     assignment = _assignment(request, job, rule, theta, learners, folder)
-    length = source.length if isinstance(source, StreamSource) else source.samples
     return PreparedTraining(
-        request, assignment, run, evaluator, *request.evaluation_times(length), folder
+        request, assignment, run, evaluator, *request.evaluation_times(length), length, folder
     )
 
 

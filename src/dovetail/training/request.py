@@ -8,7 +8,7 @@ command line can show the defaults at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dovetail.training.backends.contract import Backend, FailurePolicy, Guard
+    from dovetail.training.callbacks import Callback
     from dovetail.training.datasets import Collate
     from dovetail.training.modules import Loss
     from dovetail.training.rules.contract import Rule
@@ -78,6 +79,7 @@ class TrainRequest:
                 perplexity is better when it is lower, any other figure when it is higher
     patience    the run stops after this many evaluations without a better one. The best center is
                 kept
+    callbacks   told of epochs and commits in the caller's process; they may end the run
     collate     a function items -> batch, for data sets that are not arrays
     folder      where the run's state is kept, so that nothing is lost with the server. `storage`
                 holds further settings of `Storage`
@@ -112,6 +114,7 @@ class TrainRequest:
     validate: int | str = "epoch"
     monitor: str = "loss"
     patience: int | None = None
+    callbacks: Sequence[Callback] = ()
     collate: Collate | None = None
     folder: str | os.PathLike[str] | None = None
     resume: bool = False

@@ -220,6 +220,8 @@ class RunProgress:
 
     due_samples, due_seconds   when the next evaluation is due: whole multiples of the watcher's
                                interval, even if evaluations in between were skipped
+    old_rows                   rows that the run had when it was resumed
+    stops                      the watcher wants the run to end, because of a commit
     """
 
     watcher: Watcher
@@ -228,11 +230,14 @@ class RunProgress:
     evaluations: list[Evaluation] = field(default_factory=list)
     due_samples: float = math.inf
     due_seconds: float = math.inf
+    old_rows: int = 0
+    stops: bool = False
 
     @classmethod
     def after(cls, watcher: Watcher, server: Server, seconds: float) -> Self:
-        """The progress of a resumed run, whose watcher is not told what the server did before."""
-        progress = cls(watcher, list(server.rows), list(server.events))
+        """The progress of a resumed run, whose watcher is not told of events before."""
+        progress = cls(watcher, events=list(server.events), old_rows=len(server.rows))
+        progress._add_rows(list(server.rows))
         progress.look_ahead(server.samples, seconds)
         return progress
 
@@ -276,14 +281,21 @@ class RunProgress:
             self.events.append(event)
             if self.watcher.event is not None:
                 self.watcher.event(event)
-        rows = report.rows[max(0, len(self.rows) - report.first[0]) :]
-        self.rows.extend(rows)
-        if rows and self.watcher.rows is not None:
-            self.watcher.rows(list(rows))
+        self._add_rows(list(report.rows[max(0, len(self.rows) - report.first[0]) :]))
         return events
+
+    def _add_rows(self, rows: list[Row]) -> None:
+        old = max(0, self.old_rows - len(self.rows))
+        self.rows.extend(rows)
+        if rows[:old] and self.watcher.resumed is not None:
+            self.watcher.resumed(rows[:old])
+        if rows[old:] and self.watcher.rows is not None:
+            self.stops |= self.watcher.rows(rows[old:]) is True
 
     def forget_beyond(self, rows: int, events: int) -> None:
         """Drops the rows and events that a server without a log has lost."""
+        if rows < len(self.rows) and self.watcher.forgotten is not None:
+            self.watcher.forgotten(rows)
         del self.rows[rows:], self.events[events:]
 
     def evaluate(self, copy: CenterCopy) -> None:
@@ -360,7 +372,7 @@ class Supervisor:
         self.killed: set[int] = set()  # as hung, and reported silent since
         self.server_deaths = self.worker_deaths = self.errors = self.refusals = 0
         self.first_error: ProcessError | None = None
-        self.up = False  # a server can be told things
+        self.up = self.has_been_up = False  # a server can be told things
         self.stopped = ""  # why
         self.done = False  # every sample was seen, or the run was stopped
         self.complete = False  # and all rows and events of it are here
@@ -426,7 +438,11 @@ class Supervisor:
     def _server_is_up(self, up: ServerUp) -> None:
         """Tells a new server what its log may lack: which workers are gone, and that the run is to
         end."""
-        self.up = True
+        storage = self.assignment.storage
+        # All that the first server of a resumed run has comes from before.
+        if not self.has_been_up and storage is not None and storage.resume:
+            self.progress.old_rows = up.rows
+        self.up = self.has_been_up = True
         self.progress.forget_beyond(up.rows, up.events)
         for worker in sorted(self.lost):
             self.transport.tell(Gone(worker, "lost", for_good=True))
@@ -463,6 +479,8 @@ class Supervisor:
             self.done = True
             self.patience_ends = time.monotonic() + PATIENCE_SECONDS
         self._end_hung_workers(set(report.silent))
+        if progress.stops:
+            self._stop_early()
 
     def _judge(self, event: Event) -> None:
         """Counts refused commits, and raises once there are too many. A lost lease is not counted,
@@ -500,8 +518,13 @@ class Supervisor:
             self.progress.evaluate(copy)
             if copy.news is not None:
                 self._take_report(copy.news())
-            if self.progress.should_stop() and not self.done and not self.stopped:
-                self._stop("by the watcher")
+            if self.progress.should_stop():
+                self._stop_early()
+
+    def _stop_early(self) -> None:
+        """Ends the run because the watcher wants it, unless it ends by itself."""
+        if not self.done and not self.stopped:
+            self._stop("by the watcher")
 
     # The workers
 

@@ -15,6 +15,7 @@ import torch
 
 from dovetail.errors import DivergedError, UserCodeError
 from dovetail.training.backends.contract import Watcher
+from dovetail.training.callbacks import CallbackCaller
 from dovetail.training.divergence import LossWatch, remedy
 from dovetail.training.history import History
 from dovetail.training.modules import unflatten
@@ -38,8 +39,8 @@ def train(
     Ctrl-C ends the run and keeps the best center so far, or the last one without a validation set.
     If there is no center yet, `KeyboardInterrupt` is raised. Raises `InvalidError`, before anything
     starts, for what cannot be trained, and `UserCodeError` for what the caller's own code raises in
-    this process. Raises `TrainingError` or `RunError` if the run failed; the model is then as it
-    was.
+    this process; if a callback raised, the run ends early and the model has its result. Raises
+    `TrainingError` or `RunError` if the run failed; the model is then as it was.
     """
     # The caller's random state must not change by a model's trial runs and evaluations, on the CPU
     # or on a GPU.
@@ -50,6 +51,9 @@ def train(
         outcome = _evaluate_end(prepared, progress, outcome)
         unflatten(request.model, outcome.theta)
         prepared.evaluator.refresh(request.model)
+        progress.callbacks.end()
+    if progress.callbacks.failure is not None:
+        raise progress.callbacks.failure
     return History(_describe(prepared, outcome))
 
 
@@ -106,6 +110,11 @@ def _open_progress(prepared: PreparedTraining, watcher: Watcher | None) -> RunMo
         request.patience,
         prepared.folder,
         also=watcher or Watcher(),
+        callbacks=CallbackCaller(
+            request.callbacks,
+            prepared.epoch_samples,
+            waits=request.validate == "epoch" and bool(prepared.evaluator.figures),
+        ),
         losses=LossWatch(request.workers),
         advice=_advice(prepared),
     )

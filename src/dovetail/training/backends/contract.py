@@ -111,14 +111,19 @@ class Watcher:
     every_seconds  call `evaluate` also each time so many seconds of the backend's time have passed
     evaluate       (theta [size], clock, samples, seconds) -> figures by name; theta is a copy
     should_stop    (figures so far) asked after each evaluation
-    rows, event    called with the commits that were applied, in batches, and with each event
+    rows           called with the commits that were applied, in batches; True ends the run
+    resumed        called in place of `rows` with those that the run had before it was resumed
+    forgotten      called with how many of all rows a server without a log has kept
+    event          called with each event
     """
 
     every_samples: int | None = None
     every_seconds: float | None = None
     evaluate: Callable[[Vector, int, int, float], dict[str, float]] | None = None
     should_stop: Callable[[list[dict[str, float]]], bool] | None = None
-    rows: Callable[[list[Row]], None] | None = None
+    rows: Callable[[list[Row]], bool | None] | None = None
+    resumed: Callable[[list[Row]], None] | None = None
+    forgotten: Callable[[int], None] | None = None
     event: Callable[[Event], None] | None = None
 
 
