@@ -31,9 +31,9 @@ def perceptron(norm=False, dropout=0.0):
     return keras.Sequential([keras.Input((6,)), *inside, layers.Dense(3)])
 
 
-def fit(model, **options):
+def fit(model, optimizer=SGD, **options):
     options = {"workers": 1, "backend": "simulated", "batch": 8, **options}
-    return Trainer(model, cross_entropy, SGD, "downpour", **options).fit(data(), data())
+    return Trainer(model, cross_entropy, optimizer, "downpour", **options).fit(data(), data())
 
 
 def regularized():
@@ -120,9 +120,69 @@ def predicted():
     return max(error, abs(loss - float(cross_entropy(own, labels))))
 
 
-def complaint(model):
+def optimizers():
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)
+    adam, used = keras.optimizers.Adam, keras.optimizers.SGD(0.1)
+    used.apply([torch.ones(1)], [keras.Variable([0.0])])
+    excludes = adam(weight_decay=0.1)
+    excludes.exclude_from_weight_decay(var_names=["bias"])
+    taken = {
+        "SGD": keras.optimizers.SGD(0.1),
+        "momentum": keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        "Adam": adam(0.01),
+        "amsgrad": adam(0.01, amsgrad=True, clipnorm=0.1),
+        "AdamW": keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=0.1),
+        "RMSprop": keras.optimizers.RMSprop(0.01, epsilon=0.1, momentum=0.5, centered=True),
+        "Adagrad": keras.optimizers.Adagrad(0.1, global_clipnorm=0.5),
+        "Lion": keras.optimizers.Lion(0.01),
+        "Ftrl": keras.optimizers.Ftrl(0.1),
+    }
+    refused = {
+        "schedule": adam(decay),
+        "ema": adam(use_ema=True),
+        "scaled": keras.optimizers.LossScaleOptimizer(adam()),
+        "used": used,
+        "excludes": excludes,
+        "own": type("Own", (adam,), {"__module__": "mine"})(),
+    }
+    errors = {name: kerasly(optimizer) for name, optimizer in taken.items()}
+    return {
+        "errors": errors,
+        "refused": {n: complaint(perceptron(), o) for n, o in refused.items()},
+    }
+
+
+def kerasly(optimizer):
+    """Relative distance of a trained model from one that Keras' own steps have trained, and how far
+    the training has moved it."""
+    features, labels = data()
+    model, own = perceptron(), perceptron()
+    start = flatten(own)
+    own_optimizer = type(optimizer).from_config(optimizer.get_config())
+    variables = own.trainable_variables
+    for epoch in range(4):
+        for rows in np.random.default_rng((0, epoch)).permutation(40).reshape(5, 8):
+            loss = cross_entropy(own(features[rows], training=True), labels[rows])
+            gradients = torch.autograd.grad(loss, [v.value for v in variables])
+            own_optimizer.apply(list(gradients), variables)
+    fit(model, optimizer, epochs=4)
+    return relative(flatten(model), flatten(own)), relative(flatten(own), start)
+
+
+def compiled():
+    """A model's loss before and after training by the optimizer that it was compiled with, in
+    processes."""
+    model = perceptron()
+    model.compile(optimizer="rmsprop")
+    features, labels = data()
+    before = float(cross_entropy(model(features), labels))
+    fit(model, model.optimizer, backend="processes", epochs=10)
+    return before, float(cross_entropy(model(features), labels))
+
+
+def complaint(model, optimizer=SGD):
     try:
-        fit(model)
+        fit(model, optimizer)
     except DovetailError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -142,6 +202,8 @@ def everything():
         "wrapped_losses": wrapped_losses(),
         "statistics": statistics(),
         "predicted": predicted(),
+        "optimizers": optimizers(),
+        "compiled": compiled(),
         "unbuilt": complaint(keras.Sequential([layers.Dense(3)])),
         "parameters": flatten(perceptron(norm=True)).size,
     }

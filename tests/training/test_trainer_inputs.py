@@ -66,7 +66,7 @@ def test_an_option_that_cannot_be_is_named(option, value, says):
     ("optimizer", "says"),
     [
         ("lion", "no 'lion'; there are sgd"),
-        (torch.optim.SGD(perceptron().parameters(), lr=0.1), "of parameters that the workers do"),
+        (torch.optim.SGD(perceptron().parameters(), lr=0.1), "parameters that the model does not"),
         (7, "no name, no record, and no callable"),
         (lambda parameters: None, "made NoneType"),
         (len, "made int"),
@@ -78,9 +78,11 @@ def test_an_optimizer_that_is_none_is_an_error(optimizer, says):
     assert caught.value.option == "optimizer"
 
 
-def test_a_named_optimizer_needs_a_rate():
-    with pytest.raises(UsageError, match="'adam' needs a learning rate"):
-        fit(optimizer="adam")
+@pytest.mark.parametrize("name", ["sgd", "momentum"])
+def test_sgd_by_name_needs_a_rate(name):
+    with pytest.raises(UsageError, match=f"'{name}' needs a learning rate") as caught:
+        fit(optimizer=name)
+    assert caught.value.option == "lr"
 
 
 def test_an_unknown_rule_is_named():

@@ -27,6 +27,32 @@ def test_one_worker_trains_a_keras_model_as_torch_optim_does(found):
     assert list(found["figures"]) == ["loss"]
 
 
+def test_optimizers_of_keras_step_as_keras_does(found):
+    for name, (error, moved) in found["optimizers"]["errors"].items():
+        assert error < 1e-6 < 1e-2 < moved, name
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("schedule", "Keras' Adam has a schedule, which counts its own steps"),
+        ("ema", "use_ema of Keras' Adam is not done here"),
+        ("scaled", "of Keras' LossScaleOptimizer is not done here"),
+        ("used", "this SGD has stepped, and its state would be lost"),
+        ("excludes", "variables that Keras' Adam excludes from weight decay"),
+        ("own", "Own is no optimizer of Keras' own"),
+    ],
+)
+def test_an_optimizer_of_keras_that_cannot_be_followed_is_refused(found, name, says):
+    refusal = found["optimizers"]["refused"][name]
+    assert refusal.startswith("UsageError: optimizer") and says in refusal
+
+
+def test_a_compiled_models_optimizer_trains_it_in_processes(found):
+    before, after = found["compiled"]
+    assert after < 0.9 * before
+
+
 def test_losses_of_regularizers_and_layers_are_added(found):
     assert found["regularized_error"] < 1e-6
 

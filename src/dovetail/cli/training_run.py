@@ -41,6 +41,7 @@ from dovetail.training.advice import Advice, Evidence, measure
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.history import History, events_of
+from dovetail.training.modules import parameters_of
 from dovetail.training.monitor import DivergenceWarning
 from dovetail.training.preparing import PreparedTraining, bind_rule, prepare
 from dovetail.training.records import Event, Outcome, Row
@@ -517,7 +518,7 @@ def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
 
     A rule that cannot be bound is left out, and the user is told why.
     """
-    optimizer = resolve_optimizer(request.optimizer, request.lr)
+    optimizer = resolve_optimizer(request.optimizer, request.lr, parameters_of(request.model))
     rules = []
     for name in advice.SUGGESTED:
         try:

@@ -276,6 +276,19 @@ def can_take_data_of(tensor: Tensor, data: Tensor) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(tensor, data))
 
 
+# Hooks, which copies lack.
+
+
+def has_parameter_hooks(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks on its gradient. `copy.deepcopy` leaves them out."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has hooks on its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 # Storages.
 
 

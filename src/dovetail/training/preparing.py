@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dovetail.errors import ModelError, UnknownRuleError, UsageError
+from dovetail.runtime.torch_versions import has_parameter_hooks
 from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Storage
@@ -31,6 +32,7 @@ from dovetail.training.modules import (
     flatten,
     loss_of,
     named_parameters,
+    parameters_of,
 )
 from dovetail.training.optimizers import make_optimizer
 from dovetail.training.pickling import check_travels
@@ -70,7 +72,9 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     """Checks the request with its data, and opens the run's folder. Raises `InvalidError`."""
     _check_model(request.model)
     _check_device(request)
-    optimizer = resolve_optimizer(request.optimizer, request.lr)
+    parameters = parameters_of(request.model)
+    _check_hooks(request.model)
+    optimizer = resolve_optimizer(request.optimizer, request.lr, parameters)
     rule = bind_rule(request.rule, optimizer)
     run = _backend_of(request)
     source = open_dataset(dataset, request.collate, request.epochs)
@@ -160,6 +164,14 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(type(model).__name__, f"is no torch.nn.Module{at(model)}")
     check_travels({"model": model})
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raises `ModelError` for hooks of parameters, which copies of a parameter lack."""
+    for path, parameter in named_parameters(model):
+        if has_parameter_hooks(parameter):
+            says = f"{path} has a hook, which workers' copies would lack; put it into the model"
+            raise ModelError(type(model).__name__, f"{says} or the optimizer{at(model)}")
 
 
 def _check_device(request: TrainRequest) -> None:

@@ -58,8 +58,9 @@ class TrainRequest:
 
     model       any `nn.Module` on the CPU, or a Keras 3 model on torch. It is trained in place
     loss        a function (output, *targets) -> the mean over the batch's samples
-    optimizer   a function of parameters, a name together with `lr`, or a record. Each worker has an
-                optimizer of its own; for the rule `sync` the server has it
+    optimizer   a name ("adam"; SGD needs `lr`), a function of parameters, a record, or an optimizer
+                of torch or Keras (see `torch_optimizers`). Each worker has an optimizer of its own;
+                for the rule `sync` the server has it
     rule        a name in `RULES`, or `make_rule(name, **options)`
     workers     processes, or groups of processes, that compute gradients
     backend     a name in `BACKENDS`; `backend_options` holds the backend's own settings

@@ -2,9 +2,11 @@
 
 An optimizer may be given as one of these:
 
-    partial(torch.optim.Adam, lr=1e-3)   any callable of the parameters
-    "adam", with lr                      a name
-    dovetail.Adam(1e-3)                  a record of settings
+    partial(torch.optim.Adam, lr=1e-3)                 any callable of the parameters
+    torch.optim.Adam(model.parameters(), lr=1e-3)      an optimizer of the model, not yet used
+    "adam"                                             a name; SGD needs lr beside it
+    dovetail.Adam(1e-3)                                a record of settings
+    keras.optimizers.Adam(1e-3), model.optimizer       Keras' own; see `keras_models`
 
 For rules whose server steps, `served_settings` gives the name and the settings of the same
 optimizer in `optimizers.py`.
@@ -19,8 +21,8 @@ scheduler:
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.errors import UsageError, UserCodeError
+from dovetail.runtime.torch_versions import has_optimizer_hooks
 from dovetail.runtime.user_code import UserCode, at
+from dovetail.training.keras_models import is_keras_optimizer, keras_optimizer
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the trainable parameters, which it gets in the module's order."""
@@ -57,21 +61,27 @@ _FREE = {"lr", "foreach", "fused", "capturable", "differentiable"}
 only speed."""
 
 
-def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
-    """Returns the callable that `optimizer` stands for. Raises `UsageError`."""
+def resolve_optimizer(
+    optimizer: Any, lr: float | None = None, parameters: Sequence[nn.Parameter] = ()
+) -> MakeOptimizer:
+    """Returns the callable that `optimizer` stands for. Raises `UsageError`.
+
+    parameters   the model's trainable ones, which an optimizer of torch was made for
+    """
     if isinstance(optimizer, str):
         if optimizer not in _KINDS:
             raise UsageError("optimizer", f"no {optimizer!r}; there are {', '.join(_KINDS)}")
-        if lr is None:
-            raise UsageError("lr", f"{optimizer!r} needs a learning rate")
         factory, settings = _KINDS[optimizer]
-        return functools.partial(factory, lr=_positive(lr), **settings)
+        if lr is not None:
+            return functools.partial(factory, lr=_positive(lr), **settings)
+        # What rate SGD needs depends on the model. torch's default of 1e-3 is seldom meant.
+        if factory is torch.optim.SGD:
+            raise UsageError("lr", f"{optimizer!r} needs a learning rate")
+        return functools.partial(factory, **settings)
     if isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            "optimizer",
-            f"is a {type(optimizer).__name__} of parameters that the workers do not have; give "
-            f"what makes one, as functools.partial(torch.optim.{type(optimizer).__name__}, lr=...)",
-        )
+        return _taken_over(optimizer, None if lr is None else _positive(lr), parameters)
+    if is_keras_optimizer(optimizer):
+        return keras_optimizer(optimizer, None if lr is None else _positive(lr))
     kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
         rate: dict[str, Any] = {} if lr is None else {"lr": _positive(lr)}
@@ -115,6 +125,79 @@ def check_optimizer(
     return optimizer
 
 
+@dataclass(frozen=True)
+class TwinOptimizer:
+    """Makes an optimizer like the user's own, of other parameters.
+
+    arguments   of the class
+    groups      (numbers of the parameters, or None for all; settings) of each group
+    """
+
+    kind: type[torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    groups: tuple[tuple[tuple[int, ...] | None, dict[str, Any]], ...]
+
+    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [
+            {"params": parameters if held is None else [parameters[i] for i in held], **settings}
+            for held, settings in self.groups
+        ]
+        return self.kind(groups, **self.arguments)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether all parameters are in one group."""
+        return self.groups[0][0] is None
+
+
+def _taken_over(
+    optimizer: torch.optim.Optimizer, lr: float | None, parameters: Sequence[nn.Parameter]
+) -> TwinOptimizer:
+    """Makes optimizers with the settings of the user's own, group by group. Raises `UsageError`
+    for what would be lost."""
+    name, kind = type(optimizer).__name__, type(optimizer)
+    advice = f"give what makes one, as functools.partial(torch.optim.{name}, lr=...)"
+    if optimizer.state:
+        raise UsageError("optimizer", f"this {name} has stepped, and its state would be lost")
+    if has_optimizer_hooks(optimizer):
+        raise UsageError("optimizer", f"this {name} has hooks, which workers' own would lack")
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise UsageError("optimizer", f"this {name} has a scheduler; give that as schedule")
+    if lr is not None and len(optimizer.param_groups) > 1:
+        raise UsageError("lr", f"this {name} has groups with rates of their own")
+    number = {id(parameter): i for i, parameter in enumerate(parameters)}
+    groups: list[tuple[tuple[int, ...] | None, dict[str, Any]]] = []
+    for settings, group in zip(_settings(optimizer), optimizer.param_groups, strict=True):
+        # Frozen parameters have no gradient, so that no optimizer would change them.
+        held = [id(parameter) for parameter in group["params"] if parameter.requires_grad]
+        if not set(held) <= number.keys():
+            says = f"this {name} holds parameters that the model does not have; {advice}"
+            raise UsageError("optimizer", says)
+        if held:
+            rate = {} if lr is None else {"lr": lr}
+            of_all = [number[each] for each in held] == list(range(len(parameters)))
+            indices = None if of_all else tuple(number[each] for each in held)
+            groups.append((indices, _names_left_out(settings) | rate))
+    if not groups:
+        raise UsageError("optimizer", f"this {name} holds no parameter that is trained")
+    arguments = {}
+    for argument in [*inspect.signature(kind).parameters.values()][1:]:
+        if argument.name in optimizer.defaults:
+            arguments[argument.name] = optimizer.defaults[argument.name]
+        elif argument.default is argument.empty and argument.kind not in (
+            argument.VAR_POSITIONAL,
+            argument.VAR_KEYWORD,
+        ):
+            says = f"no other {name} can be made: it does not tell its {argument.name}; {advice}"
+            raise UsageError("optimizer", says)
+    return TwinOptimizer(kind, arguments, tuple(groups))
+
+
+def _names_left_out(settings: dict[str, Any]) -> dict[str, Any]:
+    # Of named parameters a group keeps the names, and takes them only together with parameters.
+    return {name: value for name, value in settings.items() if name != "param_names"}
+
+
 def _positive(lr: float) -> float:
     if not 0 < lr < float("inf"):
         raise UsageError("lr", f"must be a number above 0, not {lr!r}")
@@ -136,6 +219,8 @@ def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
 
     Raises `UsageError` if the server has no such optimizer.
     """
+    if isinstance(optimizer, TwinOptimizer) and not optimizer.is_of_all:
+        raise _not_served("it knows no groups of parameters")
     twin = nn.Parameter(torch.zeros(1))
     with UserCode("making the optimizer", optimizer):
         made = optimizer([twin])
