@@ -50,6 +50,28 @@ def test_help_needs_no_torch():
     assert printed.strip().endswith("False False")
 
 
+def test_weights_are_read_from_safetensors(dovetail, weights, tmp_path):
+    from safetensors.torch import save_file
+
+    file, data = tmp_path / "weights.safetensors", trained_models.arrays(50, 2)[0]
+    save_file(torch.load(weights, weights_only=True), file)
+    np.save(tmp_path / "x.npy", data)
+    out = tmp_path / "y.npy"
+    status, _, err = dovetail("predict", MODEL, file, tmp_path / "x.npy", *HERE, "--out", out)
+    assert status == 0, err
+    assert np.allclose(np.load(out), expected(weights, data), atol=1e-6)
+    file.write_bytes(file.read_bytes()[:100])
+    status, _, err = dovetail("predict", MODEL, file, tmp_path / "x.npy", *HERE, "--out", out)
+    assert status == 2 and "weights.safetensors: it holds no weights" in err
+
+
+def test_figures_of_the_users_own_are_printed(predict):
+    own = "tests.support.trained_models:share_of_first_class"
+    status, out, err = predict("validation", "--evaluate", "--metric", own, "--json")
+    assert status == 0, err
+    assert set(json.loads(out)["figures"]) == {"loss", "share_of_first_class"}
+
+
 def test_data_and_outputs_are_of_every_form(predict, weights, tmp_path):
     inputs, labels = trained_models.arrays(50, 2)
     rows = expected(weights, inputs)

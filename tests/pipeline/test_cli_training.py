@@ -78,6 +78,56 @@ def test_a_run_prints_one_object_and_writes_what_was_asked_for(train, tmp_path):
     assert found == pytest.approx(printed["figures"]["accuracy"])
 
 
+def test_weights_are_written_as_safetensors_and_as_a_distributed_checkpoint(train, tmp_path):
+    """They hold the same tensors; the tied ones twice."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    tied = ("tests.support.trained_models:tied", *SIMULATED)
+    for out in ("model.pt", "model.safetensors", "model/"):
+        status, _, err = train(*tied, "--out", f"{tmp_path}/{out}")
+        assert status == 0, err
+        assert f"wrote {tmp_path}/{out}" in err
+    expected = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert set(expected) == {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"}
+    flat = load_file(tmp_path / "model.safetensors")
+    folder = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(folder, checkpoint_id=tmp_path / "model", no_dist=True)
+    for found in (flat, folder):
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model", "model.pt", "model.safetensors"
+    ]  # fmt: skip
+    before = (tmp_path / "model" / ".metadata").read_bytes()
+    status, _, err = train(*tied, "--out", f"{tmp_path}/model/")
+    assert status == 2 and "is there already; name a new folder" in err
+    assert (tmp_path / "model" / ".metadata").read_bytes() == before
+
+
+def test_what_safetensors_cannot_hold_is_told(train, tmp_path):
+    status, _, err = train(
+        "tests.support.trained_models:with_state", *SIMULATED, "--out", tmp_path / "a.safetensors"
+    )
+    assert status == 2
+    assert "_extra_state is no tensor, which safetensors cannot hold" in err
+    assert "training tests" not in err  # nothing was trained in vain
+
+
+def test_a_metric_of_the_users_own_is_named_as_functions_are(train):
+    own = "tests.support.trained_models:share_of_first_class"
+    status, out, err = train(MODEL, *SIMULATED, "--metric", "accuracy", "--metric", own, "--json")
+    assert status == 0, err
+    assert set(json.loads(out)["figures"]) == {"loss", "accuracy", "share_of_first_class"}
+    for text, says in (
+        ("tests.support.trained_models:none", "tests.support.trained_models has no function none"),
+        ("nowhere:f1", "cannot import nowhere"),
+        ("f1", "no 'f1'; there are accuracy"),
+    ):
+        status, _, err = train(MODEL, *SIMULATED, "--metric", text)
+        assert status == 2 and says in err
+
+
 def test_the_same_seed_gives_the_same_simulated_run(train):
     runs = [json.loads(train(MODEL, *SIMULATED, "--seed", 7, "--json")[1]) for _ in range(2)]
     other = json.loads(train(MODEL, *SIMULATED, "--seed", 8, "--json")[1])

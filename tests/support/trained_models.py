@@ -27,6 +27,32 @@ def quadrants():
     return network(), nn.functional.cross_entropy, torch.optim.Adam, arrays(), arrays(80, 1)
 
 
+def share_of_first_class(output, target):
+    return (output.argmax(1) == 0).float().mean()
+
+
+def tied():
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    model = nn.Sequential(first, second, nn.Linear(4, 4))
+    return model, nn.functional.cross_entropy, torch.optim.Adam, arrays()
+
+
+class WithState(nn.Sequential):
+    """Keeps a text beside its tensors."""
+
+    def get_extra_state(self):
+        return "a text"
+
+    def set_extra_state(self, state):
+        assert state == "a text"
+
+
+def with_state():
+    return WithState(network()), nn.functional.cross_entropy, torch.optim.Adam, arrays()
+
+
 def without_validation():
     return quadrants()[:4]
 

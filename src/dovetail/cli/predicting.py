@@ -2,7 +2,6 @@
 
 import csv
 import io
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,8 @@ import typer
 
 from dovetail.cli.arguments import Json, check_outputs
 from dovetail.cli.output import results, say, show_json
-from dovetail.cli.training import FUNCTION_HELP, open_setup, parse_options
+from dovetail.cli.training import FUNCTION_HELP, open_setup, parse_metrics, parse_options
+from dovetail.cli.weights import load_weights
 from dovetail.errors import FileFormatError, UsageError
 from dovetail.training.backends import BACKENDS
 
@@ -44,7 +44,7 @@ DATA_HELP = (
 
 def predict(  # noqa: PLR0913  one argument an option
     function: Annotated[str, typer.Argument(metavar="FUNCTION", help=FUNCTION_HELP)],
-    weights: Annotated[Path, typer.Argument(help="Weights that `train --out` wrote")],
+    weights: Annotated[Path, typer.Argument(help="Weights that `train --out` wrote as a file")],
     data: Annotated[str, typer.Argument(help=DATA_HELP)],
     out: Annotated[
         Path | None,
@@ -56,7 +56,8 @@ def predict(  # noqa: PLR0913  one argument an option
         bool, typer.Option("--evaluate", help="Print the loss and the metrics; DATA needs targets")
     ] = False,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Figure to print beside the loss: accuracy")
+        list[str] | None,
+        typer.Option(help="Figure to print beside the loss: accuracy, or package.module:function"),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Workers that compute side by side", show_default="2")
@@ -92,12 +93,12 @@ def predict(  # noqa: PLR0913  one argument an option
         "workers": workers,
         "batch": batch,
         "backend": backend or None,
-        "metrics": tuple(metric) if metric else None,
+        "metrics": parse_metrics(metric or ()) or None,
         "backend_options": parse_options("--backend-option", backend_option or ()) or None,
     }
     settings = {name: value for name, value in given.items() if value is not None}
     opened = open_setup(function, settings, {})
-    _load_weights(opened.request.model, weights)
+    load_weights(opened.request.model, weights)
     dataset, is_file = _open_data(opened, function, data)
     if is_file and len(dataset) == 1 and evaluate:
         raise UsageError("--evaluate", f"{data} holds no targets; give a .npz file with both")
@@ -127,26 +128,6 @@ def _compute(
                 results().write(f"{name}  {value:.6g}\n")
     if as_json:
         show_json(printed)
-
-
-def _load_weights(model: Any, path: Path) -> None:
-    """Put the weights of a file into the model. Raises `FileFormatError`."""
-    import torch
-
-    from dovetail.runtime.files import check_archive
-
-    check_archive(path)
-    try:
-        # A mapped tensor is a part of the file, so that it can be no larger than the file is.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises all kinds for a damaged file
-        detail = f"it holds no weights: {_first_line(error)}"
-        raise FileFormatError(str(path), detail) from None
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
-        text = re.sub(r"\s+", " ", str(error)).strip()[:300]
-        raise FileFormatError(str(path), f"it does not fit the model: {text}") from None
 
 
 def _first_line(error: Exception) -> str:

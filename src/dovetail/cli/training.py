@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from dovetail.cli.arguments import Json, check_outputs, resolved, split_pair
 from dovetail.cli.output import say, show, show_json
+from dovetail.cli.weights import OUT_HELP, check_holds, check_new_folder, is_folder
 from dovetail.errors import ModelError, UnwritableError, UsageError
 from dovetail.pipeline.requests import parse_seconds
 from dovetail.training.backends import BACKENDS
@@ -131,7 +132,10 @@ def train(  # noqa: PLR0913  one argument an option
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Figure of the validation set to report beside the loss: accuracy"),
+        typer.Option(
+            help="Figure of the validation set to report beside the loss: accuracy, or "
+            "package.module:function, (output, target) -> its mean over a batch"
+        ),
     ] = None,
     validate: Annotated[
         str,
@@ -185,7 +189,7 @@ def train(  # noqa: PLR0913  one argument an option
         Path | None, typer.Option(help="Write an event file for TensorBoard into this folder")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the run's page (HTML)")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the trained weights (state_dict)")] = None,
+    out: Annotated[str, typer.Option(help=OUT_HELP, metavar="PATH")] = "",
     suggest: Annotated[
         bool,
         typer.Option(
@@ -213,7 +217,7 @@ def train(  # noqa: PLR0913  one argument an option
         workers=workers, batch=batch, epochs=epochs, lr=lr, seed=seed, patience=patience,
         folder=folder, backend=backend or None, wire=wire or None, monitor=monitor or None,
         partition=partition or None, device=device or None, autocast=autocast or None,
-        metrics=tuple(metric) if metric else None, resume=resume or None,
+        metrics=parse_metrics(metric or ()) or None, resume=resume or None,
         validate=int(validate) if validate.isdecimal() else validate or None,
     )  # fmt: skip
     if backend_option:
@@ -228,7 +232,9 @@ def train(  # noqa: PLR0913  one argument an option
         lease_seconds=parse_seconds("--lease", lease) if lease else None,
     )
     budget_seconds = parse_seconds("--budget", budget)
-    check_outputs(history, report, out)
+    if is_folder(out):
+        check_new_folder(out)
+    check_outputs(history, report, Path(out) if out and not is_folder(out) else None)
     _check_others(history, tensorboard, folder)
     opened = open_setup(function, settings, policy)
     if suggest:
@@ -238,7 +244,10 @@ def train(  # noqa: PLR0913  one argument an option
         return
     from dovetail.cli.training_run import TrainingOutputs, train_and_write
 
-    train_and_write(function, opened, TrainingOutputs(history, tensorboard, report, out), as_json)
+    check_holds(opened.request.model, out)
+    train_and_write(
+        function, opened, TrainingOutputs(history, tensorboard, report, out or None), as_json
+    )
 
 
 def train_report(
@@ -302,6 +311,7 @@ def _list_rules(as_json: bool) -> None:
 
 if TYPE_CHECKING:
     from dovetail.training.rules.contract import Rule
+    from dovetail.training.validation import Metric
 
 RETURNS = (
     "must return (model, loss, optimizer, dataset), (Trainer, dataset), or either with a "
@@ -378,6 +388,14 @@ def _value_of(text: str) -> Any:
         except ValueError:
             pass
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def parse_metrics(texts: Sequence[str]) -> "tuple[str | Metric, ...]":
+    """The metrics of these names, of which package.module:function is a function of the user's
+    own. Raises `ModelError` for one that cannot be imported."""
+    from dovetail.runtime.functions import find_function, names_function
+
+    return tuple(find_function(text) if names_function(text) else text for text in texts)
 
 
 def parse_window(text: str) -> int | str | None:

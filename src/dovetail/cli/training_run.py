@@ -1,6 +1,5 @@
 """Runs `dovetail train`: shows a run while it goes on, then writes the results and a summary."""
 
-import io
 import math
 import os
 import shlex
@@ -33,8 +32,8 @@ from dovetail.cli.output import (
     show,
     show_json,
 )
+from dovetail.cli.weights import save_weights
 from dovetail.errors import CallbackError, DovetailError, UsageError
-from dovetail.runtime.files import write_atomically
 from dovetail.runtime.user_code import UserCode
 from dovetail.training import advice
 from dovetail.training.advice import Advice, Evidence, measure
@@ -233,7 +232,7 @@ class TrainingOutputs:
     history: Path | None = None
     tensorboard: Path | None = None
     report: Path | None = None
-    weights: Path | None = None
+    weights: str | None = None
 
 
 @dataclass
@@ -367,23 +366,13 @@ def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
         from dovetail.reports.training_page import write_training_page
 
         write_training_page([history], outputs.report, made=typed())
-    written = [outputs.history, outputs.tensorboard, outputs.report]
+    written: list[Path | str | None] = [outputs.history, outputs.tensorboard, outputs.report]
     if outputs.weights is not None and model is not None:
-        _save_weights(model, outputs.weights)
+        save_weights(model, outputs.weights)
         written.append(outputs.weights)
     for path in written:
         if path is not None:
             say(f"wrote {path}")
-
-
-def _save_weights(model: Any, path: Path) -> None:
-    """Write the model's `state_dict`, which `torch.load(path, weights_only=True)` reads.
-
-    The file is written whole or not at all. Raises `UnwritableError`.
-    """
-    content = io.BytesIO()
-    torch.save(model.state_dict(), content)
-    write_atomically(path, content.getvalue())
 
 
 def summary(
@@ -440,7 +429,7 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _text(path: Path | None) -> str | None:
+def _text(path: Path | str | None) -> str | None:
     return None if path is None else str(path)
 
 

@@ -1,11 +1,11 @@
-"""Imports and calls a function that the user names as package.module:function."""
+"""Finds and calls a function that the user names as package.module:function."""
 
 import contextlib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dovetail.errors import ModelError, UserCodeError
@@ -22,12 +22,12 @@ def names_function(text: str) -> bool:
     )
 
 
-def call_function(text: str) -> Any:
-    """Call the function and return its result. The current folder is added to `sys.path` for it.
+def find_function(text: str) -> Callable[..., Any]:
+    """Import the function and return it. The current folder is added to `sys.path` for it.
 
-    Raises `ModelError` for what cannot be imported or parsed, for a module without such a function,
-    and for a function that needs arguments. Raises `UserCodeError` for whatever else the module or
-    the function raises, and if it ends the program.
+    Raises `ModelError` for what cannot be imported or parsed, and for a module without such a
+    function. Raises `UserCodeError` for whatever else the module raises, and if it ends the
+    program.
     """
     package, _, name = text.partition(":")
     # `python -m` does this too; an installed script has only its own folder on the path.
@@ -39,6 +39,13 @@ def call_function(text: str) -> Any:
         function = getattr(importlib.import_module(package), name, None)
     if not callable(function):
         raise ModelError(text, f"{package} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def call_function(text: str) -> Any:
+    """Call the function and return its result. Raises as `find_function` does, `ModelError` for a
+    function that needs arguments, and `UserCodeError` for whatever else the function raises."""
+    function = find_function(text)
     with contextlib.suppress(ValueError):  # a builtin without a signature
         try:
             inspect.signature(function).bind()

@@ -1,0 +1,120 @@
+"""Writes and reads the weights of a trained model.
+
+    weights.pt, any other name   torch.save of the model's state_dict
+    weights.safetensors          its tensors as safetensors
+    folder/                      a checkpoint of torch.distributed.checkpoint
+
+Each is written whole or not at all. Only the first two are read here: a distributed checkpoint
+holds a pickle, which may run anything.
+"""
+
+import io
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import FileFormatError, UnwritableError, UsageError
+from dovetail.runtime.files import check_archive, write_atomically
+
+OUT_HELP = (
+    "Write the trained weights (state_dict): by torch.save, as .safetensors, or with a / at the "
+    "end a folder for torch.distributed.checkpoint"
+)
+
+
+def is_folder(out: str) -> bool:
+    """Whether an output's text names a folder, which need not exist."""
+    return out.endswith("/")
+
+
+def check_new_folder(out: str) -> None:
+    """Raises `UsageError` for a folder that holds anything, and `UnwritableError` for one that
+    cannot be made."""
+    from dovetail.cli.training import check_folder
+
+    path = Path(out)
+    check_folder(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError("--out", f"{out} is there already; name a new folder")
+
+
+def check_holds(model: Any, out: str) -> None:
+    """Raises `UsageError` if the form cannot hold the model's state."""
+    import torch
+
+    if not out.endswith(".safetensors"):
+        return
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            says = f"the model's {name} is no tensor, which safetensors cannot hold"
+            raise UsageError("--out", f"{says}; name another file")
+
+
+def save_weights(model: Any, out: str) -> None:
+    """Write the model's `state_dict`. Raises `UnwritableError`."""
+    import torch
+
+    state = model.state_dict()
+    if is_folder(out):
+        _save_folder(state, Path(out))
+    elif out.endswith(".safetensors"):
+        from safetensors.torch import save
+
+        # safetensors holds no two tensors that share memory, so tied parameters are written twice.
+        write_atomically(out, save({k: v.detach().contiguous().clone() for k, v in state.items()}))
+    else:
+        content = io.BytesIO()
+        torch.save(state, content)
+        write_atomically(out, content.getvalue())
+
+
+def _save_folder(state: dict[str, Any], target: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    temporary = ""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:80]}.")
+        with warnings.catch_warnings():
+            # torch warns that one process alone saves, as is meant here.
+            warnings.simplefilter("ignore")
+            save(dict(state), checkpoint_id=temporary, no_dist=True)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o777 & ~umask)
+        # An empty folder of that name is replaced.
+        os.rename(temporary, target)
+    except OSError as error:
+        raise UnwritableError(str(target), error.strerror or str(error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_weights(model: Any, path: Path) -> None:
+    """Put the weights of a file into the model. Raises `FileFormatError`."""
+    import torch
+    from safetensors.torch import load
+
+    try:
+        if path.suffix == ".safetensors":
+            state: Any = load(path.read_bytes())
+        else:
+            check_archive(path)
+            # A mapped tensor is a part of the file, so that it can be no larger than the file is.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise FileFormatError(str(path), error.strerror or str(error)) from None
+    except FileFormatError:
+        raise
+    except Exception as error:  # torch raises all kinds for a damaged file
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise FileFormatError(str(path), f"it holds no weights: {line}") from None
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+        text = re.sub(r"\s+", " ", str(error)).strip()[:300]
+        raise FileFormatError(str(path), f"it does not fit the model: {text}") from None
