@@ -32,6 +32,7 @@ _EXPORTS = {
     "InfeasibleError": "dovetail.errors",
     "InvalidError": "dovetail.errors",
     "Machine": "dovetail.machine",
+    "Optimizer": "dovetail.training.own_loop",
     "Plan": "dovetail.plans",
     "RMSProp": "dovetail.frontends",
     "Timeline": "dovetail.timeline",

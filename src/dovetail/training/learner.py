@@ -19,13 +19,8 @@ class Gradient:
     samples: int
 
 
-class Learner(Protocol):
-    """A worker's network, data and optimizer. `gradient` may take as long as it likes."""
-
-    def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
-        """The gradient at `theta` [size] over the data set's samples `indices`. For a stream,
-        `indices` are positions in it."""
-        ...
+class Stepper(Protocol):
+    """A worker's optimizer."""
 
     def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
         """Returns U(g) [size], a new vector: what the optimizer would add to `theta`. Advances the
@@ -35,6 +30,15 @@ class Learner(Protocol):
 
     def rate(self, epoch: float) -> float:
         """The learning rate at that epoch."""
+        ...
+
+
+class Learner(Stepper, Protocol):
+    """A worker's network, data and optimizer. `gradient` may take as long as it likes."""
+
+    def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
+        """The gradient at `theta` [size] over the data set's samples `indices`. For a stream,
+        `indices` are positions in it."""
         ...
 
 

@@ -55,7 +55,8 @@ Loss = Callable[..., Tensor]
 """loss(output, *targets): the mean loss over the batch's samples, a scalar."""
 
 _KERAS_COUNT = re.compile(r"_\d+(?=/|$)")
-_DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
+DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
+"""torch's type -> numpy's, of the parameters that can be trained."""
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
@@ -72,7 +73,7 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     for path, parameter in named:
         if parameter.layout != torch.strided:
             raise ModelError(name, f"{path} is sparse; only dense parameters train{at(module)}")
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype not in DTYPES:
             raise ModelError(name, f"{path} is {parameter.dtype}; only float32 and float64 train")
         if parameter.device.type != "cpu":
             raise ModelError(name, f"{path} is on {parameter.device}; move the model to the CPU")
@@ -118,9 +119,9 @@ def _check_apart(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
 def flatten(module: nn.Module) -> Vector:
     """A copy of the trainable parameters as one vector [size]."""
     parameters = parameters_of(module)
-    theta: Vector = np.empty(sum(p.numel() for p in parameters), _DTYPES[parameters[0].dtype])
+    theta: Vector = np.empty(sum(p.numel() for p in parameters), DTYPES[parameters[0].dtype])
     for view, parameter in zip(
-        _views(torch.from_numpy(theta), parameters), parameters, strict=True
+        views_of(torch.from_numpy(theta), parameters), parameters, strict=True
     ):
         view.copy_(parameter.detach())
     return theta
@@ -141,11 +142,12 @@ def fill(parameters: list[nn.Parameter], theta: Vector) -> None:
     """Copies `theta` [size] into these parameters, all of which are on one device."""
     flat = torch.from_numpy(np.ascontiguousarray(theta)).to(parameters[0].device)
     with torch.no_grad():
-        for view, parameter in zip(_views(flat, parameters), parameters, strict=True):
+        for view, parameter in zip(views_of(flat, parameters), parameters, strict=True):
             parameter.copy_(view)
 
 
-def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def views_of(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The parts of a vector [size] in the parameters' shapes."""
     views, start = [], 0
     for parameter in parameters:
         stop = start + parameter.numel()
@@ -227,14 +229,14 @@ class ModuleLearner:
             self._theta_there = self._home_there.clone()
             self._module.to(self._device)
             self._set_parameters(self._theta_there)
-        self._pieces = _views(self._flat_there, self._parameters)
+        self._pieces = views_of(self._flat_there, self._parameters)
         self._optimizer = self._make(optimizer)
         self._rates = Rates(self._optimizer, schedule)
 
     def _make(self, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """The user's optimizer, made for twins of the parameters. The twins are views of `_home`,
         and their gradients are views of `_flat`, where the module computes."""
-        twins = [nn.Parameter(view) for view in _views(self._home_there, self._parameters)]
+        twins = [nn.Parameter(view) for view in views_of(self._home_there, self._parameters)]
         for twin, piece in zip(twins, self._pieces, strict=True):
             twin.grad = piece
         with UserCode("making the optimizer", optimizer):
@@ -258,7 +260,7 @@ class ModuleLearner:
         with UserCode("the backward pass", self._module):
             loss.backward()  # type: ignore[no-untyped-call]
         for piece, parameter in zip(self._pieces, self._parameters, strict=True):
-            _store(piece, parameter.grad)
+            store_gradient(piece, parameter.grad)
         if self._theta_there is not None:
             self._flat.copy_(self._flat_there)
         return Gradient(self._gradient, float(loss.detach()), samples)
@@ -302,7 +304,7 @@ class ModuleLearner:
 
     def _set_parameters(self, flat: Tensor) -> None:
         """Makes the parameters views of a vector [size]."""
-        for parameter, view in zip(self._parameters, _views(flat, self._parameters), strict=True):
+        for parameter, view in zip(self._parameters, views_of(flat, self._parameters), strict=True):
             parameter.data = view
 
     def _seed_torch(self, epoch: int, first: int) -> None:
@@ -356,8 +358,8 @@ def _readable(vector: Vector) -> Tensor:
         return torch.from_numpy(vector)
 
 
-def _store(piece: Tensor, gradient: Tensor | None) -> None:
-    # The gradient is None if the loss did not depend on the parameter.
+def store_gradient(piece: Tensor, gradient: Tensor | None) -> None:
+    """Copies a parameter's gradient; None, of one that the loss does not depend on, is zeros."""
     if gradient is None:
         piece.zero_()
     else:

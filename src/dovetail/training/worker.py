@@ -4,7 +4,8 @@
 
 It yields `Ask` (a turn and its vector; the driver sends `Told`) and `Stepped` (one local step was
 computed; the driver sends None). The driver may be a socket, a virtual clock or a function call,
-and decides how long each takes.
+and decides how long each takes. `loop` also yields `Look` (a gradient is wanted; the driver sends
+it), for callers whose own loop computes the gradients.
 """
 
 import time
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import TrainingError
-from dovetail.training.learner import Learner
+from dovetail.training.learner import Gradient, Learner, Stepper
 from dovetail.training.positions import Positions, Stretch
 from dovetail.training.records import (
     Commit,
@@ -56,7 +57,18 @@ class Stepped:
     loss: float
 
 
+@dataclass(frozen=True)
+class Look:
+    """The mean gradient at `theta` [size] over the samples at `indices` is wanted. The driver sends
+    None if there will be no more gradients: the window then ends early, and the work with it."""
+
+    theta: Vector
+    indices: NDArray[np.int64]
+    epoch: int
+
+
 Work = Generator[Ask | Stepped, Told | None, None]
+Loop = Generator[Ask | Stepped | Look, Told | Gradient | None, None]
 
 
 def work(
@@ -77,29 +89,57 @@ def work(
     worker starts again from a fresh center. (Hogwild!'s steps are in the center already, so their
     samples are trained twice.) Raises TrainingError if the server belongs to another run.
     """
-    loop = _WorkerLoop(job, rule, learner, worker, clock)
+    events = loop(job, rule, learner, worker, sequence=sequence, clock=clock)
+    answer: Told | Gradient | None = None
+    while True:
+        try:
+            event = events.send(answer)
+        except StopIteration:
+            return
+        if isinstance(event, Look):
+            answer = learner.gradient(event.theta, event.indices, event.epoch)
+        else:
+            answer = yield event
+
+
+def loop(
+    job: Job,
+    rule: Rule,
+    stepper: Stepper,
+    worker: int,
+    *,
+    sequence: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Loop:
+    """`work` without a learner's gradients: the driver sends them."""
+    state = _WorkerLoop(job, rule, stepper, worker, clock)
     fresh = Turn(worker, lease=True, pull=True)
     answer = yield from _ask(fresh)
     while answer.reply.lease is not None:
-        loop.adopt(answer)
+        state.adopt(answer)
         lease = answer.reply.lease
-        yield from loop.train(lease)
+        goes_on = yield from state.train(lease)
+        if not goes_on and not state.steps:
+            return
         # Rules that pull first compare the worker's parameters with the present center to compute
         # their commit.
         if rule.pulls_first:
             answer = yield from _ask(Turn(worker, pull=True))
-            loop.adopt(answer)
+            state.adopt(answer)
             if answer.reply.stop:
                 return
-        commit, vector = loop.commit(lease, sequence + 1)
-        turn = Turn(worker, commit, lease=True, pull=not rule.pulls_first)
+        commit, vector = state.commit(lease, sequence + 1, ends=not goes_on)
+        turn = Turn(worker, commit, lease=goes_on, pull=not rule.pulls_first)
         answer = yield from _ask(turn, vector)
         if answer.reply.verdict is not Verdict.REFUSED:
             sequence += 1
+            if not goes_on:
+                state.adopt(answer)
+                state.begin()
             continue
         if answer.reply.refusal is Refusal.RUN:
             raise TrainingError(f"the server that was asked does not train run {job.run!r}")
-        loop.forget()
+        state.forget()
         # A rule that pulls first got no center with this answer, but must now start from one.
         if answer.reply.lease is not None and answer.center is None:
             answer = yield from _ask(fresh)
@@ -121,9 +161,9 @@ def drive(steps: Work, ask: Callable[[Ask], Told], beat: Callable[[], None]) -> 
         return
 
 
-def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | None, Told]:
+def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | Gradient | None, Told]:
     answer = yield Ask(turn, vector)
-    assert answer is not None, "a turn is answered"
+    assert isinstance(answer, Told), "a turn is answered"
     return answer
 
 
@@ -131,11 +171,11 @@ class _WorkerLoop:
     """One worker's parameters, and the samples, loss and times of its present window."""
 
     def __init__(
-        self, job: Job, rule: Rule, learner: Learner, worker: int, clock: Callable[[], float]
+        self, job: Job, rule: Rule, stepper: Stepper, worker: int, clock: Callable[[], float]
     ) -> None:
         self._job = job
         self._rule = rule
-        self._learner = learner
+        self._stepper = stepper
         self._worker = worker
         self._clock = clock
         self._local: Local | None = None
@@ -168,30 +208,52 @@ class _WorkerLoop:
         """Drops the worker's own parameters and vectors: the next center replaces them."""
         self._local = None
 
-    def train(self, lease: Lease) -> Generator[Stepped, Told | None, None]:
-        """Does the local steps of a window, and yields each."""
+    @property
+    def steps(self) -> int:
+        """Local steps of the present window so far."""
+        return 0 if self._local is None else self._local.steps
+
+    def begin(self) -> None:
+        """Begins a window by the rule, after its first or another pull."""
         local = self._local
         assert local is not None, "the first turn pulls"
         local.steps = self._samples = 0
         self._loss = 0.0
-        begin_seconds = self._clock()
         self._rule.begin(local)
+
+    def train(self, lease: Lease) -> Generator[Stepped | Look, Told | Gradient | None, bool]:
+        """Does the local steps of a window, and yields each. Returns whether there may be another
+        window."""
+        begin_seconds = self._clock()
+        self.begin()
+        goes_on = True
         for start, stop in self._positions.batches(lease.start, lease.stop):
-            stepped = self._step(local, start, stop)
+            stepped = yield from self._step(start, stop)
+            if stepped is None:
+                goes_on = False
+                break
             if stepped.samples:
                 yield stepped
             if stepped.samples < stop - start:
                 break  # the stream ends here
         self._seconds = (begin_seconds, self._clock())
+        return goes_on
 
-    def _step(self, local: Local, start: int, stop: int) -> Stepped:
+    def _step(
+        self, start: int, stop: int
+    ) -> Generator[Look, Told | Gradient | None, Stepped | None]:
+        local = self._local
+        assert local is not None
         stretch, fraction = self._positions.stretch(start), self._positions.passes(start)
         indices = self._indices(stretch, start, stop)
-        learner = self._learner
-        gradient = learner.gradient(self._rule.look(local), indices, stretch.epoch)
+        stepper = self._stepper
+        gradient = yield Look(self._rule.look(local), indices, stretch.epoch)
+        if gradient is None:
+            return None
+        assert isinstance(gradient, Gradient), "a look is answered by a gradient"
         if gradient.samples:
-            local.rate = learner.rate(fraction)
-            self._rule.step(local, gradient.vector, lambda t, g: learner.update(t, g, fraction))
+            local.rate = stepper.rate(fraction)
+            self._rule.step(local, gradient.vector, lambda t, g: stepper.update(t, g, fraction))
             local.steps += 1
             self._samples += gradient.samples
             self._loss += gradient.loss * gradient.samples
@@ -204,9 +266,15 @@ class _WorkerLoop:
             return np.arange(start, stop)
         return self._order[start - stretch.start : stop - stretch.start]
 
-    def commit(self, lease: Lease, sequence: int) -> tuple[Commit, Vector | None]:
+    def commit(
+        self, lease: Lease, sequence: int, *, ends: bool = False
+    ) -> tuple[Commit, Vector | None]:
         """The window's commit and its vector. A commit of no steps only says that the stream has
-        ended; its vector is zeros."""
+        ended; its vector is zeros.
+
+        ends   the worker ends within the window. Its commit counts all samples of the lease: with
+               fewer it would end the stream for all workers
+        """
         local = self._local
         assert local is not None
         begin_seconds, end_seconds = self._seconds
@@ -216,7 +284,7 @@ class _WorkerLoop:
             sequence=sequence,
             base_clock=self._base_clock,
             lease=lease.number,
-            samples=self._samples,
+            samples=lease.stop - lease.start if ends else self._samples,
             steps=local.steps,
             rate=float(local.rate),
             loss=float(self._loss / max(1, self._samples)),

@@ -33,6 +33,8 @@ class Kind(IntEnum):
     TURN = 3  # answered by REPLY
     REPLY = 4
     LEAVE = 5  # worker: I am done; not answered
+    COPY = 6  # worker: write the center to my inbox; answered by COPIED
+    COPIED = 7
 
 
 @dataclass(frozen=True)

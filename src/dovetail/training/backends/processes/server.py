@@ -272,6 +272,11 @@ class _ServerProcess:
                 self._leave(worker)
             case (frames.Kind.TURN, content):
                 self._take(worker, link, content)
+            case (frames.Kind.COPY, _):
+                # Within a window nothing lies in the inbox. The outbox holds the center that the
+                # worker's present window began from, which rules may still need.
+                np.copyto(link.memory.inbox, self.server.theta)
+                self._send(worker, frames.pack(frames.Kind.COPIED, {}))
             case _:
                 self._refuse(worker, Refusal.CHECKSUM)
 

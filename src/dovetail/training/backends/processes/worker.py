@@ -19,7 +19,7 @@ from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemo
 from dovetail.training.backends.processes.messages import Connect, Finished, WorkerStart
 from dovetail.training.checks import checksum, copy_and_checksum
 from dovetail.training.liveness import on_alive
-from dovetail.training.records import Refusal, Reply
+from dovetail.training.records import Refusal, Reply, Vector
 from dovetail.training.wire import make_wire
 from dovetail.training.worker import Ask, Told, drive, work
 
@@ -97,6 +97,12 @@ class WorkerLink:
             reply = frames.reply_of(answer)
             if not _was_unreadable(reply):
                 return Told(reply, self._center if ask.turn.pull else None)
+
+    def copy(self) -> Vector | None:
+        """A copy of the center [size] as it is now; None if the link broke. It is not a pull: the
+        center that the window began from stays as it is. It may not be called within a turn."""
+        answer = self._exchange(frames.pack(frames.Kind.COPY, {}))
+        return None if answer is None else np.array(self._memory.inbox)
 
     def leave(self) -> None:
         """Tells the server that the worker has ended."""
