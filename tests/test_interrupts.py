@@ -32,10 +32,11 @@ PRESS = "signal.raise_signal(signal.SIGINT)"
 def python(tmp_path):
     """Runs a program with a module `pressed`; returns its status, output and errors."""
 
-    def run(*parts, pressed="import signal\n" + PRESS + "\nwhole = True"):
-        (tmp_path / "pressed.py").write_text(pressed)
+    def run(*parts, pressed="import signal\n" + PRESS + "\nwhole = True", folder="site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "pressed.py").write_text(pressed)
         (tmp_path / "program.py").write_text("".join(map(textwrap.dedent, (BEGIN, *parts))))
-        path = os.pathsep.join([str(tmp_path), *sys.path])
+        path = os.pathsep.join([str(tmp_path), str(tmp_path / folder), *sys.path])
         done = subprocess.run(
             [sys.executable, "-m", "program"], env=os.environ | {"PYTHONPATH": path},
             capture_output=True, text=True, check=False, timeout=120,
@@ -51,6 +52,16 @@ def test_an_import_before_torch_ends_the_command(python):
 
 def test_an_import_after_torch_ends_first(python):
     assert python(TORCH, IMPORT) == (0, "goes on\nKeyboardInterrupt with whole\n", "")
+
+
+def test_the_import_of_a_module_of_the_users_own_is_interrupted(python):
+    script = """
+    try:
+        import pressed
+    except KeyboardInterrupt:
+        print("heard")
+    """
+    assert python(TORCH, script, folder="own") == (0, "heard\n", "")
 
 
 def test_a_second_interrupt_does_not_wait_for_an_import(python):

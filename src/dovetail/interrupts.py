@@ -2,7 +2,7 @@
 
 Python raises `KeyboardInterrupt` wherever the program is. In three kinds of places that is wrong:
 
-    an import          modules are left half made, and what uses them fails with other errors
+    a library's import modules are left half made, and what uses them fails with other errors
     `__del__`, a weak reference's callback, or one that C calls, such as llvmlite's
                        Python prints a traceback, and goes on as if there had been no Ctrl-C
     the end of Python  it prints a traceback, though the command is done
@@ -29,7 +29,9 @@ AGAIN_SECONDS = 1.0
 """A Ctrl-C that comes so long after one that waits for an import is a second one. Programs that
 pass signals on may send one twice."""
 _WEAK = ("weakref.py", "_weakrefset.py")
-_MODULE = "<frozen importlib._bootstrap>"
+_IMPORT = "<frozen importlib._bootstrap>"
+_NOT_THE_USERS = ("<", os.path.dirname(os.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+"""How names of files begin that hold Python's own modules, or ours."""
 
 
 class _PutOff:
@@ -80,11 +82,13 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _place(frame: FrameType | None) -> tuple[bool, bool]:
-    """(within an import, within what drops exceptions)."""
-    importing = lost = False
+    """(within an import, within what drops exceptions). The import of a module of the user's own is
+    none: its code may run for long."""
+    importing = lost = users = False
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        importing = importing or (file == _MODULE and name == "_find_and_load")
+        users = users or not (file.startswith(_NOT_THE_USERS) or "-packages" + os.sep in file)
+        importing = importing or (not users and file == _IMPORT and name == "_find_and_load")
         callback = name == "__del__" or name.startswith("_raw_object_cache")
         lost = lost or callback or file.endswith(_WEAK)
         frame = frame.f_back
