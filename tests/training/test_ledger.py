@@ -754,3 +754,47 @@ def test_a_state_from_before_there_were_shares_is_restored():
 def test_a_stream_has_no_shares():
     with pytest.raises(UsageError, match="stream of unknown length"):
         a_ledger(samples=None, partition="fixed")
+
+
+@pytest.mark.parametrize(("partition", "workers"), [("leased", 5), ("fixed", 3)])
+def test_a_run_that_is_given_more_epochs_trains_each_sample_of_each_once(partition, workers):
+    """Half-way through, while leases are held and one came back from a dead worker."""
+    job = Job("r", 1, 23, 2, 2, 3, workers=3, partition=partition)
+    ledger, trained = Ledger(job, make_rule("downpour")), []
+    leases, sequences = {}, {}
+
+    def ask(worker, commit):
+        lease = leases.pop(worker, None) if commit else None
+        sent = None
+        if lease is not None:
+            sequences[worker] = sequences.get(worker, 0) + 1
+            count = lease.stop - lease.start
+            sent = Commit("r", worker, sequences[worker], 0, lease.number, count, 1, 0.1, 1.0)
+            positions = Positions(ledger.job)
+            for start, stop in positions.batches(lease.start, lease.stop):
+                at = positions.stretch(start)
+                order = positions.order(at)
+                trained.extend(
+                    (at.epoch, int(s)) for s in order[start - at.start : stop - at.start]
+                )
+        for step in ledger.offer(Turn(worker, sent, lease=True)):
+            if isinstance(step, Answer) and step.reply.lease is not None:
+                leases[step.worker] = step.reply.lease
+
+    for worker in (0, 1, 2, 0, 1, 0):
+        ask(worker, commit=True)
+    ledger.evict(2)
+    leases.pop(2)
+    ledger.change(4, workers)
+    restored = Ledger.restore(job, ledger.rule, json.loads(json.dumps(ledger.state())))
+    assert restored.state() == ledger.state()
+    assert restored.job == replace(job, epochs=4, workers=workers)
+    late = Commit("r", 0, sequences[0] + 1, 0, leases[0].number, 6, 1, 0.1, 1.0)
+    assert ledger.check(late) is Refusal.LEASE
+    leases.clear()
+    sequences.clear()
+    for _ in range(100):
+        for worker in range(workers):
+            ask(worker, commit=True)
+    assert ledger.done and ledger.samples == 4 * 23
+    assert sorted(trained) == [(epoch, sample) for epoch in range(4) for sample in range(23)]

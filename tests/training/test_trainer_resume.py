@@ -2,14 +2,27 @@
 
 import itertools
 import json
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dovetail.errors import FileFormatError, ProcessError, RunMismatchError, UsageError
+from dovetail.errors import (
+    FileFormatError,
+    JournalError,
+    ProcessError,
+    RunMismatchError,
+    UsageError,
+)
 from dovetail.training.backends.contract import Watcher
+from dovetail.training.center import Center
+from dovetail.training.ledger import Ledger
 from dovetail.training.modules import flatten
+from dovetail.training.records import Job
+from dovetail.training.restoring import check_record
+from dovetail.training.rules import make_rule
 from dovetail.training.trainer import Trainer
 from tests.support.training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, table
 
@@ -115,8 +128,7 @@ def test_there_must_be_a_run_to_resume(tmp_path):
     [
         ("rule", {"rule": "downpour"}),
         ("options", {"optimizer": OPTIMIZERS["sgd"]}),
-        ("epochs", {"epochs": 4}),
-        ("workers", {"workers": 3}),
+        ("epochs", {"epochs": 2}),
         ("window", {"window": 2}),
         ("seed", {"seed": 1}),
     ],
@@ -127,6 +139,89 @@ def test_another_run_is_refused_with_the_difference(tmp_path, field, options):
         fit(perceptron(), tmp_path, resume=True, **options)
     assert caught.value.field == field
     assert caught.value.expected != caught.value.found
+
+
+@pytest.mark.parametrize("kill_at_step", [None, 12])
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "workers", "options"),
+    [
+        ("sync", "adam", 2, {}),
+        ("downpour", None, 1, {}),
+        ("downpour", None, 1, {"partition": "fixed", "window": 2}),
+    ],
+)
+def test_a_run_with_more_epochs_ends_as_one_that_had_them_from_the_start(
+    tmp_path, rule, optimizer, workers, options, kill_at_step
+):
+    options = {
+        "rule": rule, "workers": workers, **options,
+        "optimizer": OPTIMIZERS[optimizer] if optimizer else SGD,
+    }  # fmt: skip
+    whole = perceptron()
+    expected = fit(whole, tmp_path / "whole", epochs=6, **options)
+    if kill_at_step is None:
+        # Ten batches are whole rounds and windows, so that the end of the run cuts none.
+        fit(perceptron(), tmp_path / "more", epochs=2, **options)
+    else:
+        with pytest.raises(ProcessError, match="Killed"):
+            loss = killed_at_step(kill_at_step)
+            fit(perceptron(), tmp_path / "more", loss=loss, epochs=4, **options)
+    resumed = perceptron(seed=7)
+    found = fit(resumed, tmp_path / "more", resume=True, epochs=6, **options)
+    assert np.array_equal(flatten(resumed), flatten(whole))
+    assert found.outcome.samples == expected.outcome.samples == 240
+    # And once more, from what is left of the change.
+    more = fit(perceptron(), tmp_path / "more", resume=True, epochs=7, **options)
+    assert more.outcome.samples == 280
+
+
+@pytest.mark.parametrize("backend", ["simulated", "threads", "processes"])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 1)])
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path, backend, before, after):
+    options = {"rule": "sync", "backend": backend, "optimizer": OPTIMIZERS["adam"]}
+    fit(perceptron(), tmp_path, workers=before, **options)
+    history = fit(perceptron(), tmp_path, resume=True, workers=after, epochs=5, **options)
+    rows = history.outcome.rows
+    assert history.outcome.samples == sum(row.samples for row in rows) == 200
+    new = rows[15:]
+    assert {row.worker for row in new} == set(range(after))
+    # The first round waits for all of the new workers.
+    assert [row.clock for row in new[:after]] == [new[0].clock] * after
+
+
+@pytest.mark.parametrize("backend", ["simulated", "processes"])
+def test_shares_are_of_the_workers_that_they_were_cut_for(tmp_path, backend):
+    options = {"partition": "fixed", "backend": backend, "rule": "downpour"}
+    fit(perceptron(), tmp_path, workers=2, **options)
+    with pytest.raises(RunMismatchError, match="whose workers is 2, but here it is 3"):
+        fit(perceptron(), tmp_path, workers=3, resume=True, **options)
+
+
+@pytest.mark.parametrize("workers", [2**60, 0, "2", None])
+def test_a_forged_number_of_workers_is_refused(tmp_path, workers):
+    fit(perceptron(), tmp_path)
+    path = tmp_path / "center" / "run.json"
+    fields = json.loads(path.read_text())["run"] | {"workers": workers}
+    crc = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+    path.write_text(json.dumps({"run": fields, "crc": crc}))
+    with pytest.raises(JournalError, match="its epochs and workers are"):
+        fit(perceptron(), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"epochs": 2, "workers": 2}, "its run of 3 epochs goes on with 2"),
+        ({"epochs": 4, "workers": 3}, "its shares for 2 workers go on with 3"),
+        ({"epochs": 4, "workers": 2**60}, "less than or equal to"),
+    ],
+)
+def test_a_forged_change_in_the_log_is_refused(header, says):
+    job, rule = Job("r", 1, 40, 3, 8, workers=2, partition="fixed"), make_rule("downpour")
+    center = Center(np.zeros(1, np.float32), rule, 1)
+    record = {"kind": "change", "seconds": 1.0, **header}
+    with pytest.raises(JournalError, match=says):
+        check_record(Path("log"), 0, record, None, Ledger(job, rule), center)
 
 
 def test_another_model_is_refused(tmp_path):

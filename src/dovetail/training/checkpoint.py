@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from dovetail.errors import FileFormatError, RunMismatchError, UnwritableError, UsageError
 from dovetail.runtime.files import read_json, refuse_links, write_atomically
 from dovetail.runtime.formats import STRICT, Whole, file_type, first_complaint
-from dovetail.training.records import Evaluation, Vector
+from dovetail.training.records import CHANGING, Evaluation, Vector
 
 FORMAT = "dovetail training run 1"
 _HEADER_BYTES = 128
@@ -81,7 +81,8 @@ def open_folder(
 ) -> RunFolder:
     """Starts a run in the folder, or opens the run that is there to resume it.
 
-    facts   what identifies the run, as values that JSON can hold
+    facts   what identifies the run, as values that JSON can hold. Of a run to resume, the fields
+            `CHANGING` may differ; the server checks by how much
 
     Raises `UsageError` if the folder holds a run and `resume` is false, or holds none and it is
     true. Raises `RunMismatchError` if the facts of the run to resume differ, and
@@ -100,7 +101,7 @@ def open_folder(
         raise FileFormatError(str(held), f"it is no {FORMAT}")
     # The facts go through JSON once, so that tuples compare equal to the lists in the file.
     for field, expected in json.loads(json.dumps(dict(facts))).items():
-        if stored.get(field) != expected:
+        if stored.get(field) != expected and field not in CHANGING:
             raise RunMismatchError(str(path), field, expected, stored.get(field))
     return RunFolder(path, run)
 

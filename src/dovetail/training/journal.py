@@ -39,7 +39,7 @@ from dovetail.errors import JournalError, RunMismatchError, UnwritableError, Usa
 from dovetail.runtime.files import write_atomically
 from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
-from dovetail.training.records import Job, Vector
+from dovetail.training.records import CHANGING, Job, Vector
 from dovetail.training.rules.contract import Rule
 
 LOG_FACTOR = 16
@@ -47,6 +47,8 @@ LOG_FACTOR = 16
 LEAST_LOG_BYTES = 2**26
 """While a log is smaller than this, its size is no reason for a snapshot."""
 
+MOST = 2**32
+"""No run has more epochs or workers than this."""
 _SEGMENT = b"dovetL2\n"
 """Name and version of the log's format. Version 1 used another kind of checksum."""
 _RECORD = b"rec\n"
@@ -101,6 +103,8 @@ def _parse(path: Path, text: bytes, what: str) -> dict[str, Any]:
 class Journal:
     """The folder of one run, which one server at a time writes to.
 
+    began   the fields `CHANGING` of the job that the run began with
+
     Raises `UsageError` if another server writes to it, or if it holds a run and `resume` is false.
     Raises `RunMismatchError` if it holds another run.
     """
@@ -134,9 +138,13 @@ class Journal:
             detail = f"another server is writing to {self._folder}; give a folder of its own"
             raise UsageError("storage", detail) from error
         stored = stored_identity(self._folder)
+        self.began: dict[str, Any] = {name: (stored or fields).get(name) for name in CHANGING}
+        if any(not isinstance(n, int) or not 0 < n <= MOST for n in self.began.values()):
+            path = os.fspath(self._folder / "run.json")
+            raise JournalError(path, f"its epochs and workers are {self.began}")
         if stored is not None:
             for name in (*fields, *stored):
-                if fields.get(name) != stored.get(name):
+                if fields.get(name) != stored.get(name) and name not in self.began:
                     folder, expected = os.fspath(self._folder), fields.get(name)
                     raise RunMismatchError(folder, name, expected, stored.get(name))
         if self._snapshots() and not resume:

@@ -33,7 +33,17 @@ from typing import Any
 
 from dovetail.errors import UsageError
 from dovetail.training.positions import Positions
-from dovetail.training.records import LEASED, Commit, Job, Lease, Refusal, Reply, Turn, Verdict
+from dovetail.training.records import (
+    CHANGING,
+    LEASED,
+    Commit,
+    Job,
+    Lease,
+    Refusal,
+    Reply,
+    Turn,
+    Verdict,
+)
 from dovetail.training.rules.contract import Rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
 
@@ -180,6 +190,19 @@ class Ledger:
         lease has says the same.)"""
         self._leases.end(samples)
         return self._settle()
+
+    def change(self, epochs: int, workers: int) -> list[Step]:
+        """Goes on with more epochs, or with another number of workers. All workers are new then:
+        none is known or holds a lease any more, and what they held is free again."""
+        forgotten: list[Step] = [Forget(worker) for worker in self._members]
+        for lease in self.leases.values():
+            self._leases.give_back(lease)
+        self._members.clear()
+        self._waiting.clear()
+        self._started = False
+        self.job = replace(self.job, epochs=epochs, workers=workers)
+        self._leases.change(self.job)
+        return forgotten
 
     def restart(self, leases: int | None) -> None:
         """Notes that another server has taken over, which may lack the last inputs of the one
@@ -345,6 +368,8 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """The whole state, as values that JSON can hold."""
         return {
+            "epochs": self.job.epochs,
+            "workers": self.job.workers,
             "clock": self.clock,
             "stopped": self.stopped,
             "started": self._started,
@@ -355,12 +380,12 @@ class Ledger:
 
     @classmethod
     def restore(cls, job: Job, rule: Rule, state: dict[str, Any]) -> "Ledger":
-        """The ledger that has this `state`."""
-        ledger = cls(job, rule)
+        """The ledger that has this `state`, which may be of other epochs and workers than `job`."""
+        ledger = cls(changed(job, state), rule)
         ledger.clock = state["clock"]
         ledger.stopped = state["stopped"]
         ledger._started = state["started"]
-        ledger._leases = Leases.restore(job, state["leases"])
+        ledger._leases = Leases.restore(ledger.job, state["leases"])
         for worker, fields in state["members"]:
             lease = fields["lease"] and Lease(**fields["lease"])
             ledger._members[worker] = _LedgerWorker(**{**fields, "lease": lease})
@@ -368,6 +393,12 @@ class Ledger:
             ledger._waiting[worker] = _waiting_turn_of(fields)
         ledger._restored = True
         return ledger
+
+
+def changed(job: Job, state: dict[str, Any]) -> Job:
+    """The job with the epochs and workers of a state. States of earlier versions do not tell them,
+    because they did not change."""
+    return replace(job, **{name: state[name] for name in CHANGING if state.get(name) is not None})
 
 
 def _step_of(commit: Commit, staleness: int, samples: int, workers: int) -> Apply:
@@ -505,6 +536,21 @@ class Leases:
             self.end(lease.start + length)
         self.committed += length
         return length
+
+    def change(self, job: Job) -> None:
+        """Goes on with a job of other epochs or workers. Nothing may be held. The positions of a
+        share move, because the shares before it grow."""
+        assert not self._held
+        before, self._positions, self._job = self._positions, Positions(job), job
+        if job.samples is None:
+            return
+        self.stop = job.samples * job.epochs
+        moves = [
+            new[0] - old[0] for old, new in zip(before.pools, self._positions.pools, strict=True)
+        ]
+        self._next = [at + move for at, move in zip(self._next, moves, strict=True)]
+        shifts = [(span, moves[before.pool_of(span[0])]) for span in self._returned]
+        self._returned = [(start + move, stop + move) for (start, stop), move in shifts]
 
     def end(self, stop: int) -> None:
         """Notes that the stream has no more than `stop` samples."""

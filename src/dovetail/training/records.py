@@ -21,6 +21,10 @@ LEASED = "leased"
 """The partition of a run whose workers lease from one pool; see `positions`."""
 
 
+CHANGING = ("epochs", "workers")
+"""Fields of a job that may differ in a run that is resumed: more epochs, or other workers."""
+
+
 @dataclass(frozen=True)
 class Job:
     """The settings of a run on which server and workers must agree.
@@ -47,8 +51,9 @@ class Job:
     partition: str = LEASED
 
     def facts(self) -> dict[str, Any]:
-        """The fields that a run and its resumption must share, but for `run`. A partition is named
-        only if it is not the first one, so that runs from before there were others go on."""
+        """The fields that identify a run, but for `run`. Its resumption must share all but those of
+        `CHANGING`. A partition is named only if it is not the first one, so that runs from before
+        there were others go on."""
         fields = {name: value for name, value in asdict(self).items() if name != "run"}
         if self.partition == LEASED:
             del fields["partition"]

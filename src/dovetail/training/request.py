@@ -84,7 +84,9 @@ class TrainRequest:
     collate     a function items -> batch, for data sets that are not arrays
     folder      where the run's state is kept, so that nothing is lost with the server. `storage`
                 holds further settings of `Storage`
-    resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart
+    resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart.
+                There may be more epochs now, or unless workers have shares (`partition`) another
+                number of workers
     device      where workers compute: "cpu", "cuda" for the GPUs in turn, or "cuda:1". Several
                 workers share a GPU. The backend `ray` takes "cpu" or "cuda": Ray chooses the GPU of
                 each worker. The caller's process computes the run's evaluations on the named GPU,

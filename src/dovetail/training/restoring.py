@@ -19,15 +19,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from dovetail.errors import JournalError
 from dovetail.runtime.formats import file_type, first_complaint
 from dovetail.training.center import Center
-from dovetail.training.ledger import Ledger
+from dovetail.training.journal import MOST
+from dovetail.training.ledger import Ledger, changed
 from dovetail.training.momentum import VERSIONS, Momentum
 from dovetail.training.positions import Positions
-from dovetail.training.records import Commit, Lease, Refusal, Row, Vector, Verdict
+from dovetail.training.records import LEASED, Commit, Job, Lease, Refusal, Row, Vector, Verdict
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _LARGEST = 2**53
 """Whole numbers are not larger, so that they are exact as float64, which rows are kept in."""
 _Whole = Annotated[int, Field(ge=0, le=_LARGEST)]
+_Count = Annotated[int, Field(ge=1, le=MOST)]
 _Number = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A machine's clock may have been set back.
@@ -73,6 +75,9 @@ class _Waiting(BaseModel):
 
 class _LedgerFields(BaseModel):
     model_config = _STRICT
+    # States of earlier versions do not tell them.
+    epochs: _Count | None = None
+    workers: _Count | None = None
     clock: _Whole
     stopped: bool
     started: bool
@@ -131,13 +136,22 @@ class _EndHeader(_Header):
     samples: _Whole
 
 
+class _ChangeHeader(_Header):
+    kind: Literal["change"]
+    epochs: _Count
+    workers: _Count
+
+
 class _OtherHeader(_Header):
     kind: Literal["stop", "continue", "restarted"]
     leases: _Whole = 0
 
 
 _HEADER: TypeAdapter[Any] = TypeAdapter(
-    Annotated[_TurnHeader | _WorkerHeader | _EndHeader | _OtherHeader, Field(discriminator="kind")]
+    Annotated[
+        _TurnHeader | _WorkerHeader | _EndHeader | _ChangeHeader | _OtherHeader,
+        Field(discriminator="kind"),
+    ]
 )
 _BASE = re.compile(r"(base|staged) ([0-9]{1,16})")
 
@@ -182,6 +196,8 @@ def check_record(
     fault = next(_bounds(header, "it"), "")
     if not fault and isinstance(read, _TurnHeader):
         fault = _turn_fault(read, vector, ledger, center)
+    if not fault and isinstance(read, _ChangeHeader):
+        fault = next(_change_faults(ledger.job, read.epochs, read.workers), "")
     if fault:
         raise JournalError(str(path), f"record {number}: {fault}")
 
@@ -220,7 +236,12 @@ def _bounds(value: Any, where: str) -> Iterator[str]:
 
 
 def _ledger_faults(ledger: Ledger, read: _LedgerFields) -> Iterator[str]:
-    job, leases = ledger.job, read.leases
+    told = {"epochs": read.epochs, "workers": read.workers}
+    job, leases = changed(ledger.job, told), read.leases
+    fault = next(_change_faults(ledger.job, job.epochs, job.workers), "")
+    if fault:
+        yield fault
+        return
     pools = Positions(job).pools
     following = leases.next if isinstance(leases.next, list) else [leases.next]
     whole = None if job.samples is None else job.samples * job.epochs
@@ -245,6 +266,14 @@ def _ledger_faults(ledger: Ledger, read: _LedgerFields) -> Iterator[str]:
     for name, listed in (("members", read.members), ("waiting", read.waiting)):
         if len({worker for worker, _ in listed}) < len(listed):
             yield f"its {name} name a worker twice"
+
+
+def _change_faults(job: Job, epochs: int, workers: int) -> Iterator[str]:
+    """Faults of epochs and workers that a run of this job goes on with."""
+    if epochs < job.epochs or (job.samples is None and epochs != job.epochs):
+        yield f"its run of {job.epochs} epochs goes on with {epochs}"
+    if job.partition != LEASED and workers != job.workers:
+        yield f"its shares for {job.workers} workers go on with {workers}"
 
 
 def _vector_faults(

@@ -17,15 +17,28 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+from dovetail.errors import RunMismatchError
 from dovetail.training.backends.contract import Guard, Storage
 from dovetail.training.center import Center
 from dovetail.training.checks import Check
 from dovetail.training.gate import TurnGate
 from dovetail.training.journal import Journal, JournalRecord
-from dovetail.training.records import Event, Job, Refusal, Row, Turn, Vector, Verdict
+from dovetail.training.ledger import Ledger
+from dovetail.training.records import (
+    CHANGING,
+    LEASED,
+    Event,
+    Job,
+    Refusal,
+    Row,
+    Turn,
+    Vector,
+    Verdict,
+)
 from dovetail.training.rules.contract import Rule
 from dovetail.training.state import (
     CommitPayload,
@@ -100,7 +113,8 @@ class Server:
 
         `theta` [size] is overwritten with the center. With `keeps_theta` it is kept: it is then a
         lock-free center in shared memory that outlived the server, whose content is in no log. A
-        run that was stopped goes on; a caller who still wants to end it stops it again.
+        run that was stopped goes on; a caller who still wants to end it stops it again. `job` may
+        have more epochs than the state, or without shares another number of workers.
 
         Raises `JournalError`, `RunMismatchError`, and `UsageError` if another server uses the
         folder.
@@ -159,7 +173,7 @@ class Server:
     def dismiss_late(self) -> None:
         """Evicts workers that joined beyond the job's number. In a run that is resumed, nobody
         takes their place, so their leases would never be committed."""
-        for worker in {e.worker for e in self.events if e.worker >= self.job.workers}:
+        for worker in [each for each in self._state.present if each >= self.job.workers]:
             self.evict(worker)
 
     def stop(self) -> list[Delivery]:
@@ -374,6 +388,10 @@ class Server:
     def _open(self, storage: Storage, *, resume: bool) -> None:
         self._storage = storage
         self._journal = Journal(storage, self.job, self.rule, resume=resume)
+        # The state is that of the job that the run began with, until it is changed.
+        began = replace(self.job, **self._journal.began)
+        self._check_change(began)
+        self._state.ledger = Ledger(began, self.rule)
 
     def _rebuild(self, theta: Vector | None) -> None:
         """Takes over the snapshot's state, then does all inputs again that were logged since.
@@ -409,21 +427,39 @@ class Server:
             state.enact(record.header, _payload(record))
             state.center.flush()
             state.settle()
+        changes = state.ledger.job != self.job
+        self._check_change(state.ledger.job)
         if self._order is not None:
             self._gate = TurnGate(self._order, last["position"] or 0, lambda: self.waiting)
             # A worker that was not answered sends its last turn again: the gate must know it.
-            for turn in passed.values():
+            for turn in passed.values() if not changes else ():
                 self._gate.recall(turn_of(turn))
         if theta is not None:
             state.center.theta[:] = theta
         # The run's time goes on from the last input, so that it never runs backwards.
         self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
+        if changes:
+            header = {"kind": "change", "epochs": self.job.epochs, "workers": self.job.workers}
+            state.enact(self._log(header), CommitPayload())
         if self.stopped:
             state.enact(self._log({"kind": "continue"}), CommitPayload())
         # Commits that were on their way to the server before this one name leases that it may not
         # know of. Numbers from anywhere else keep those apart from the leases that follow.
         leases = int.from_bytes(os.urandom(6), "big")
         state.enact(self._log({"kind": "restarted", "leases": leases}), CommitPayload())
+
+    def _check_change(self, job: Job) -> None:
+        """Raises `RunMismatchError` if a run with the state's job cannot go on with this server's.
+
+        A share belongs to a worker, and the end of a stream may have been met already."""
+        fixed = "epochs" if job.samples is None else "workers" if job.partition != LEASED else ""
+        for name in CHANGING:
+            expected, found = getattr(self.job, name), getattr(job, name)
+            is_less = name == "epochs" and expected < found
+            if is_less or (name == fixed and expected != found):
+                assert self._storage is not None
+                folder = os.fspath(self._storage.folder)
+                raise RunMismatchError(folder, name, expected, found)
 
 
 def _payload(record: JournalRecord) -> CommitPayload:

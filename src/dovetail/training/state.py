@@ -4,8 +4,8 @@
                                                                     └──► deliveries
 
 The journal keeps the headers, which are JSON. Their kinds are join, turn, evict, leave, stop,
-continue, end_stream and restarted. A payload is a vector that has passed `examine`, or the reason
-of a refusal.
+continue, end_stream, change and restarted. A payload is a vector that has passed `examine`, or the
+reason of a refusal.
 """
 
 import math
@@ -157,6 +157,11 @@ class ServerState:
             case "continue":
                 self.ledger.stopped = False
                 return []
+            case "change":
+                self.present.clear()
+                self._heads.clear()
+                steps = self.ledger.change(header["epochs"], header["workers"])
+                return self._execute(steps, seconds)
             case "end_stream":
                 return self._execute(self.ledger.end_stream(header["samples"]), seconds)
         # Of a shard that was lost, or in logs of earlier versions, it names no number.
