@@ -17,7 +17,7 @@ LAYERS = [
     {"errors", "interrupts", "methods"},
     {"runtime"},
     {"graph", "machine", "timeline", "training", "networks"},
-    {"frontends", "plans"},
+    {"frontends", "plans", "integrations"},
     {"costs"},
     {"simulator", "instances"},
     {"placers", "schedulers"},

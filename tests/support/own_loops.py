@@ -80,7 +80,7 @@ def with_ddp(rank, make=adamw):
 
 def environment(**variables):
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | variables
 
 

@@ -276,17 +276,21 @@ def test_the_server_steps_by_one_rate_only():
 @pytest.mark.parametrize(
     ("variables", "line"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT is not set; start with torchrun"),
+        ({"WORLD_SIZE": "2"}, "torchrun: WORLD_SIZE is 2, but RANK is not set"),
         (
-            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a",
+            {"WORLD_SIZE": "2", "RANK": "1"},
+            "there are 2 ranks, but MASTER_ADDR, MASTER_PORT is not set; start with torchrun",
+        ),
+        (
+            {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a",
              "MASTER_PORT": "1"},
-            "2 of 4 ranks are on this host; all must be on one, for now",
+            "the ranks are on 2 hosts; all must be on one, for now",
         ),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: must be a whole number, not 'two'"),
     ],
 )  # fmt: skip
 def test_an_environment_that_cannot_be_is_refused_in_one_line(variables, line, monkeypatch):
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

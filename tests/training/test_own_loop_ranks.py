@@ -1,11 +1,16 @@
 """`dt.Optimizer` in a program of several ranks."""
 
+import json
+import signal
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.own_loops import Ranks, program
+from tests.support.own_loops import Ranks, environment, program
 
 RULES = ["adag-agn", "downpour", "aeasgd", "eamsgd", "easgd", "diloco", "hogwild", "one-shot"]
 
@@ -44,3 +49,142 @@ def test_all_ranks_end_with_the_center(trained, rule):
     first, second = (result[rule] for result in trained)
     assert first == second
     assert np.isfinite(first).all()
+
+
+def test_the_first_round_of_averaging_is_the_mean_of_what_the_ranks_get_alone(averaged):
+    first, second = averaged
+    assert first["start"] == second["start"]
+    expected = (np.array(first["alone"]) + np.array(second["alone"])) / 2
+    for result in averaged:
+        np.testing.assert_allclose(result["round"], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_look_at_the_center_changes_nothing_for_a_rule_that_keeps_what_a_rank_pulled(averaged):
+    """Rank 1 makes no step meanwhile, so rank 0's numbers do not depend on who is faster."""
+    assert averaged[0]["looks"] == averaged[0]["does not look"]
+
+
+@pytest.fixture(scope="module")
+def averaged():
+    return run("""
+        network = a_network(seed=rank)
+        optimizer = dt.Optimizer(torch.optim.SGD(network.parameters(), lr=0.1), "averaging", 2)
+        result = {"start": values(network)}
+        train(network, optimizer, batches(rank, 2))
+        result["round"] = values(network)
+        optimizer.finish()
+        alone = a_network()
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches(rank, 2))
+        result["alone"] = values(alone)
+        for look in (True, False):
+            network = a_network()
+            optimizer = dt.Optimizer(adamw(network), "adag", 2)
+            train(network, optimizer, batches(rank, 1))
+            with optimizer.at_center(together=True):
+                pass
+            if rank == 0:
+                for inputs in batches(0):
+                    train(network, optimizer, [inputs])
+                    if look:
+                        optimizer.center_state_dict(network)
+            with optimizer.at_center(together=True):
+                pass
+            result["looks" if look else "does not look"] = values(network)
+            optimizer.finish()
+        print(json.dumps(result))
+    """)
+
+
+DYING = """
+    network = a_network()
+    optimizer = dt.Optimizer(adamw(network), RULE, 2)
+    train(network, optimizer, batches(rank, 3))
+    print(os.getpid(), [int(p) for p in open(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+                        .read().split()], flush=True)
+    if rank == DEAD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(network, optimizer, batches(rank, 20))
+    optimizer.finish()
+    print(json.dumps(values(network)))
+"""
+
+
+def dying(rule, dead):
+    body = DYING.replace("RULE", repr(rule)).replace("DEAD", str(dead))
+    with Ranks(3, program(textwrap.dedent(body))) as started:
+        return started.ends()
+
+
+@pytest.mark.parametrize("rule", ["sync", "adag-agn", "ssp"])
+def test_a_rank_that_is_killed_leaves_the_others_to_go_on(rule):
+    first, dead, last = dying(rule, 1)
+    assert dead[0] == -signal.SIGKILL
+    assert (first[0], last[0]) == (0, 0), (first, last)
+    assert json.loads(first[1].splitlines()[-1]) == json.loads(last[1].splitlines()[-1])
+
+
+def test_without_rank_0_the_others_end_with_one_line_and_no_process_is_left():
+    dead, *others = dying("agn", 0)
+    for status, _, line in others:
+        assert status == 1
+        assert line.startswith("dovetail.errors.ServerLostError: the parameter server died")
+    (server,) = json.loads(dead[1].splitlines()[0].split(maxsplit=1)[1])
+    assert not Path(f"/proc/{server}").exists() or "Z" in Path(f"/proc/{server}/stat").read_text()
+
+
+ERRORS = """
+    errors = []
+    def attempt(function):
+        try:
+            function()
+        except dt.DovetailError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    attempt(lambda: dt.Optimizer(adamw(a_network()), "agn", 2 + rank))
+    wide = torch.nn.Linear(3, 2 + rank)
+    attempt(lambda: dt.Optimizer(torch.optim.SGD(wide.parameters(), lr=0.1), "agn", 2))
+
+    def loads_other_weights():
+        network = a_network()
+        optimizer = dt.Optimizer(adamw(network), "agn", 2)
+        network.load_state_dict(a_network(seed=rank).state_dict())
+        train(network, optimizer, batches(rank, 1))
+    attempt(loads_other_weights)
+
+    def is_alone():
+        if rank == 0:
+            dt.Optimizer(adamw(a_network()), "agn", 2, timeout_seconds=2.0)
+    attempt(is_alone)
+    print(json.dumps(errors))
+"""
+
+
+def test_ranks_that_do_not_fit_end_with_one_line_each():
+    first, second = run(ERRORS)
+    assert first[0] == second[0] == "UsageError: window: rank 1 has 3, and rank 0 2"
+    assert first[1] == second[1] == "UsageError: parameters: rank 1 has others than rank 0"
+    assert first[2] == "TrainingError: rank 1 has ended while the other ranks wait for it"
+    assert second[2].startswith("UsageError: parameters: those of rank 1 were changed since")
+    assert first[3] == "TrainingError: no optimizer of rank 1 within 2 s"
+
+
+def test_it_runs_under_torchrun_and_leaves_nothing_behind(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        program(
+            "from tests.support.named_memory import named_memory\n"
+            "result = with_rule(rank, 'adag-agn', window=2)\n"
+            "left = open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read().split()\n"
+            f"open(f'{tmp_path}/{{rank}}.json', 'w').write(json.dumps([result, left]))\n"
+            "assert not named_memory()\n"
+            "print(rank)\n"
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    subprocess.run(
+        [*command, "2", str(script)], env=environment(), check=True, timeout=240,
+        capture_output=True,
+    )  # fmt: skip
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first[1] == []

@@ -170,16 +170,24 @@ class Optimizer(torch.optim.Optimizer):
     # The center
 
     @contextmanager
-    def at_center(self) -> Iterator[None]:
+    def at_center(self, *, together: bool = False) -> Iterator[None]:
         """The parameters are the center's within, to evaluate or to save it. Then they are this
-        rank's again. Other ranks go on meanwhile."""
+        rank's again. Other ranks go on meanwhile.
+
+        together   all ranks call this after as many steps, wait for each other, and get the same
+                   center; a rank that has died is then an error
+        """
         # By `sync` all ranks have the center's parameters.
         if self._loop is None or self._is_sync:
             yield
             return
         kept = self._gather().copy()
         with self._closing_on_errors():
+            if together:
+                self._center.meet()
             self._show(self._center.copy())
+            if together:
+                self._center.meet()
         try:
             yield
         finally:

@@ -28,6 +28,7 @@ from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import numpy as np
+import torch.distributed
 from torch.distributed.rendezvous import rendezvous
 
 from dovetail.errors import (
@@ -58,7 +59,7 @@ from dovetail.training.rules.contract import Rule
 from dovetail.training.server import Server
 from dovetail.training.worker import Ask, Told
 
-_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process, user and group at the other end of a Unix socket."""
 _numbers = itertools.count()
@@ -138,18 +139,28 @@ def open_center(rule: Rule, facts: CenterFacts, timeout_seconds: float) -> RankC
     timeout_seconds   how long the ranks wait for each other to begin, and how long one may be
                       silent before it counts as hung
     """
-    ranks = _number("WORLD_SIZE", 1)
+    rank, ranks = _place()
     if ranks == 1:
         return LoneCenter(rule, facts)
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
-        says = f"WORLD_SIZE is {ranks}, but {', '.join(missing)} is not set; start with torchrun"
+        says = f"there are {ranks} ranks, but {', '.join(missing)} is not set; start with torchrun"
         raise UsageError("torchrun", says)
-    here = _number("LOCAL_WORLD_SIZE", ranks)
-    if here != ranks:
-        says = f"{here} of {ranks} ranks are on this host; all must be on one, for now"
+    hosts = _number("GROUP_WORLD_SIZE", 1)
+    if hosts != 1:
+        says = f"the ranks are on {hosts} hosts; all must be on one, for now"
         raise UsageError("torchrun", says)
-    return SharedCenter(rule, facts, _number("RANK", 0), ranks, timeout_seconds)
+    return SharedCenter(rule, facts, rank, ranks, timeout_seconds)
+
+
+def _place() -> tuple[int, int]:
+    """This rank's number, and how many ranks there are."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ranks = _number("WORLD_SIZE", 1)
+    if ranks > 1 and "RANK" not in os.environ:
+        raise UsageError("torchrun", f"WORLD_SIZE is {ranks}, but RANK is not set")
+    return _number("RANK", 0), ranks
 
 
 def _number(variable: str, default: int) -> int:
@@ -383,7 +394,9 @@ def _store(timeout_seconds: float) -> Any:
     process: a rank that connects to one that rank 0 is about to give up would hang."""
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        return next(iter(rendezvous("env://", timeout=timeout)))[0]
+        rank, ranks = _place()
+        address = f"env://?rank={rank}&world_size={ranks}"
+        return next(iter(rendezvous(address, timeout=timeout)))[0]
     except (RuntimeError, ValueError, OSError) as error:
         says = f"torch's store cannot be reached: {' '.join(str(error).split())[:200]}"
         raise UsageError("torchrun", says) from error
@@ -507,7 +520,7 @@ class _Host:
         self._tell_all(Arrived())
 
     def _ended(self, rank: int) -> TrainingError:
-        return TrainingError(f"rank {rank} has ended before all ranks had begun")
+        return TrainingError(f"rank {rank} has ended while the other ranks wait for it")
 
     def end(self) -> None:
         """Waits until all ranks have finished or died, then puts the result into the center's

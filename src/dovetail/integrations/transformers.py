@@ -1,0 +1,82 @@
+"""Trains by an update rule in the `Trainer` of Hugging Face's transformers.
+
+    trainer = Trainer(model, args, train_dataset=...)
+    trainer.add_callback(RuleCallback(trainer, "adag-agn", window=8))
+    trainer.train()                       # torchrun --nproc-per-node 2 script.py
+
+Under torchrun each rank trains its own copy on its part of the batches. `Trainer` wraps the model
+in `DistributedDataParallel`, which would average gradients; the callback has it leave them alone.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dovetail.errors import MissingLibraryError, UsageError
+from dovetail.training.own_loop import Optimizer
+from dovetail.training.rules.contract import Rule
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise MissingLibraryError("transformers", "pip install 'dovetail[transformers]'") from error
+
+
+class RuleCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Wraps the trainer's optimizer, or the one that it makes by its arguments, in
+    `dovetail.Optimizer`, and gives the model the center where it is evaluated or saved, and at the
+    end. All ranks evaluate the same center.
+
+    trainer   not yet trained, and not of FSDP or DeepSpeed, whose ranks hold parts of the model
+    rule, window   those of `Optimizer`
+
+    Gradients are clipped on each rank, before they are averaged. An evaluation or a checkpoint has
+    the center; the optimizer's state in a checkpoint is rank 0's. With `load_best_model_at_end`
+    the model is that at the end.
+    """
+
+    def __init__(
+        self, trainer: Trainer, rule: Rule | str = "adag-agn", window: int | str | None = "auto"
+    ) -> None:
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            says = "each rank must hold the whole model; leave FSDP and DeepSpeed out"
+            raise UsageError("trainer", says)
+        self._trainer = trainer
+        self.optimizer = Optimizer(trainer.create_optimizer(), rule, window)
+        trainer.optimizer = self.optimizer
+        self._centered = ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        wrapped = self._trainer.model_wrapped
+        if isinstance(wrapped, DistributedDataParallel):
+            # What `no_sync` sets. It also keeps DDP from sending rank 0's buffers.
+            wrapped.require_backward_grad_sync = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._centered.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._center(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._center(control)
+
+    def _center(self, control: Any) -> None:
+        """Gives the model the center, until the next step, if it is evaluated or saved now."""
+        self._centered.close()
+        if control.should_evaluate or control.should_save:
+            self._centered.enter_context(self.optimizer.at_center(together=True))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, best = self._trainer.model, None
+        assert model is not None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            best = [parameter.detach().clone() for parameter in model.parameters()]
+        self._centered.close()
+        self.optimizer.finish()
+        if best is not None:
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), best, strict=True):
+                    parameter.copy_(value)
