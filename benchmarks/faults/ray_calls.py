@@ -1,0 +1,142 @@
+"""Runs on Ray whose calls fail: lost before they arrive, after they were done, and in flight.
+
+    python benchmarks/faults/ray_calls.py --runs 20 --out benchmarks/faults/results/ray_calls.json
+
+Ray fails its own calls (`RAY_testing_rpc_failure`; Ray draws by itself which): each call to an
+actor with a chance of 10 % for each of the three kinds, up to `MOST` by each process. The learner
+counts its samples, so the center itself tells whether each sample of each epoch was counted once.
+Kills of workers and of the server may be added. Each run is a process of its own with a Ray of its
+own.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+MOST = 200
+"""Failures that each process injects at most."""
+CALL = "CoreWorkerService.grpc_client.PushTask"
+CHANCES = {"req_failure_prob": 10, "resp_failure_prob": 10, "in_flight_failure_prob": 10}
+LIMIT_SECONDS = 300.0
+SAMPLES, WORKERS = 480, 3
+RESULT = "result "
+
+
+def train(seed: int, kills: int) -> None:
+    """One run in this process; prints its result as a line."""
+    from dovetail.errors import DovetailError
+    from dovetail.training.backends import load_backend
+    from dovetail.training.backends.contract import FailurePolicy, Watcher
+    from tests.support.ray_runs import SMALL, assign_counts, each_sample_once_an_epoch
+
+    rng = random.Random(seed)
+    policy = FailurePolicy(worker_restarts=10**4, server_restarts=10**4, refusals=10**6)
+    begun, over = threading.Event(), threading.Event()
+    killed: list[str] = []
+
+    def kill() -> None:
+        begun.wait()
+        while len(killed) < kills and not over.wait(rng.uniform(0.5, 2.0)):
+            victims = _actors()
+            if victims:
+                name, pid = rng.choice(victims)
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                killed.append(name)
+
+    def hold(worker: int, total: float) -> None:
+        time.sleep(0.02)
+
+    assignment = assign_counts("calls", samples=SAMPLES, hold=hold, workers=WORKERS, policy=policy)
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    began = time.monotonic()
+    told: dict[str, object]
+    try:
+        run = load_backend("ray", object_store_bytes=80 << 20, **SMALL)
+        outcome = run(assignment, Watcher(rows=lambda _: begun.set()))
+        events = [event.kind for event in outcome.events]
+        told = {
+            "right": each_sample_once_an_epoch(outcome),
+            "events": {kind: events.count(kind) for kind in sorted(set(events))},
+        }
+    except DovetailError as error:
+        told = {"error": f"{type(error).__name__}: {error}"}
+    over.set()
+    print(RESULT + json.dumps(told | {"kills": killed, "seconds": time.monotonic() - began}))
+
+
+def _actors() -> list[tuple[str, int]]:
+    """(name, process) of this run's actors: of all that have its mark in the environment."""
+    mark = f"DOVETAIL_CALLS={os.environ['DOVETAIL_CALLS']}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes()
+            if (
+                line.startswith((b"ray::ParameterServer", b"ray::Worker"))
+                and mark in (folder / "environ").read_bytes()
+            ):
+                name = line.split(b"::")[1].split(b".")[0].split(b"\0")[0]
+                found.append((name.decode(), int(folder.name)))
+        except OSError:
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--kills", type=int, default=0, help="processes killed in each run")
+    parser.add_argument("--one", type=int, help="this seed, in this process")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        train(arguments.one, arguments.kills)
+        return
+    runs = []
+    for seed in range(arguments.first, arguments.first + arguments.runs):
+        runs.append({"seed": seed} | _one(seed, arguments.kills))
+        print(json.dumps(runs[-1]), flush=True)
+        if arguments.out is not None:
+            content = {"call": CALL, "chances": CHANCES, "most": MOST, "runs": runs}
+            arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    right = sum(run.get("right") is True for run in runs)
+    killed = sum(len(run.get("kills", ())) for run in runs)
+    print(f"{right} of {len(runs)} runs right, with {killed} kills")
+
+
+def _one(seed: int, kills: int) -> dict[str, object]:
+    environment = os.environ | {
+        "DOVETAIL_CALLS": f"{os.getpid()}-{seed}",
+        "RAY_testing_rpc_failure": json.dumps({CALL: {"num_failures": MOST, **CHANCES}}),
+    }
+    command = [sys.executable, __file__, "--one", str(seed), "--kills", str(kills)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        tail = (error.stderr or b"").decode(errors="replace")[-2000:]
+        return {"error": f"did not end within {LIMIT_SECONDS:.0f} s", "tail": tail}
+    for line in done.stdout.splitlines():
+        if line.startswith(RESULT):
+            found: dict[str, object] = json.loads(line.removeprefix(RESULT))
+            return found
+    return {"error": f"ended with {done.returncode}", "tail": done.stderr[-2000:]}
+
+
+if __name__ == "__main__":
+    main()
