@@ -1,0 +1,87 @@
+"""No file asks for more memory or time than the bounds that SECURITY.md names."""
+
+import json
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dovetail.errors import DovetailError, FileFormatError, MachineError, PolicyFileError
+from dovetail.machine import files as machine_files
+from dovetail.machine import load_machine, parse_machine
+from dovetail.machine.records import MOST_DEVICES
+from dovetail.placers.learned import files as policy_files
+from dovetail.placers.learned.files import load_policy
+from dovetail.plans import load_plan, save_plan
+from dovetail.training.backends.contract import Assignment
+from dovetail.training.history import History
+from dovetail.training.supervisor import temporary_storage
+from tests.reports.test_page import small_report
+from tests.support.histories import make_history
+
+
+def test_a_machine_file_is_bounded_in_bytes_and_in_parts_of_a_key(tmp_path, monkeypatch):
+    path = tmp_path / "m.toml"
+    path.write_text(".".join(["a"] * 17) + " = 1\n")
+    with pytest.raises(FileFormatError, match="a key of more than 16 parts"):
+        load_machine(path)
+    monkeypatch.setattr(machine_files, "MOST_FILE_BYTES", 2**10)
+    path.write_text("#" * 2**11)
+    with pytest.raises(FileFormatError, match="it is larger than 1 KiB"):
+        load_machine(path)
+
+
+def test_a_machine_has_no_more_devices_than_can_be_planned_for():
+    machine = parse_machine("1 x k80 + haswell")
+    devices = [replace(machine.devices[0], name=f"d{i}") for i in range(MOST_DEVICES + 1)]
+    with pytest.raises(MachineError, match=f"{MOST_DEVICES}"):
+        replace(machine, devices=tuple(devices), links=(), host=devices[0].name)
+
+
+def test_a_policy_is_bounded_in_bytes_and_in_what_its_header_says(tmp_path, monkeypatch):
+    path = tmp_path / "p.safetensors"
+    path.write_bytes((2**40).to_bytes(8, "little") + b"{}")
+    with pytest.raises(PolicyFileError, match="cut off"):
+        load_policy(path)
+    monkeypatch.setattr(policy_files, "MOST_BYTES", 2**10)
+    path.write_bytes(bytes(2**11))
+    with pytest.raises(PolicyFileError, match="it is larger than 1 KiB"):
+        load_policy(path)
+
+
+def test_bytes_of_a_plan_are_bounded(tmp_path):
+    path = tmp_path / "p.json"
+    save_plan(small_report().plan, path)
+    saved = json.loads(path.read_text())
+    load_plan(path)
+    for promised in (2**62 + 1, -1, 10**30):
+        saved["peak_memory_bytes"][0] = promised
+        path.write_text(json.dumps(saved))
+        with pytest.raises(DovetailError, match="peak_memory_bytes"):
+            load_plan(path)
+
+
+def test_a_history_is_bounded_in_depth(tmp_path):
+    path, deep = tmp_path / "h.json", {}
+    make_history().save(path)
+    History.load(path)
+    for _ in range(101):
+        deep = {"a": deep}
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps(saved | {"meta": saved["meta"] | {"a": deep}}))
+    with pytest.raises(FileFormatError, match="nested more than 100 times"):
+        History.load(path)
+
+
+def test_temporary_folders_are_for_the_user_alone_and_have_names_of_their_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assignment = Assignment.__new__(Assignment)
+    object.__setattr__(assignment, "theta", np.zeros(4))
+    with temporary_storage(assignment) as one, temporary_storage(assignment) as other:
+        assert one.folder != other.folder
+        for storage in (one, other):
+            assert stat.S_IMODE(storage.folder.stat().st_mode) == 0o700
+    assert list(tmp_path.iterdir()) == []
