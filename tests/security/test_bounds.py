@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dovetail.errors import DovetailError, FileFormatError, MachineError, PolicyFileError
+from dovetail.errors import DovetailError, FileFormatError, MachineError, PolicyFileError, UsageError
+from dovetail.graph.replicate import MOST_OPS, replicate
 from dovetail.machine import files as machine_files
 from dovetail.machine import load_machine, parse_machine
 from dovetail.machine.records import MOST_DEVICES
@@ -19,6 +20,7 @@ from dovetail.training.history import History
 from dovetail.training.supervisor import temporary_storage
 from tests.reports.test_page import small_report
 from tests.support.histories import make_history
+from tests.support.report_samples import training_chain
 
 
 def test_a_machine_file_is_bounded_in_bytes_and_in_parts_of_a_key(tmp_path, monkeypatch):
@@ -60,6 +62,12 @@ def test_bytes_of_a_plan_are_bounded(tmp_path):
         path.write_text(json.dumps(saved))
         with pytest.raises(DovetailError, match="peak_memory_bytes"):
             load_plan(path)
+
+
+def test_replicas_make_no_more_ops_than_can_be_planned_for():
+    graph = training_chain(4)
+    with pytest.raises(UsageError, match=f"are more than {MOST_OPS} ops"):
+        replicate(graph, MOST_OPS // len(graph) + 1)
 
 
 def test_a_history_is_bounded_in_depth(tmp_path):
