@@ -7,7 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dovetail.errors import DovetailError, FileFormatError, MachineError, PolicyFileError, UsageError
+from dovetail.errors import (
+    DovetailError,
+    FileFormatError,
+    MachineError,
+    PolicyFileError,
+    UsageError,
+)
 from dovetail.graph.replicate import MOST_OPS, replicate
 from dovetail.machine import files as machine_files
 from dovetail.machine import load_machine, parse_machine
