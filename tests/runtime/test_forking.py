@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -121,6 +124,39 @@ def test_a_server_that_died_takes_its_workers_along_and_is_done_without():
     start_fork_server()
     with launch(f"{ENTRIES}:echo") as other:
         assert is_forked(other)
+
+
+def test_workers_of_a_server_that_was_given_up_are_told_as_dead():
+    with launch(f"{ENTRIES}:sleep", name="w") as worker:
+        worker.receive()
+        os.kill(fork_server()._process.pid, signal.SIGKILL)
+        with launch(f"{ENTRIES}:echo"):
+            assert fork_server() is None
+        with pytest.raises(ProcessDiedError, match="SIGKILL"):
+            worker.receive()
+
+
+def test_a_fork_whose_server_died_meanwhile_ends():
+    script = f"""
+        import os, socket, sys
+        from dovetail.runtime import fork_server
+        own, other = socket.socketpair()
+        server = os.fork()
+        if not server:
+            os._exit(0)
+        os.waitpid(server, 0)
+        request = {{"entry": "{ENTRIES}:sleep", "environment": dict(os.environ), "folder": ""}}
+        request |= {{"cores": [], "paths": sys.path}}
+        if not os.fork():
+            fork_server._live(request, other.detach(), os.dup(2), server)
+        other.close()
+        print(own.recv(1))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False, timeout=120,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("b''\n", "")
 
 
 def test_other_threads_and_other_numbers_of_threads_have_processes_of_their_own():

@@ -89,6 +89,7 @@ def _fork(control: socket.socket, own: tuple[int, ...]) -> bool:
             return False
         content, left = content + part, left - len(part)
     channel, errors = descriptors
+    server = os.getpid()
     pid = os.fork()
     if not pid:
         status = 1
@@ -97,7 +98,7 @@ def _fork(control: socket.socket, own: tuple[int, ...]) -> bool:
             control.close()
             for end in own:
                 os.close(end)
-            status = _live(json.loads(content), channel, errors)
+            status = _live(json.loads(content), channel, errors, server)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -110,7 +111,7 @@ def _fork(control: socket.socket, own: tuple[int, ...]) -> bool:
     return True
 
 
-def _live(request: dict[str, Any], channel: int, errors: int) -> int:
+def _live(request: dict[str, Any], channel: int, errors: int, server: int) -> int:
     """A worker's life, as that of a process of its own; return its exit status."""
     from dovetail.runtime.child import live
 
@@ -130,7 +131,7 @@ def _live(request: dict[str, Any], channel: int, errors: int) -> int:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(None)
-    return live(channel, os.getppid(), request["cores"], request["entry"], request["paths"])
+    return live(channel, server, request["cores"], request["entry"], request["paths"])
 
 
 def _name_process(entry: str) -> None:

@@ -135,7 +135,10 @@ class ForkServer:
 
     def _message(self) -> dict[str, int] | None:
         """The server's next message, of which statuses are kept; None if it is gone."""
-        content = self._socket.recv(4096)
+        try:
+            content = self._socket.recv(4096)
+        except OSError:  # it died before it read all, or was closed
+            return None
         if not content:
             return None
         message: dict[str, int] = json.loads(content)

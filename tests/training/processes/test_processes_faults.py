@@ -17,6 +17,7 @@ from dovetail.errors import (
     ServerLostError,
     UsageError,
 )
+from dovetail.runtime.forking import SWITCH, end_fork_server, fork_server, start_fork_server
 from dovetail.training.backends.contract import FailurePolicy, Storage, Watcher
 from dovetail.training.backends.processes import run, transport
 from dovetail.training.backends.processes.transport import (
@@ -262,6 +263,23 @@ def test_a_servers_death_is_told_once_however_much_it_was_still_to_be_told():
         processes.tell(Stop("it is dead"))
         told = processes.wait(0.0) + processes.wait(0.0)
     assert [type(word) for _, word in told] == [ProcessDiedError]
+
+
+def test_a_server_whose_fork_server_dies_leaves_the_log_to_the_next(monkeypatch, tmp_path):
+    monkeypatch.delenv(SWITCH, raising=False)
+    start_fork_server()
+    folder = tmp_path / "state"
+    try:
+        storage = Storage(folder, snapshot_commits=4)
+        with ProcessesTransport(count(8, workers=1), ProcessesOptions(), storage) as processes:
+            processes.start_server()
+            assert [number for number, _ in processes.wait(60.0)] == [SERVER]  # it is ready
+            os.kill(fork_server()._process.pid, signal.SIGKILL)
+            ((_, error),) = processes.wait(60.0)
+            assert isinstance(error, ProcessDiedError)
+            assert list(folder.iterdir())
+    finally:
+        end_fork_server()
 
 
 def test_a_run_that_keeps_nothing_ends_with_its_server(dying):

@@ -10,6 +10,7 @@ torch, so that a new server is up in about a second.
 
 import ctypes
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -47,8 +48,7 @@ ITEMS = 300
 """A report has at most so many rows and so many events. That is less than the channel holds while
 the supervisor does not read it, so the server does not block."""
 ORPHAN_SECONDS = 2.0
-"""After the signal that the launching thread has died, the server waits so long for that thread's
-process to end."""
+"""After the signal that its parent has died, the server waits so long for the supervisor's end."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -59,7 +59,7 @@ def serve(channel: Channel) -> None:
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
     temporary = plan.storage.folder if plan.storage and plan.temporary else None
     if temporary:
-        _remove_if_orphaned(temporary)
+        _remove_if_orphaned(temporary, channel)
     try:
         _ServerProcess(channel, start, center).loop()
     except DovetailError as error:  # what the caller may mend: a folder of another run
@@ -69,19 +69,17 @@ def serve(channel: Channel) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _remove_if_orphaned(folder: Path) -> None:
+def _remove_if_orphaned(folder: Path, channel: Channel) -> None:
     """Asks the kernel for a signal when the supervisor dies, so that the folder is removed then."""
 
-    parent = os.getppid()
+    parent, other_end = os.getppid(), select.poll()
+    other_end.register(channel, 0)  # asks for nothing but that it was closed
 
     def end(_signal: int, _frame: object) -> None:
-        # The signal comes when the thread that launched this process dies. If its whole process was
-        # killed, the parent changes soon after. If it does not change, the signal came from
-        # elsewhere, and the folder may still be needed.
-        patience = time.monotonic() + ORPHAN_SECONDS
-        while os.getppid() == parent and time.monotonic() < patience:
-            time.sleep(0.01)
-        if os.getppid() != parent:
+        # The signal comes when what launched this process dies: a thread of the supervisor's
+        # process, or its fork server. If the supervisor's process was killed, it closes the channel
+        # soon. If not, it goes on, and the next server needs the folder.
+        if other_end.poll(1000 * ORPHAN_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
