@@ -45,9 +45,9 @@ from dovetail.runtime.files import write_atomically
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "DOVETAIL_TRIAL"
 """A variable in the environment of all processes of a trial."""
-END_SECONDS = 90.0
-"""A command ends this long after a signal, beside the time that it takes undisturbed. It is
-generous, as the machine may be loaded."""
+END_SECONDS, TIMES = 90.0, 5
+"""A command ends this long after a signal, and so many times the time that it takes undisturbed. It
+is generous, as the machine may be loaded."""
 LEFT_SECONDS = 6.0
 """The processes of a command are gone this long after its end."""
 PATIENCE_SECONDS = 20.0
@@ -80,7 +80,7 @@ COMMANDS = {
          "single", "--out", "plan.json"),
         ("plan.json",), 1,
     ),
-    "run": Command(("run", "given.json", MODEL, "--steps", "2000"), (), 3),
+    "run": Command(("run", "given.json", MODEL, "--steps", "20000"), (), 3),
     "schedule": Command(
         ("schedule", "tests.support.small_models:branches", "--device", "v100,cpu", "--rounds",
          "5"),
@@ -108,6 +108,10 @@ ROLES = {
     "costs.measured": "evaluator",
 }
 """The begin of a process's name, or what its command line contains -> its role."""
+WORKING = set(ROLES.values())
+WORK_SHARE = 0.4
+"""Half of the signals to a process come after the first one that works has started, in this part of
+the command's time. The other half may come at any moment."""
 NAMES = {
     "server": "server",
     "worker": "worker",
@@ -305,12 +309,16 @@ class Trials:
 
     def _judge(self, trial: Trial, running: Running, found: Found, shared: set[str]) -> str:
         usual, process = self.usual[trial.command], running.process
+        if trial.on_role and trial.choice % 2:
+            self._await_work(running)
+            usual *= WORK_SHARE
         with suppress(subprocess.TimeoutExpired):
             process.wait(trial.share * usual)
+        usual = self.usual[trial.command]
         target = self._target(trial, running, found)
         sent = time.monotonic()
         _send(trial, process.pid, target)
-        if not running.ended(END_SECONDS + usual):
+        if not running.ended(END_SECONDS + TIMES * usual):
             return f"it does not end; its processes: {_states(running.mark)}"
         seconds, printed = time.monotonic() - sent, running.printed()
         if "Traceback" in printed or "Exception ignored" in printed or "leaked" in printed:
@@ -322,6 +330,13 @@ class Trials:
             wrong = "" if named else f"it names no {found.role} after {seconds:.0f} s"
         return wrong or self._of_rest(trial, running, found, shared, itself)
 
+    def _await_work(self, running: Running) -> None:
+        """Wait until one of the command's processes does its work."""
+        while running.process.poll() is None:
+            if any(role_of(pid) in WORKING for pid in processes_of(running.mark)):
+                return
+            time.sleep(0.05)
+
     def _target(self, trial: Trial, running: Running, found: Found) -> int:
         by_role: dict[str, list[int]] = {}
         for pid in processes_of(running.mark) if trial.on_role else ():
@@ -329,7 +344,7 @@ class Trials:
                 by_role.setdefault(role_of(pid), []).append(pid)
         if not by_role or (trial.signal == "STOP" and set(by_role) == {"other"}):
             return running.process.pid
-        found.role = sorted(by_role)[trial.choice % len(by_role)]
+        found.role = sorted(by_role)[trial.choice // 2 % len(by_role)]
         living = by_role[found.role]
         return living[trial.choice // 7 % len(living)]
 
@@ -366,7 +381,7 @@ class Trials:
         arguments = (*COMMANDS[trial.command].arguments, "--resume", "--json")
         again = self.start(arguments, f"{running.mark}-again", running.there)
         try:
-            if not again.ended(END_SECONDS + self.usual[trial.command]):
+            if not again.ended(END_SECONDS + TIMES * self.usual[trial.command]):
                 return "the resumed run does not end"
             printed = again.printed()
             if again.process.returncode:
