@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -92,7 +93,9 @@ def test_weights_are_written_as_safetensors_and_as_a_distributed_checkpoint(trai
     assert set(expected) == {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"}
     flat = load_file(tmp_path / "model.safetensors")
     folder = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    dcp.load(folder, checkpoint_id=tmp_path / "model", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that one process alone loads
+        dcp.load(folder, checkpoint_id=tmp_path / "model", no_dist=True)
     for found in (flat, folder):
         assert set(found) == set(expected)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -126,6 +129,13 @@ def test_a_metric_of_the_users_own_is_named_as_functions_are(train):
     ):
         status, _, err = train(MODEL, *SIMULATED, "--metric", text)
         assert status == 2 and says in err
+
+
+def test_plans_form_of_a_function_is_refused_with_what_to_return(train):
+    status, _, err = train("tests.support.trained_models:as_plan", *SIMULATED)
+    assert status == 2
+    assert "must return (model, loss, optimizer, dataset), (Trainer, dataset)" in err
+    assert "not (Sequential, Tensor, function, Tensor)" in err
 
 
 def test_the_same_seed_gives_the_same_simulated_run(train):

@@ -57,6 +57,30 @@ def without_validation():
     return quadrants()[:4]
 
 
+def as_plan():
+    """The form that only `dovetail plan` takes."""
+    model, loss, _, (inputs, labels) = quadrants()[:4]
+    return model, torch.from_numpy(inputs[:32]), loss, torch.from_numpy(labels[:32])
+
+
+def as_inference():
+    return as_plan()[:2]
+
+
+def with_nothing():
+    model, loss, optimizer = quadrants()[:3]
+    return model, loss, optimizer, torch.utils.data.TensorDataset(torch.zeros(0, 4))
+
+
+class Nothing(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def with_an_empty_stream():
+    return *quadrants()[:3], Nothing()
+
+
 def as_trainer():
     trainer = Trainer(
         network(), nn.functional.cross_entropy, "sgd", rule="downpour", backend="simulated",

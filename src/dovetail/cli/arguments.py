@@ -1,5 +1,7 @@
 """Arguments that several commands take, and how their texts are read."""
 
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 MODEL_HELP = (
     "zoo:NAME?option=value; transformers:NAME?tokens=512 (NAME is a local config.json, a published "
     "model or a type; nothing is downloaded); package.module:function (it returns module, inputs[, "
-    "loss[, targets]] and is looked for in the current folder first); FILE.onnx; FILE.pt2 of "
-    "torch.export; or a file (.json, .json.gz) that holds a saved graph or a published placement "
-    "instance"
+    "loss[, targets]] or what `train` takes, and is looked for in the current folder first); "
+    "FILE.onnx; FILE.pt2 of torch.export; or a file (.json, .json.gz) that holds a saved graph or a "
+    "published placement instance"
 )
 MACHINE_HELP = (
     "here (all cores of this machine as one device, and its GPUs), here/cpu, here/gpu, here/1 (one "
@@ -162,6 +164,20 @@ def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> Non
         # A pipe or /dev/stdout may be given twice, because it takes one output after the other.
         if not path.exists() or path.is_file():
             written.add(where)
+
+
+def check_folder(folder: Path | None) -> None:
+    """Raise `UnwritableError` if a folder cannot be made, or cannot be written to."""
+    if folder is None:
+        return
+    # The nearest folder that exists tells whether the others can be made in it.
+    there = resolved(folder)
+    while not there.exists():
+        there = there.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dovetail."))
+    except OSError as error:
+        raise UnwritableError(str(folder), error.strerror or str(error)) from error
 
 
 def _file_named(text: str | Path) -> Path | None:

@@ -269,14 +269,13 @@ def _learn(
 ) -> None:
     """Check the request as far as possible, resolve the models, learn, and write the results."""
     from dovetail.cli.learning_run import learn_and_write
-    from dovetail.cli.training import check_folder
 
     batch = len(given) > 1
     files = (outputs.policy, outputs.curves, outputs.report)
     read = [request.policy or "", *(word for one in given for word in (one.model, one.machine))]
     arguments.check_outputs(*files, None if batch else outputs.plans, inputs=read)
     for path in (outputs.tensorboard, request.folder, outputs.plans if batch else None):
-        check_folder(None if path is None else Path(path))
+        arguments.check_folder(None if path is None else Path(path))
     if outputs.tensorboard is not None:
         from dovetail.training.tensorboard import check_installed
 

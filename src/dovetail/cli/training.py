@@ -1,7 +1,5 @@
 """`dovetail train` trains a model by a parameter server, and `train-report` compares such runs."""
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from dovetail.cli.arguments import Json, check_outputs, resolved, split_pair
+from dovetail.cli.arguments import Json, check_folder, check_outputs, split_pair
 from dovetail.cli.output import say, show, show_json
 from dovetail.cli.weights import OUT_HELP, check_holds, check_new_folder, is_folder
-from dovetail.errors import ModelError, UnwritableError, UsageError
+from dovetail.errors import ModelError, UsageError
 from dovetail.pipeline.requests import parse_seconds
 from dovetail.training.backends import BACKENDS
 from dovetail.training.request import PARTITIONS, TrainRequest
@@ -315,7 +313,7 @@ if TYPE_CHECKING:
 
 RETURNS = (
     "must return (model, loss, optimizer, dataset), (Trainer, dataset), or either with a "
-    "validation set after that"
+    "validation set after that (`dovetail plan` takes these too)"
 )
 """The error for a function that returns anything else."""
 
@@ -353,7 +351,8 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
         request = returned[0].request
         changed = replace(request, **settings, policy=replace(request.policy, **policy))
         return Setup(changed, *returned[1:])
-    if not 4 <= len(returned) <= 5:
+    # Inputs in place of the loss are what `dovetail plan` takes.
+    if not 4 <= len(returned) <= 5 or not callable(returned[1]):
         raise refused(function, returned, RETURNS)
     model, loss, optimizer, *data = returned
     request = TrainRequest(model, loss, optimizer, **settings, policy=FailurePolicy(**policy))
@@ -408,17 +407,3 @@ def parse_window(text: str) -> int | str | None:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError("--window", f"is a number of steps, auto or all, not {text!r}")
     return int(text)
-
-
-def check_folder(folder: Path | None) -> None:
-    """Raise `UnwritableError` if a folder cannot be made, or cannot be written to."""
-    if folder is None:
-        return
-    # The nearest folder that exists tells whether the others can be made in it.
-    there = resolved(folder)
-    while not there.exists():
-        there = there.parent
-    try:
-        os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dovetail."))
-    except OSError as error:
-        raise UnwritableError(str(folder), error.strerror or str(error)) from error

@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from dovetail.cli.arguments import check_folder
 from dovetail.errors import FileFormatError, UnwritableError, UsageError
 from dovetail.runtime.files import check_archive, write_atomically
 
@@ -34,8 +35,6 @@ def is_folder(out: str) -> bool:
 def check_new_folder(out: str) -> None:
     """Raises `UsageError` for a folder that holds anything, and `UnwritableError` for one that
     cannot be made."""
-    from dovetail.cli.training import check_folder
-
     path = Path(out)
     check_folder(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

@@ -6,14 +6,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dovetail.errors import FileFormatError, ModelError, UnknownNetworkError
+from dovetail.errors import FileFormatError, ModelError, UnknownNetworkError, UsageError
 from dovetail.frontends.capturing import capture, capture_call
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.program import Captured, Ref
@@ -30,6 +30,7 @@ from dovetail.runtime.files import check_archive
 from dovetail.runtime.functions import call_function, names_function, refused
 from dovetail.runtime.torch_versions import FakeTensorMode, open_archive, pytree
 from dovetail.training.keras_models import is_keras
+from dovetail.training.request import TrainRequest
 
 # Exported programs: FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
 #
@@ -442,6 +443,9 @@ def _resolve_function(model: str, function: str, phase: str, train: Optimizer | 
 
 def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Captured:
     """Captures the module that a function returned."""
+    trained = _trained(returned)
+    if trained is not None:
+        return trained.capture(train)
     module, inputs, loss, targets = _unpack(model, returned)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -455,8 +459,61 @@ def _unpack(model: str, returned: Any) -> tuple[nn.Module, Any, Any, Any]:
         or not 2 <= len(returned) <= 4
         or not (isinstance(returned[0], nn.Module) or is_keras(returned[0]))
     ):
-        must = "must return (module, inputs), (module, inputs, loss) or with targets after that"
+        must = (
+            "must return (module, inputs), (module, inputs, loss) or with targets after that, or "
+            "what `dovetail train` takes"
+        )
         raise refused(model, returned, must)
     loss = returned[2] if len(returned) > 2 else None
     targets = returned[3] if len(returned) > 3 else ()
     return returned[0], returned[1], loss, targets
+
+
+@dataclass(frozen=True)
+class _TrainedModel:
+    """What a function for `dovetail train` returns, as far as a plan depends on it."""
+
+    module: nn.Module
+    loss: Callable[..., Tensor]
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    batch: int
+
+    def capture(self, train: Optimizer | None) -> Captured:
+        """Captures a step on the first batch of the data set. Its targets count where there is a
+        loss: in training."""
+        # Imported here, because most plans are of no function for training.
+        from dovetail.training.datasets import open_dataset, split
+        from dovetail.training.validation import batches_of
+
+        source = open_dataset(self.dataset, self.collate)
+        first = next(batches_of(source, self.batch, 1), None)
+        if first is None:
+            raise UsageError("dataset", "is empty")
+        args, kwargs, targets = split(first[0])
+        if train is None:
+            return capture_call(self.module, args, kwargs)
+        loss = self.loss
+        return capture_call(self.module, args, kwargs, targets=targets, loss=loss, train=train)
+
+
+def _trained(returned: Any) -> _TrainedModel | None:
+    """The parts of (model, loss, optimizer, dataset[, validation]) or (Trainer, dataset[,
+    validation]); None for anything else. The second entry tells them apart from what a plan takes:
+    a loss is callable, and inputs are not."""
+    if not isinstance(returned, tuple) or not 2 <= len(returned) <= 5:
+        return None
+    from dovetail.training.trainer import Trainer
+
+    first = returned[0]
+    if isinstance(first, Trainer):
+        request, dataset = first.request, returned[1]
+        model, loss, collate, batch = request.model, request.loss, request.collate, request.batch
+    elif len(returned) >= 4 and callable(returned[1]):
+        model, loss, _, dataset = returned[:4]
+        collate, batch = None, TrainRequest.batch
+    else:
+        return None
+    if not (isinstance(model, nn.Module) or is_keras(model)):
+        return None
+    return _TrainedModel(model, loss, dataset, collate, batch)
