@@ -23,8 +23,8 @@ MODEL_HELP = (
     "zoo:NAME?option=value; transformers:NAME?tokens=512 (NAME is a local config.json, a published "
     "model or a type; nothing is downloaded); package.module:function (it returns module, inputs[, "
     "loss[, targets]] or what `train` takes, and is looked for in the current folder first); "
-    "FILE.onnx; FILE.pt2 of torch.export; or a file (.json, .json.gz) that holds a saved graph or a "
-    "published placement instance"
+    "FILE.onnx; FILE.pt2 of torch.export; or a file (.json, .json.gz) that holds a saved graph or "
+    "a published placement instance"
 )
 MACHINE_HELP = (
     "here (all cores of this machine as one device, and its GPUs), here/cpu, here/gpu, here/1 (one "
