@@ -58,8 +58,19 @@ COMMANDS = {
 }
 """A command's name -> its module, imported when the command is called, and its line in the help."""
 DEBUG = "--debug"
-FORKING = ("run", "train")
-"""Commands that start processes: a server imports for these what this process imports meanwhile."""
+FORKING = {
+    "run": ("torch", "dovetail.executors.worker"),
+    "train": (
+        "torch",
+        # torch imports it with the first optimizer of a process, which takes longer than a fork.
+        "torch._dynamo",
+        "dovetail.training.backends.processes.server",
+        "dovetail.training.backends.processes.worker",
+        "dovetail.training.modules",
+    ),
+}
+"""A command that starts processes -> what they import. A server that forks them imports it while
+this process imports its own part."""
 
 
 def make_app(*names: str) -> typer.Typer:
@@ -109,7 +120,7 @@ def main() -> None:
     debug = DEBUG in sys.argv[1:]
     name = arguments[0] if arguments else ""
     if name in FORKING and "--help" not in arguments:
-        start_fork_server()
+        start_fork_server(FORKING[name])
     try:
         app = make_app(name)
         # In this mode typer returns the status of a typer.Exit, and 130 for a Ctrl-C, but does not

@@ -1,5 +1,5 @@
 """Forks worker processes: the other end of `forking`. It runs as a file: `python fork_server.py
-DESCRIPTOR PARENT PATHS`.
+DESCRIPTOR PARENT PATHS MODULES`.
 
     request ──► fork ─► worker: `child.live`
     SIGCHLD ──► status ──► the process that asks
@@ -23,26 +23,16 @@ from typing import Any
 
 LENGTH_BYTES = 8
 """A request follows its length in so many bytes."""
-PRELOADED = (
-    "torch",
-    # torch imports it with the first optimizer of a process, for longer than it takes to fork one.
-    "torch._dynamo",
-    "dovetail.executors.worker",
-    "dovetail.training.backends.processes.server",
-    "dovetail.training.backends.processes.worker",
-    "dovetail.training.modules",
-)
-"""What the server imports before its first fork. What fails to be imported is left out."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int, parent: int, modules: list[str]) -> None:
     """Import, and fork a worker for each request, until the other end closes."""
     from dovetail.runtime.child import die_with
 
     die_with(parent)
     control = socket.socket(fileno=descriptor)
-    for name in PRELOADED:
+    for name in modules:
         # Who needs it tries again, and says what is wrong.
         with suppress(Exception):
             importlib.import_module(name)
@@ -144,5 +134,5 @@ if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = json.loads(sys.argv[3])
-    serve(int(sys.argv[1]), int(sys.argv[2]))
+    serve(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[4]))
     os._exit(0)

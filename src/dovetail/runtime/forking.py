@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,9 +73,12 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """This process's end of its fork server, which runs as long as it does."""
+    """This process's end of its fork server, which runs as long as it does.
 
-    def __init__(self) -> None:
+    modules   what the server imports before its first fork
+    """
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._statuses: dict[int, int] = {}
@@ -84,6 +88,7 @@ class ForkServer:
                 [
                     sys.executable, "-P", str(Path(__file__).with_name("fork_server.py")),
                     str(other.fileno()), str(os.getpid()), json.dumps(sys.path),
+                    json.dumps(list(modules)),
                 ],
                 pass_fds=(other.fileno(),), env=environment_of_one_thread(),
                 stdin=subprocess.DEVNULL, stdout=2, process_group=0,
@@ -157,9 +162,12 @@ class ForkServer:
 _server: ForkServer | None = None
 
 
-def start_fork_server() -> None:
+def start_fork_server(modules: Sequence[str] = ()) -> None:
     """Start the fork server, from which this process's workers come from now on. Does nothing where
-    there can be none, in another thread than the main one, or if it runs."""
+    there can be none, in another thread than the main one, or if it runs.
+
+    modules   what it imports beforehand
+    """
     global _server
     may = (
         os.environ.get(SWITCH) != "0"
@@ -167,7 +175,7 @@ def start_fork_server() -> None:
         and hasattr(os, "pidfd_open")
     )
     if may and (_server is None or _server.owner != os.getpid()):
-        _server = ForkServer()
+        _server = ForkServer(modules)
 
 
 def fork_server() -> ForkServer | None:
