@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 @pytest.fixture(autouse=True)
 def forks(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
-    start_fork_server()
+    start_fork_server(["torch"])
 
 
 @pytest.fixture(scope="module", autouse=True)
