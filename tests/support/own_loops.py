@@ -119,7 +119,7 @@ class Ranks:
         """(exit status, standard output, last line of standard error) of each rank."""
         ends = []
         for process in self.processes:
-            out, errors = process.communicate(timeout=90)
+            out, errors = process.communicate(timeout=240)
             ends.append((process.returncode, out, (errors.splitlines() or [""])[-1]))
         return ends
 
