@@ -80,7 +80,7 @@ COMMANDS = {
          "single", "--out", "plan.json"),
         ("plan.json",), 1,
     ),
-    "run": Command(("run", "given.json", MODEL, "--steps", "20000"), (), 3),
+    "run": Command(("run", "given.json", MODEL, "--steps", "4000"), (), 3),
     "schedule": Command(
         ("schedule", "tests.support.small_models:branches", "--device", "v100,cpu", "--rounds",
          "5"),
@@ -363,7 +363,7 @@ class Trials:
             p.name for p in running.there.rglob("*") if p.name.startswith(".") and p.is_file()
         ]
         if left and itself and running.process.returncode == -signal.SIGKILL:
-            found.left = re.sub(r"[\w-]{8,}$", "*", left[0])
+            found.left = re.sub(r"\w{8}$", "*", left[0])
         elif left:
             return f"left in a folder: {left[0]}"
         ends_well = running.process.returncode == 0
