@@ -1,15 +1,20 @@
 """`dt.Optimizer` in a program of several ranks."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dovetail.runtime.processes import Channel
+from dovetail.training import ranks
 from tests.support.own_loops import Ranks, environment, program
 
 RULES = ["adag-agn", "downpour", "aeasgd", "eamsgd", "easgd", "diloco", "hogwild", "one-shot"]
@@ -188,3 +193,25 @@ def test_it_runs_under_torchrun_and_leaves_nothing_behind(tmp_path):
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first[1] == []
+
+
+def test_a_process_of_another_user_is_not_let_in(monkeypatch):
+    facts = ranks.CenterFacts("agn", {}, 1, "float32", ((3,),))
+    host, deadline = ranks._Host(facts, 2), time.monotonic() + 60
+    users = iter([os.getuid() + 1, os.getuid()])
+    monkeypatch.setattr(ranks, "_user_of", lambda link: next(users))
+    with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as strange:
+        door.bind("")  # the kernel chooses a name
+        door.listen(2)
+        strange.connect(door.getsockname())
+        host._let_in(door, deadline)
+        assert not host._seats
+        assert strange.recv(1) == b""  # it was closed unread
+        own = socket.socket(socket.AF_UNIX)
+        own.connect(door.getsockname())
+        channel = Channel(own.detach())
+        channel.send(ranks.Hello(1, facts))
+        host._let_in(door, deadline)
+        assert list(host._seats) == [1]
+        channel.close()
+    host.close()
