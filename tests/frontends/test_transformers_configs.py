@@ -119,7 +119,7 @@ def test_a_type_is_fed_what_it_is_for(name, inputs):
         ("meta-llama/Llama-3.1-71B", "did you mean meta-llama/Llama-3.1-70B"),
         ("nobody/nothing", r"name it \(transformers:./config.json\)"),
         ("bert?tokens=513", "the model has 512 positions"),
-        ("bert?tokens=0", "tokens is a whole number of at least 1"),
+        ("bert?tokens=0", "tokens is a whole number from 1"),
         ("bert?token=5", "there is no option 'token'; there are batch, tokens"),
         ("bert?task=chess", "task is one of"),
         ("bert?dtype=int8", "dtype is one of float32"),
