@@ -25,6 +25,23 @@ def test_help_and_imports_of_the_package_wait_for_no_torch():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
+@pytest.mark.parametrize(
+    ("typed", "may"),
+    [
+        ("train m:f", True),
+        ("train m:f --backend processes", True),
+        ("train m:f --backend threads", False),
+        ("train m:f --backend=simulated", False),
+        ("train --rules", False),
+        ("run plan.json --help", False),
+    ],
+)
+def test_a_fork_server_is_started_only_where_processes_may_start(typed, may):
+    from dovetail.cli import _may_fork
+
+    assert _may_fork(typed.split()) is may
+
+
 def test_no_command_shows_the_help(dovetail):
     status, out, _ = dovetail()
     assert status in (0, 2)

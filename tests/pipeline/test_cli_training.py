@@ -108,6 +108,51 @@ def test_weights_are_written_as_safetensors_and_as_a_distributed_checkpoint(trai
     assert (tmp_path / "model" / ".metadata").read_bytes() == before
 
 
+def test_a_checkpoint_goes_to_no_folder_that_is_used_otherwise(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    run = (MODEL, *SIMULATED, "--epochs", 1)
+    for out, others, said in (
+        ("./", (), "is there already"),
+        ("run/", ("--folder", "run"), "is where --folder writes"),
+        ("all/", ("--folder", "all/run"), "is where --folder writes"),
+        ("events/", ("--tensorboard", "events"), "is where --tensorboard writes"),
+    ):
+        status, _, err = train(*run, "--out", out, *others)
+        assert status == 2 and said in err, out
+    status, _, err = train(*run, "--out", "link/")
+    assert status == 0, err
+    assert (tmp_path / "empty" / ".metadata").exists() and (tmp_path / "link").is_symlink()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(train, tmp_path, monkeypatch):
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def full(*_, **__):
+        raise CheckpointException("save", {0: (OSError(28, "No space left on device"), [])})
+
+    monkeypatch.setattr(state_dict_saver, "save", full)
+    status, _, err = train(MODEL, *SIMULATED, "--epochs", 1, "--out", f"{tmp_path}/model/")
+    assert status == 2
+    assert "No space left on device" in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commits_that_a_server_lost_are_not_counted_twice():
+    from dovetail.cli.training_run import TrainingProgress, _RunSoFar
+    from tests.support.histories import make_history
+
+    rows = list(make_history(30).outcome.rows)
+    kept = _RunSoFar(TrainingProgress("a run", 2, None, tell=lambda _: None))
+    kept.watcher.rows(rows[:20])
+    kept.watcher.forgotten(12)
+    kept.watcher.rows(rows[12:])
+    assert kept.rows == rows
+    assert kept.progress.all.samples == sum(row.samples for row in rows)
+
+
 def test_what_safetensors_cannot_hold_is_told(train, tmp_path):
     status, _, err = train(
         "tests.support.trained_models:with_state", *SIMULATED, "--out", tmp_path / "a.safetensors"

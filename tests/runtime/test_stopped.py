@@ -30,7 +30,7 @@ def forks(monkeypatch):
     if not hasattr(os, "pidfd_open"):
         pytest.skip("needs Linux 5.3")
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(stopped, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(stopped, "STOPPED_SECONDS", 0.2)
     start_fork_server()
     yield fork_server()._process.pid
     end_fork_server()

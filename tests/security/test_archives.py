@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.cli.predicting import _load_weights, _read_arrays, _read_csv
+from dovetail.cli.predicting import _read_arrays, _read_csv
+from dovetail.cli.weights import load_weights
 from dovetail.errors import FileFormatError
 from dovetail.frontends.models import load_exported
 from dovetail.runtime import files
@@ -61,7 +62,7 @@ def test_weights_are_not_unpickled(zipped, tmp_path):
     ran, path, model = tmp_path / "ran", tmp_path / "w.pt", torch.nn.Linear(2, 2)
     weights = {**model.state_dict(), "bias": Marks(ran)}
     torch.save(weights, path, _use_new_zipfile_serialization=zipped)
-    refused(_load_weights, model, path)
+    refused(load_weights, model, path)
     assert not ran.exists()
 
 
@@ -112,7 +113,7 @@ def test_damaged_weights_and_data_are_read_or_refused(tmp_path):
     np.savez(data, x=np.ones((4, 3), np.float32), y=np.arange(4))
     outcomes = set()
     for content in damaged(weights.getvalue(), rng):
-        outcomes.add(_outcome(_load_weights, model, packed(tmp_path / "w.pt", content)))
+        outcomes.add(_outcome(load_weights, model, packed(tmp_path / "w.pt", content)))
     for content in damaged(data.getvalue(), rng):
         outcomes.add(_outcome(_read_arrays, packed(tmp_path / "a.npz", content)))
     assert outcomes == {"read", "refused"}
@@ -137,7 +138,7 @@ def test_a_weight_larger_than_its_bytes_is_refused(tmp_path):
     larger = content[name].replace(b"K\x04t", b"J\x00\x00\x10\x00t")
     assert larger != content[name]
     before = model.weight.detach().clone()
-    outcome = _outcome(_load_weights, model, packed(path, content | {name: larger}))
+    outcome = _outcome(load_weights, model, packed(path, content | {name: larger}))
     assert outcome == "refused" or torch.equal(model.weight, before)
 
 
@@ -157,7 +158,7 @@ def test_an_archive_that_unpacks_without_end_is_refused(bomb, tmp_path):
     with zipfile.ZipFile(weights, "a", kind) as archive:
         archive.writestr("w/data/9", bomb)
     assert "unpack to 32 MiB" in refused(_read_arrays, data)
-    assert "unpack to 32 MiB" in refused(_load_weights, model, weights)
+    assert "unpack to 32 MiB" in refused(load_weights, model, weights)
 
 
 def test_an_archive_that_says_the_same_bytes_often_is_refused(bomb, tmp_path):

@@ -156,6 +156,18 @@ ERRORS = """
         train(network, optimizer, batches(rank, 1))
     attempt(loads_other_weights)
 
+    def differ(finishes):
+        network = a_network()
+        optimizer = dt.Optimizer(adamw(network), "agn", 2)
+        train(network, optimizer, batches(rank, 1))
+        if rank == finishes:
+            optimizer.finish()
+        else:
+            with optimizer.at_center(together=True):
+                pass
+    attempt(lambda: differ(1))
+    attempt(lambda: differ(0))
+
     def is_alone():
         if rank == 0:
             dt.Optimizer(adamw(a_network()), "agn", 2, timeout_seconds=2.0)
@@ -170,7 +182,11 @@ def test_ranks_that_do_not_fit_end_with_one_line_each():
     assert first[1] == second[1] == "UsageError: parameters: rank 1 has others than rank 0"
     assert first[2] == "TrainingError: rank 1 has ended while the other ranks wait for it"
     assert second[2].startswith("UsageError: parameters: those of rank 1 were changed since")
-    assert first[3] == "TrainingError: no optimizer of rank 1 within 2 s"
+    finished = "rank 1 has finished, and others wait for it; all ranks must do the same"
+    waits = "rank 1 waits for others, which have finished; all ranks must do the same"
+    assert first[3] == second[3] == f"TrainingError: {finished}"
+    assert first[4] == second[4] == f"TrainingError: {waits}"
+    assert first[5] == "TrainingError: no optimizer of rank 1 within 2 s"
 
 
 def test_it_runs_under_torchrun_and_leaves_nothing_behind(tmp_path):

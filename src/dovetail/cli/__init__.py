@@ -71,6 +71,8 @@ FORKING = {
 }
 """A command that starts processes -> what they import. A server that forks them imports it while
 this process imports its own part."""
+OTHER_BACKENDS = ("threads", "simulated", "ray")
+"""Backends of `train` that fork nothing."""
 
 
 def make_app(*names: str) -> typer.Typer:
@@ -119,7 +121,7 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     debug = DEBUG in sys.argv[1:]
     name = arguments[0] if arguments else ""
-    if name in FORKING and "--help" not in arguments:
+    if name in FORKING and _may_fork(arguments):
         start_fork_server(FORKING[name])
     try:
         app = make_app(name)
@@ -139,6 +141,14 @@ def main() -> None:
         _say("interrupted")
     end_of_interrupts()
     sys.exit(status or 0)
+
+
+def _may_fork(arguments: list[str]) -> bool:
+    """Whether a command of `FORKING` may start processes."""
+    if "--help" in arguments or "--rules" in arguments:
+        return False
+    text = " ".join(arguments)
+    return not any(f"--backend{by}{other}" in text for by in " =" for other in OTHER_BACKENDS)
 
 
 def _tell(error: BaseException, debug: bool) -> int:

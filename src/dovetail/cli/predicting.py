@@ -11,7 +11,7 @@ import typer
 from dovetail.cli.arguments import Json, check_outputs
 from dovetail.cli.output import results, say, show_json
 from dovetail.cli.training import FUNCTION_HELP, open_setup, parse_metrics, parse_options
-from dovetail.cli.weights import load_weights
+from dovetail.cli.weights import first_line, load_weights
 from dovetail.errors import FileFormatError, UsageError
 from dovetail.training.backends import BACKENDS
 
@@ -130,10 +130,6 @@ def _compute(
         show_json(printed)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
 # --- The data set ---
 
 
@@ -180,7 +176,7 @@ def _read_arrays(path: Path) -> list[Any]:
     except FileFormatError:
         raise
     except Exception as error:  # numpy and zipfile raise all kinds for a damaged file
-        raise FileFormatError(str(path), f"it holds no arrays: {_first_line(error)}") from None
+        raise FileFormatError(str(path), f"it holds no arrays: {first_line(error)}") from None
     if not arrays:
         raise FileFormatError(str(path), "it holds no array")
     for array in arrays:

@@ -231,7 +231,8 @@ def train(  # noqa: PLR0913  one argument an option
     )
     budget_seconds = parse_seconds("--budget", budget)
     if is_folder(out):
-        check_new_folder(out)
+        others = {"--folder": folder, "--tensorboard": tensorboard, "--history": history}
+        check_new_folder(out, others | {"--report": report})
     check_outputs(history, report, Path(out) if out and not is_folder(out) else None)
     _check_others(history, tensorboard, folder)
     opened = open_setup(function, settings, policy)

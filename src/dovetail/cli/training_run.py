@@ -153,6 +153,11 @@ class TrainingProgress:
         if not self.live and self._pace.is_due():
             self._tell(self.line())
 
+    def recount(self, samples: int) -> None:
+        """Set how many samples were trained, as some of those that were added are lost."""
+        with self._lock:
+            self.all.samples = samples
+
     def happened(self, event: Event) -> None:
         """Note what happened to a worker or to the server, and write a line if it is bad news."""
         with self._lock:
@@ -246,12 +251,18 @@ class _RunSoFar:
     @property
     def watcher(self) -> Watcher:
         return Watcher(
-            rows=self.add, resumed=self.add, event=self.happened, should_stop=self.evaluated
-        )
+            rows=self.add, resumed=self.add, forgotten=self.forget, event=self.happened,
+            should_stop=self.evaluated,
+        )  # fmt: skip
 
     def add(self, rows: list[Row]) -> None:
         self.rows += rows
         self.progress.add(rows)
+
+    def forget(self, kept: int) -> None:
+        """A server without a log has lost all rows but the first ones."""
+        del self.rows[kept:]
+        self.progress.recount(sum(row.samples for row in self.rows))
 
     def happened(self, event: Event) -> None:
         self.events.append(event)

@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,21 @@ def is_folder(out: str) -> bool:
     return out.endswith("/")
 
 
-def check_new_folder(out: str) -> None:
-    """Raises `UsageError` for a folder that holds anything, and `UnwritableError` for one that
-    cannot be made."""
-    path = Path(out)
+def check_new_folder(out: str, taken: Mapping[str, Path | None]) -> None:
+    """Raises `UsageError` for a folder that holds anything or will, and `UnwritableError` for one
+    that cannot be made.
+
+    taken   option -> where it writes
+    """
+    path = Path(out).resolve()
     check_folder(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    # A folder is replaced as a whole, which the current one, a mount point and one that others
+    # write into cannot be.
+    for name, other in taken.items():
+        if other is not None and path in (other.resolve(), *other.resolve().parents):
+            raise UsageError("--out", f"{out} is where {name} writes; name a new folder")
+    is_used = path.is_mount() or path == Path.cwd() or path in Path.cwd().parents
+    if path.exists() and (is_used or not path.is_dir() or any(path.iterdir())):
         raise UsageError("--out", f"{out} is there already; name a new folder")
 
 
@@ -72,8 +82,10 @@ def save_weights(model: Any, out: str) -> None:
 
 
 def _save_folder(state: dict[str, Any], target: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    target = target.resolve()
     temporary = ""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +101,17 @@ def _save_folder(state: dict[str, Any], target: Path) -> None:
         os.rename(temporary, target)
     except OSError as error:
         raise UnwritableError(str(target), error.strerror or str(error)) from error
+    except CheckpointException as error:
+        # It is no `Exception`, and holds what each process raised.
+        causes = [cause for cause, _ in error.failures.values()]
+        raise UnwritableError(str(target), first_line(causes[0] if causes else error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def first_line(error: BaseException) -> str:
+    """The error's text, as part of a line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def load_weights(model: Any, path: Path) -> None:
@@ -110,8 +131,7 @@ def load_weights(model: Any, path: Path) -> None:
     except FileFormatError:
         raise
     except Exception as error:  # torch raises all kinds for a damaged file
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise FileFormatError(str(path), f"it holds no weights: {line}") from None
+        raise FileFormatError(str(path), f"it holds no weights: {first_line(error)}") from None
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:

@@ -106,12 +106,15 @@ def open_to_show(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     it keeps one. Otherwise it is opened by `open_plan`.
 
     Nothing is captured, imported or run for a graph that was kept, so the plan may also be one of
-    another machine's cores. Every rule and promise is checked as by `open_plan`.
+    another machine's cores. The plan is checked against its own graph, machine and costs: a file
+    that it was made from is not read again.
     """
     saved = load_plan(path)
     if model or saved.graph is None:
         return open_plan(path, model)
     check(saved, saved.graph)
+    if saved.made_for:
+        EXPORTED[saved.made_for](saved, saved.graph)  # raises what the format cannot say
     verify(saved, saved.graph)
     return saved, saved.graph
 
@@ -451,6 +454,7 @@ def _copied(plan: Plan, graph: Graph, copies: Sequence[Copies]) -> Plan:
     bound = bound_of(made.graph, plan.machine, costs, plan.objective, plan.pins, plan.caps)
     return replace(
         plan,
+        graph=made.graph,
         graph_fingerprint=made.graph.fingerprint,
         placement=placement,
         orders=tuple(timeline.order_of(device) for device in range(len(plan.machine.devices))),

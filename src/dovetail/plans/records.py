@@ -287,12 +287,14 @@ _PlanFile = file_model(
 )
 _GRAPH = "planned_graph"
 """Where a plan's file keeps its graph, as a graph's own file has it. It may be left out."""
+_MOST_KEPT_OPS = 2**18
+"""A larger graph is left out, as what is read of a file has a limit."""
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write the plan, whole or not at all. Raises `UnwritableError`."""
     rows, index = np.unique(plan.compute_seconds, axis=0, return_inverse=True)
-    file = {
+    file: dict[str, Any] = {
         "format": "dovetail.plan",
         "version": 1,
         **to_file(plan),
@@ -303,8 +305,9 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             "index": index.ravel().tolist(),
             "sent_bytes": to_file(plan.sent_bytes),
         },
-        **({} if plan.graph is None else {_GRAPH: graph_to_dict(plan.graph)}),
     }
+    if plan.graph is not None and len(plan.graph) <= _MOST_KEPT_OPS:
+        file[_GRAPH] = graph_to_dict(plan.graph)
     write_atomically(path, json.dumps(file, separators=(",", ":"), allow_nan=False))
 
 

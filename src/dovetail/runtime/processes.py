@@ -121,7 +121,7 @@ class Worker:
         name: str,
         process: subprocess.Popen[bytes] | ForkedProcess,
         channel: Channel,
-        patience_seconds: float = stopped.PATIENCE_SECONDS,
+        patience_seconds: float = stopped.STOPPED_SECONDS,
     ) -> None:
         self.name = name
         self._process = process
@@ -225,7 +225,7 @@ def launch(
     threads: int = 1,
     name: str = "",
     spins_briefly: bool = True,
-    patience_seconds: float = stopped.PATIENCE_SECONDS,
+    patience_seconds: float = stopped.STOPPED_SECONDS,
 ) -> Worker:
     """Start a process that runs `entry`, "package.module:function", with its `Channel`.
 

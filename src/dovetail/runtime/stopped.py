@@ -1,7 +1,7 @@
 """Ends worker processes that somebody has stopped, so that nobody waits for them for ever.
 
     running ── SIGSTOP ──► stopped ── SIGCONT ──► running
-                              └── PATIENCE_SECONDS ──► killed, and whoever waits for it is told
+                              └── STOPPED_SECONDS ──► killed, and whoever waits for it is told
 
 A stopped process (SIGSTOP, or SIGTTOU where background processes may not write to the terminal)
 keeps its channel open, so a wait for its reply would not end. A thread looks once a second at the
@@ -10,6 +10,7 @@ a whole job is suspended, the others have the same patience after it goes on. It
 is left to watch. A process that a debugger holds is in another state.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE_SECONDS = 10.0
+STOPPED_SECONDS = 10.0
 """A process may be stopped for so long."""
 LOOK_SECONDS = 1.0
 """The thread looks this often."""
@@ -35,13 +36,22 @@ _watched: dict[int, _Watched] = {}
 _thread: threading.Thread | None = None
 
 
+def _forget() -> None:
+    """Watch nothing, in a process that was forked from one that did."""
+    global _lock, _thread
+    _lock, _thread = threading.Lock(), None
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def watch(pid: int, kill: Callable[[], None], patience_seconds: float) -> None:
     """Call `kill` once the child process has been stopped for so long. Call `unwatch` before it is
     waited for, as its number may then be another process's."""
     global _thread
     with _lock:
         _watched[pid] = _Watched(kill, patience_seconds)
-        # After a fork the thread is not alive in the child.
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_look, name="stopped", daemon=True)
             _thread.start()
@@ -55,7 +65,7 @@ def unwatch(pid: int) -> None:
 @contextmanager
 def watched(pid: int, kill: Callable[[], None]) -> Iterator[None]:
     """Watches a process while the block waits for it."""
-    watch(pid, kill, PATIENCE_SECONDS)
+    watch(pid, kill, STOPPED_SECONDS)
     try:
         yield
     finally:

@@ -47,8 +47,8 @@ LOG_FACTOR = 16
 LEAST_LOG_BYTES = 2**26
 """While a log is smaller than this, its size is no reason for a snapshot."""
 
-MOST = 2**32
-"""No run has more epochs or workers than this."""
+MOST_OF_A_RUN = 2**32
+"""A run has at most so many epochs, and so many workers; a folder that says more is damaged."""
 _SEGMENT = b"dovetL2\n"
 """Name and version of the log's format. Version 1 used another kind of checksum."""
 _RECORD = b"rec\n"
@@ -139,7 +139,7 @@ class Journal:
             raise UsageError("storage", detail) from error
         stored = stored_identity(self._folder)
         self.began: dict[str, Any] = {name: (stored or fields).get(name) for name in CHANGING}
-        if any(not isinstance(n, int) or not 0 < n <= MOST for n in self.began.values()):
+        if any(not isinstance(n, int) or not 0 < n <= MOST_OF_A_RUN for n in self.began.values()):
             path = os.fspath(self._folder / "run.json")
             raise JournalError(path, f"its epochs and workers are {self.began}")
         if stored is not None:

@@ -22,9 +22,12 @@ def alive() -> None:
         beat()
 
 
-def on_alive(beat: Callable[[], None] | None) -> None:
-    """Sets the function that `alive()` calls from here on, in this thread. Backends call this."""
+def on_alive(beat: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Sets the function that `alive()` calls from here on, in this thread, and returns the one that
+    it called before. Backends call this."""
+    before = _beat.get()
     _beat.set(beat)
+    return before
 
 
 class LeaseClock:

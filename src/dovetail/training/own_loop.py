@@ -54,8 +54,9 @@ class Optimizer(torch.optim.Optimizer):
     rule              a name in `RULES`, or `make_rule(name, **options)`
     window            local steps between commits. None: one commit, at the end; "auto": the rule's
                       own
-    timeout_seconds   how long the ranks wait for each other to begin. A rank that neither steps nor
-                      calls `liveness.alive` for so long counts as hung, and others go on
+    timeout_seconds   how long rank 0 waits until each rank has made its optimizer. A rank that
+                      neither steps nor calls `liveness.alive` for so long counts as hung, and
+                      others go on
 
     All ranks make it, with equal settings and parameters of equal shapes; rank 0's values are
     copied to all. Without torchrun it is one worker around a server in this process. Weights may

@@ -20,12 +20,13 @@ import socket
 import struct
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch.distributed
@@ -258,6 +259,9 @@ class SharedCenter:
         self._host: _Host | None = None
         self._channel: Channel | None = None
         self._rule = rule
+        # What `alive()` called before this began, and whether it calls this.
+        self._alive_before: Callable[[], None] | None = None
+        self._is_heard = False
         deadline = time.monotonic() + timeout_seconds
         try:
             name = f"dovetail/{next(_numbers)}"
@@ -294,7 +298,8 @@ class SharedCenter:
                 f"those of rank {self.rank} were changed since its optimizer was made and are not "
                 "those of rank 0; load the same weights on every rank",
             )
-        on_alive(self.show_life)
+        self._alive_before = on_alive(self.show_life)
+        self._is_heard = True
         self.meet()
 
     def meet(self) -> None:
@@ -313,6 +318,9 @@ class SharedCenter:
 
     def show_life(self) -> None:
         self._memory.show_life()
+        # Another optimizer of this program lives as well.
+        if self._alive_before is not None:
+            self._alive_before()
 
     def copy(self) -> Vector:
         center = self._link.copy()
@@ -333,7 +341,9 @@ class SharedCenter:
         return np.array(self._center.copy)
 
     def close(self) -> None:
-        on_alive(None)
+        if self._is_heard:
+            on_alive(self._alive_before)
+            self._is_heard = False
         if self._host is not None:
             self._host.close()
         if self._channel is not None:
@@ -461,9 +471,15 @@ class _Host:
         link.settimeout(None)
         channel = Channel(link.detach())
         try:
+            if not wait([channel.fileno()], max(deadline - time.monotonic(), 0.0)):
+                says = f"a rank said nothing within {self._timeout_seconds:g} s"
+                raise TrainingError(says)
             hello: Hello = channel.receive()
         except EOFError:
             raise TrainingError("a rank has ended before its optimizer was made") from None
+        if hello.rank in self._seats or not 0 < hello.rank < self._ranks:
+            says = f"is {hello.rank} in two processes, or not one of {self._ranks}"
+            raise UsageError("RANK", says)
         self._seats[hello.rank] = _RankSeat(channel)
         for field, expected in vars(self._facts).items():
             given = getattr(hello.facts, field)
@@ -514,10 +530,18 @@ class _Host:
         """Waits until all ranks have arrived, and tells them so."""
         for rank, seat in self._seats.items():
             try:
-                seat.channel.receive()
+                heard = seat.channel.receive()
             except EOFError:
                 raise self._ended(rank) from None
+            if not isinstance(heard, Arrived):
+                self._refuse(rank, "has finished, and others wait for it")
         self._tell_all(Arrived())
+
+    def _refuse(self, rank: int, says: str) -> NoReturn:
+        """Ends the run on all ranks: one does not do what the others do."""
+        error = TrainingError(f"rank {rank} {says}; all ranks must do the same")
+        self._tell_all(RaisedError(error))
+        raise error
 
     def _ended(self, rank: int) -> TrainingError:
         return TrainingError(f"rank {rank} has ended while the other ranks wait for it")
@@ -536,7 +560,10 @@ class _Host:
                     continue
                 rank = ranks[descriptor]
                 with suppress(EOFError):  # it has died; the others are waited for all the same
-                    finished[rank] = running[rank].channel.receive()
+                    heard = running[rank].channel.receive()
+                    if not isinstance(heard, RankFinished):
+                        self._refuse(rank, "waits for others, which have finished")
+                    finished[rank] = heard
                 del running[rank]
         last = max(sorted(finished), key=lambda rank: finished[rank].clock)
         memory = self._seats[last].memory

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from dovetail.errors import JournalError
 from dovetail.runtime.formats import file_type, first_complaint
 from dovetail.training.center import Center
-from dovetail.training.journal import MOST
+from dovetail.training.journal import MOST_OF_A_RUN
 from dovetail.training.ledger import Ledger, changed
 from dovetail.training.momentum import VERSIONS, Momentum
 from dovetail.training.positions import Positions
@@ -29,7 +29,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 _LARGEST = 2**53
 """Whole numbers are not larger, so that they are exact as float64, which rows are kept in."""
 _Whole = Annotated[int, Field(ge=0, le=_LARGEST)]
-_Count = Annotated[int, Field(ge=1, le=MOST)]
+_Count = Annotated[int, Field(ge=1, le=MOST_OF_A_RUN)]
 _Number = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A machine's clock may have been set back.

@@ -18,7 +18,7 @@ from dovetail.errors import ProcessDiedError, ProcessError, UsageError
 from dovetail.runtime.parcels import pack_parcel
 from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.shared import Block
-from dovetail.runtime.stopped import PATIENCE_SECONDS
+from dovetail.runtime.stopped import STOPPED_SECONDS
 from dovetail.training.backends.contract import (
     Assignment,
     ServerPlan,
@@ -200,7 +200,7 @@ class ProcessesTransport:
             old.memory.close()
         cores = options.cores[worker % len(options.cores)] if options.cores else ()
         # A worker that is stopped loses its lease first, and may go on while others do its work.
-        patience_seconds = self.assignment.policy.lease_seconds + PATIENCE_SECONDS
+        patience_seconds = self.assignment.policy.lease_seconds + STOPPED_SECONDS
         process = launch(
             WORKER_ENTRY, cores=tuple(cores), threads=options.threads, name=f"worker {worker}",
             patience_seconds=patience_seconds,
