@@ -12,7 +12,6 @@ optimizer steps by it, as with DDP. So any optimizer with any groups may be wrap
 is where the caller saves it. Each rank counts the same, as with DDP, whatever its batches are.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +35,7 @@ from dovetail.training.records import Refusal, Vector, Verdict
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.rules.contract import Local, Rule
 from dovetail.training.rules.pushing import TOTAL, add_gradient, mean
-from dovetail.training.torch_optimizers import is_plain_sgd
+from dovetail.training.torch_optimizers import check_steps, is_plain_sgd
 from dovetail.training.validation import compute_statistics
 from dovetail.training.worker import Ask, Look, Loop, Stepped, Told, loop
 
@@ -362,13 +361,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise UsageError("optimizer", says)
     if isinstance(optimizer, Optimizer):
         raise UsageError("optimizer", "is wrapped already")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            "optimizer",
-            f"{type(optimizer).__name__} evaluates the loss several times a step; a worker has "
-            "one gradient a step",
-        )
+    check_steps(optimizer)
 
 
 def _parameters_of(

@@ -115,6 +115,12 @@ def check_optimizer(
             "optimizer",
             f"holds other parameters than those given; make it of its argument{at(make)}",
         )
+    check_steps(optimizer)
+    return optimizer
+
+
+def check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `UsageError` for an optimizer that needs more than one gradient a step."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -122,7 +128,6 @@ def check_optimizer(
             f"{type(optimizer).__name__} evaluates the loss several times a step; a worker has "
             "one gradient a step",
         )
-    return optimizer
 
 
 @dataclass(frozen=True)
