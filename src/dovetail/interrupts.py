@@ -96,8 +96,8 @@ def _place(frame: FrameType | None) -> tuple[bool, bool]:
 
 
 def _has_torch() -> bool:
-    torch: ModuleType | None = sys.modules.get("torch")
-    return torch is not None and not getattr(torch.__spec__, "_initializing", False)
+    module: ModuleType | None = sys.modules.get("torch")
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def _is_second(again: bool) -> bool:
