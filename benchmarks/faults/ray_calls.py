@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -85,12 +86,9 @@ def _actors() -> list[tuple[str, int]]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes()
-            if (
-                line.startswith((b"ray::ParameterServer", b"ray::Worker"))
-                and mark in (folder / "environ").read_bytes()
-            ):
-                name = line.split(b"::")[1].split(b".")[0].split(b"\0")[0]
-                found.append((name.decode(), int(folder.name)))
+            kind = re.match(rb"ray::.*(ParameterServer|RayWorker)", line)
+            if kind and mark in (folder / "environ").read_bytes():
+                found.append((kind[1].decode(), int(folder.name)))
         except OSError:
             continue
     return found
