@@ -122,6 +122,17 @@ def test_workers_that_take_longer_to_start_than_they_save_do_not_pay():
     assert "from some 9 epochs on" in late.against
 
 
+def test_nothing_is_said_of_a_gain_that_is_not_known():
+    alone, many = TrainingCandidate("sync", 1, 1), TrainingCandidate("agn", 4, 10)
+    job = assignment().job
+    for seconds in (0.0, math.nan):
+        evidence = tuple(
+            advice.Evidence(candidate, math.nan, 1.0, seconds) for candidate in (alone, many)
+        )
+        found = advice.Advice(replace(QUICK, start_seconds=9.0), many, evidence, 1.0, 200, "")
+        assert advice._against(job, found) == ""
+
+
 def test_where_one_worker_is_the_best_that_is_said_first():
     shared = StepMeasurement((2.0, 2.2), transfer_seconds=0.01, cores=1)
     found = suggest(assignment(), shared, budget_seconds=40)

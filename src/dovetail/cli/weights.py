@@ -20,7 +20,7 @@ from typing import Any
 
 from dovetail.cli.arguments import check_folder
 from dovetail.errors import FileFormatError, UnwritableError, UsageError
-from dovetail.runtime.files import check_archive, write_atomically
+from dovetail.runtime.files import check_archive, new_mode, write_atomically
 
 OUT_HELP = (
     "Write the trained weights (state_dict): by torch.save, as .safetensors, or with a / at the "
@@ -94,9 +94,7 @@ def _save_folder(state: dict[str, Any], target: Path) -> None:
             # torch warns that one process alone saves, as is meant here.
             warnings.simplefilter("ignore")
             save(dict(state), checkpoint_id=temporary, no_dist=True)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o777 & ~umask)
+        os.chmod(temporary, new_mode(0o777))
         # An empty folder of that name is replaced.
         os.rename(temporary, target)
     except OSError as error:

@@ -95,7 +95,7 @@ def _replace(target: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_mode())
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else new_mode(0o666))
         os.replace(temporary, target)
     # No half file is left behind, not even by Ctrl-C.
     except BaseException:
@@ -104,11 +104,12 @@ def _replace(target: Path, content: bytes) -> None:
         raise
 
 
-def _new_mode() -> int:
-    """The mode that `open` would give a new file; mkstemp makes a private one."""
+def new_mode(mode: int) -> int:
+    """The mode of a new file (0o666) or folder (0o777) that anybody makes; temporary ones are
+    private."""
     umask = os.umask(0)
     os.umask(umask)
-    return 0o666 & ~umask
+    return mode & ~umask
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

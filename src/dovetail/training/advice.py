@@ -307,15 +307,14 @@ def _against(job: Job, advice: Advice) -> str:
     none_is_faster = f"many workers do not pay: no rule with up to {job.workers} beats one worker"
     if chosen.workers == 1:
         return none_is_faster
-    alone, many = (
-        next(e for e in advice.evidence if match(e.candidate))
-        for match in (lambda candidate: candidate.workers == 1, chosen.__eq__)
-    )
+    alone = next(e for e in advice.evidence if e.candidate.workers == 1)
+    many = next(e for e in advice.evidence if e.candidate == chosen)
+    if alone.seconds > 0 and many.seconds > 0:
+        faster = alone.seconds / many.seconds
     # Nothing was simulated, or a worker by itself did not get as far.
-    faster = alone.seconds / many.seconds
-    if not math.isfinite(faster):
+    elif alone.samples_per_second > 0 and many.samples_per_second > 0:
         faster = many.samples_per_second / alone.samples_per_second
-    if not math.isfinite(faster) or faster <= 0:
+    else:
         return ""
     whole_seconds = job.samples * job.epochs / job.batch * measured.mean_seconds
     saved_seconds = whole_seconds * (1 - 1 / faster)
