@@ -292,7 +292,7 @@ class Trials:
 
     def run(self, trial: Trial) -> Found:
         command, mark = COMMANDS[trial.command], f"{os.getpid()}-{trial.number}"
-        shared = set(os.listdir("/dev/shm"))
+        shared = _shared()
         there = self.work / f"there-{mark}"
         there.mkdir()
         for name in command.outputs if trial.before else ():
@@ -357,7 +357,7 @@ class Trials:
             time.sleep(0.05)
         if states := _states(running.mark):
             return f"processes are left: {states}"
-        if more := set(os.listdir("/dev/shm")) - shared:
+        if more := _shared() - shared:
             return f"left in shared memory: {sorted(more)[0]}"
         left = sorted(os.listdir(running.temporary)) + [
             p.name for p in running.there.rglob("*") if p.name.startswith(".") and p.is_file()
@@ -478,6 +478,11 @@ def _last_lines(printed: str) -> str:
 
 
 # The result
+
+
+def _shared() -> set[str]:
+    """What is in shared memory, but for what a fuzzer that runs beside has there."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("fuzz-")}
 
 
 def main() -> None:
