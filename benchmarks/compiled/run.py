@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import dovetail as dt
-from dovetail.executors import PlainNetwork, Workers
+from dovetail.executors import MODES, PlainNetwork, Workers
 from dovetail.executors import run as execute
 from dovetail.executors.stages.choosing import measure
 from dovetail.frontends import Captured, parse_optimizer
@@ -175,10 +175,10 @@ def measured(
     with ExitStack() as stack:
         timers = {}
         for label, own_step in own.items():
-            for compiled in (False, True):
+            for way in ("eager", "torch.compile"):
                 for count in dict.fromkeys((cores, 1)):
-                    name = f"{label}{'torch.compile' if compiled else 'eager'}, {count} threads"
-                    network = PlainNetwork(own_step, with_threads(here, count), compiled=compiled)
+                    name = f"{label}{way}, {count} threads"
+                    network = PlainNetwork(own_step, with_threads(here, count), mode=MODES[way])
                     stack.enter_context(network).begin()
                     timers[name] = partial(_seconds, network)
         for name, plan in plans.items():

@@ -29,7 +29,7 @@ import sys
 from dovetail.executors import PlainNetwork
 from dovetail.machine import parse_machine
 from dovetail.pipeline import resolve_model
-with PlainNetwork(resolve_model(sys.argv[1], "adam"), parse_machine("here"), compiled=True) as it:
+with PlainNetwork(resolve_model(sys.argv[1], "adam"), parse_machine("here"), mode="default") as it:
     it.begin()
     it.step_seconds(2)
 """

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dovetail.executors import run
+from dovetail.executors import MODES, run
 from dovetail.frontends.interpret import example_values, held_values
 from dovetail.frontends.plain import PlainModule
 from dovetail.pipeline import plan as make_plan
@@ -34,7 +34,6 @@ NETWORKS = {
     "moe": "zoo:moe?layers=4&hidden=512&heads=8&key_heads=4&inner=1024&experts=8&context=256",
 }
 MACHINES = ("here/gpu", "here")
-MODES = {"torch.compile": "default", "reduce-overhead": "reduce-overhead"}
 
 
 def plain_ways(step: Any, train: bool) -> dict[str, Callable[[], float]]:
@@ -42,15 +41,14 @@ def plain_ways(step: Any, train: bool) -> dict[str, Callable[[], float]]:
     ways: dict[str, Callable[[], float]] = {}
     inputs, targets = example_values(step)
     given = (*inputs, *targets)
-    for name in ("eager", *MODES):
+    for name, mode in MODES.items():
         module = step.make() if step.make is not None else step.module
         module.load_state_dict(held_values(step), strict=False)
         plain = PlainModule(
             module.cuda(),
             step.signature,
             step.plain,
-            compiled=name != "eager",
-            mode=MODES.get(name, "default"),
+            mode=mode,
         )
 
         def seconds(plain: Any = plain) -> float:
@@ -95,7 +93,7 @@ def measure(name: str, train: str, rounds: int) -> dict[str, Any]:
     for network in placed.values():
         network.close()
     row["seconds"] = {way: statistics.median(of) for way, of in seconds.items()}
-    own = [way for way in ("eager", *MODES) if way in seconds]
+    own = [way for way in MODES if way in seconds]
     best = min(own, key=lambda way: statistics.median(seconds[way]), default=None)
     for machine in placed:
         if best is not None:

@@ -7,8 +7,8 @@ where it has no results of its own, as soon as it has them. What fails does not 
 part that is done is not run again, so a run that was cut off goes on where it was. DIR/status.json
 says how each part ended, on which GPU and with which torch.
 
-It needs Python 3.11, torch with CUDA and dovetail's own dependencies. Optional ones that are absent
-are named in status.json.
+It needs Python 3.11, torch with CUDA and dovetail installed. Optional packages that are absent are
+named in status.json.
 
     python benchmarks/gpu/run.py --docs docs/gpus.md --out benchmarks/gpu/results
 
@@ -106,7 +106,8 @@ def run_part(name: str, part: Part, out: Path, left_seconds: float) -> dict[str,
     command = [text.replace("{out}", str(out / f"{name}.json")) for text in part.command]
     limit = min(60 * part.minutes, left_seconds)
     began = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with (out / f"{name}.txt").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=environment, stdout=log,
@@ -139,11 +140,14 @@ def page(results: Path) -> str:
     if not status["parts"]:
         lines.append("**No part has run on a GPU yet.**")
     else:
-        lines.append(f"{status['gpu']}, torch {status['torch']}, {status['date']}.")
+        lines.append(
+            f"{status['gpu']}, torch {status['torch']}, {status['date']}. The figures are in "
+            "[benchmarks/gpu](../benchmarks/gpu/README.md)."
+        )
     lines += ["", "| part | what is claimed | on a GPU |", "| --- | --- | --- |"]
     for name, part in PARTS.items():
         ran = status["parts"].get(name)
-        said = "not run" if ran is None else f"{ran['ended']} in {ran['seconds']} s"
+        said = "not run" if ran is None else f"{ran['ended']} ({ran['seconds']:.0f} s)"
         lines.append(f"| {name} | {part.claim} | {said} |")
     return "\n".join(lines) + "\n"
 

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 import dovetail as dt
 from dovetail.runtime.files import write_atomically
 
-WORKERS, BATCH, CLASSES, RATE = 4, 64, 10, 0.002
+WORKERS, BATCH, CLASSES, RATE = 4, 64, 10, 0.0002
 
 
 def data(samples: int) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,8 @@ DovetailError
     ├── ProcessError          .process .traceback .said
     ├── ProcessDiedError      .process .status
     ├── WorkerError           .device .op .traceback .said
-    └── WorkerDiedError       .device .op .status
+    ├── WorkerDiedError       .device .op .status
+    └── RankLostError         .host .rank .op .said
 """
 
 from typing import Any, Self
@@ -387,9 +388,13 @@ class SplitModuleError(PlanError):
 
 
 class InfeasibleError(DovetailError):
-    """No plan fits."""
+    """No plan fits.
+
+    interrupted   True: Ctrl-C ended the search that found none
+    """
 
     exit_status = 3
+    interrupted = False
 
 
 class OutOfMemoryError(InfeasibleError):
@@ -501,6 +506,22 @@ class WorkerDiedError(RunError):
         self.device = device
         self.op = op
         self.status = status
+
+
+class RankLostError(RunError):
+    """A rank of a run on several hosts has ended, failed or gone silent, and so the run ends on
+    all.
+
+    op   the op that the rank was last seen at; "" between steps
+    """
+
+    def __init__(self, host: str, rank: int, op: str, said: str) -> None:
+        where = f"in op {op!r}" if op else "between steps"
+        super().__init__(f"rank {rank} on host {host} was lost {where}: {said}")
+        self.host = host
+        self.rank = rank
+        self.op = op
+        self.said = said
 
 
 class StreamRaceError(RunError):

@@ -13,6 +13,11 @@ from importlib import import_module
 from typing import Any, Literal
 
 ALL_OBJECTIVES = ("step", "load", "latency")
+"""What placers search for."""
+OBJECTIVES = (*ALL_OBJECTIVES, "pipeline")
+"""What a plan may be made for."""
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+"""The orders of work in a pipeline of micro-batches: `placers.pipeline_schedules`."""
 Grouping = Literal["rule", "ops", "cells"]
 
 

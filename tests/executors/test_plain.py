@@ -154,13 +154,21 @@ def test_equal_seeds_draw_equal_numbers():
 
 
 @pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
-def test_a_compiled_step_computes_the_same_but_for_rounding():
+@pytest.mark.parametrize(
+    ("mode", "machine"),
+    [
+        ("default", "here/1"),
+        ("reduce-overhead", "here/1"),
+        pytest.param("reduce-overhead", "here/gpu", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_compiled_step_computes_the_same_but_for_rounding(mode, machine):
     module, step = trained(SGD(lr=0.1, momentum=0.9))
     plain = copy.deepcopy(module)
     own = torch_optimizer(
         SGD(lr=0.1, momentum=0.9), [p for p in plain.parameters() if p.requires_grad]
     )
-    with PlainNetwork(step, HERE, compiled=True) as network:
+    with PlainNetwork(step, parse_machine(machine), mode=mode) as network:
         network.begin()
         network.load_state_dict(plain.state_dict())
         network.load_optimizer_state_dict(
@@ -254,7 +262,7 @@ if __name__ == "__main__":
     x = torch.ones(2, 3, WIDTH)
     step = dt.capture(Cells(), x, targets=torch.zeros(1, 3, WIDTH), loss=squared,
                       train=dt.Adam())
-    with PlainNetwork(step, parse_machine("here/1"), compiled=True) as network:
+    with PlainNetwork(step, parse_machine("here/1"), mode="default") as network:
         network.begin()
         print("compiled")
 """

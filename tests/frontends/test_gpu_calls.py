@@ -46,6 +46,26 @@ def test_attention_is_that_of_the_kernel_of_cpus(causal, mask):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [40, 64])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_gpus_attend_as_the_kernel_of_cpus(dtype, causal, rows):
+    torch.manual_seed(0)
+    given = [torch.randn(2, rows, 3, 16, dtype=dtype).transpose(1, 2) for _ in "qkvg"]
+    *heads, grad = given
+    expected, sums = FORWARD(*heads, 0.0, causal)
+    of_cpu = BACKWARD(grad, *heads, expected, sums, 0.0, causal)
+    *heads, grad = [tensor.cuda() for tensor in given]
+    assert gpu_calls._has_kernel(*heads, None)
+    found, found_sums = attention(*heads, 0.0, causal)
+    ours = attention_backward(grad, *heads, found, found_sums, 0.0, causal)
+    error = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    for one, other in zip((found, found_sums, *ours), (expected, sums, *of_cpu), strict=True):
+        torch.testing.assert_close(one.cpu(), other, **error)
+        assert one.stride() == other.stride()
+
+
 def test_layouts_are_those_of_the_graph():
     """A view that was recorded behind the kernel must be possible here too."""
     query, key, value = tensors()

@@ -223,7 +223,7 @@ def test_wrong_exports_exit_with_2_before_the_network_is_captured(dovetail, tmp_
     )
     status, _, err = dovetail("export", plan, "no.such:module", "--to", "onnx")
     assert status == 2
-    assert "device-map, split-points, model-explorer, trace, instance" in err
+    assert "device-map, split-points, torchtitan, megatron, vllm, torch-schedule, model-" in err
     status, _, err = dovetail("export", plan, "no.such:module", "--out", "/nowhere/x.json")
     assert status == 2
     assert "/nowhere/x.json" in err

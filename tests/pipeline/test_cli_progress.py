@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dovetail.cli import training_run
 from dovetail.cli.output import LINE_SECONDS
-from dovetail.cli.training_run import TrainingProgress, said
+from dovetail.cli.training_run import News, TrainingProgress
 from dovetail.training.records import Event
 from tests.support.histories import make_history
 
@@ -92,4 +92,10 @@ def test_a_worker_without_a_finite_loss_is_shown_all_the_same():
 def test_many_workers_are_cut_short():
     progress = TrainingProgress("m:f", 100, 10)
     assert "and 76 more" in drawn(progress)
-    assert said(Event("server_restarted", -1, 3.0)) == "3 s: the server was restarted"
+
+
+def test_news_name_the_server_and_workers_by_what_they_are_called():
+    news = News("controller")
+    assert news.line(Event("server_restarted", -1, 3.0)) == "3 s: the server was restarted"
+    assert news.line(Event("lost", 1, 3.0)) == "3 s: controller 1 was lost"
+    assert news.line(Event("left", 1, 4.0)) == ""

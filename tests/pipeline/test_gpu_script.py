@@ -82,8 +82,8 @@ def test_the_page_says_what_ran_and_on_which_card(script, parts, tmp_path, monke
     run_script(script, monkeypatch, "--out", tmp_path, "--only", "writes,fails")
     page = script.page(tmp_path)
     assert "G, torch 2, today." in page
-    assert "| writes | it writes | done in" in page
-    assert "| fails | it fails | exit status 3 in" in page
+    assert "| writes | it writes | done (0 s)" in page
+    assert "| fails | it fails | exit status 3 (0 s)" in page
     assert "| hangs | it hangs | not run |" in page
 
 

@@ -274,7 +274,7 @@ def no_capture(monkeypatch):
         (("--budget", "soon"), "soon"),
         (("--controllers", 0), "controllers"),
         (("--evaluators", 0), "evaluators"),
-        (("--backend", "magic"), "simulated, threads, processes, ray"),
+        (("--backend", "magic"), "simulated, threads, processes, ranks, ray"),
         (("--setting", "speed=3"), "speed"),
         (("--setting", "rate=fast"), "rate"),
         (("--setting", "rate=0"), "rate above 0"),

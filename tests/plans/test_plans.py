@@ -260,6 +260,8 @@ def test_backward_ops_may_come_back_to_a_contiguous_device():
         (lambda raw: raw["costs"]["rows"][0].__setitem__(0, True), "costs.rows.0.0: "),
         (lambda raw: raw.update(objective="speed"), "objective"),
         (lambda raw: raw.update(made_for="a toaster"), "made_for"),
+        (lambda raw: raw.update(way="torchXcompile"), "way"),
+        (lambda raw: raw.update(measured={"eager": 1.0}), "measured: lacks 'placed'"),
     ],
 )
 def test_a_plan_file_of_the_wrong_shape_says_where(tmp_path, change, complaint):

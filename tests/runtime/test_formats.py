@@ -1,13 +1,15 @@
 """A record lists its fields once; its file follows from them."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypeAliasType
 
+from dovetail.runtime import formats
 from dovetail.runtime.formats import FILE_NAME, FINITE, file_type, first_complaint, to_file
 
 
@@ -71,3 +73,13 @@ def test_what_is_no_object_is_refused():
     with pytest.raises(ValidationError) as raised:
         ADAPTER.validate_python(3)
     assert first_complaint(raised.value) == "it is no JSON object"
+
+
+def test_arrays_are_seen_where_numpy_names_their_type_by_an_alias(monkeypatch):
+    """NumPy 2.5 does so on Python 3.12 and later."""
+    scalar = TypeVar("scalar", bound=np.generic)
+    alias = TypeAliasType("NDArray", NDArray[scalar], type_params=(scalar,))
+    monkeypatch.setattr(formats, "NDArray", alias)
+    for array in (NDArray, alias):
+        assert formats.dtype_of(array[np.int32]) is np.int32
+    assert formats.dtype_of(tuple[int, ...]) is formats.dtype_of(int) is None

@@ -59,7 +59,7 @@ def test_a_stopped_worker_that_reads_nothing_more_does_not_block_its_parent():
 def test_only_looks_in_a_row_at_a_stopped_process_count(monkeypatch, states, killed):
     left, kills, over = list(states), [], threading.Event()
     monkeypatch.setattr(stopped, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(stopped, "_state", lambda _pid: left.pop(0) if left else over.set() or "")
+    monkeypatch.setattr(stopped, "state_of", lambda _pid: left.pop(0) if left else over.set() or "")
     stopped.watch(-1, lambda: kills.append(over.set()), 0.0025)
     thread = stopped._thread
     if "Z" in states:

@@ -82,7 +82,7 @@ def test_torch_compile_keeps_its_code_in_the_cache_and_not_in_tmp(tmp_path, monk
     step = type("Step", (), {"loss": None})()
     monkeypatch.setattr(plain, "unpack_parcel", lambda *_: (torch.nn.ReLU(), None, step))
     monkeypatch.setattr(plain, "PlainModule", lambda *_, **__: None)
-    _Served(LoadPlain(None, True, 0, ""), 0)
+    _Served(LoadPlain(None, "default", 0, ""), 0)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
 
 

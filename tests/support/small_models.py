@@ -26,6 +26,12 @@ def trained():
     return Branches(), (torch.randn(8, 32),), nn.functional.mse_loss, (torch.randn(8, 32),)
 
 
+def of_many_examples():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return module, (torch.randn(1 << 18, 6),), nn.functional.mse_loss, (torch.randn(1 << 18, 3),)
+
+
 def other():
     torch.manual_seed(0)
     return Branches(depth=2), (torch.randn(8, 32),)

@@ -179,7 +179,9 @@ class Runs(RuleBasedStateMachine):
         assert share not in self.clients, "its owner is there"
         if worker < self.job.workers:
             own = set(range(*positions.pools[worker]))
-            leases = (self.owned[key] for key in self.owned if key[0] == worker)
+            leases = [self.owned[key] for key in self.owned if key[0] == worker]
+            # One that came late may hold a part of it, taken while its owner was away.
+            leases += [c.lease for c in self.clients.values() if c.lease is not None]
             assert own <= {p for lease in leases for p in range(lease.start, lease.stop)} | set(
                 self.committed
             )

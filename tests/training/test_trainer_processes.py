@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,31 @@ def children():
     while more := {pid for pid, parent in pairs if parent in found} - found:
         found |= more
     return found - {os.getpid()}
+
+
+PREPARES = """
+import sys
+import torch
+from dovetail.training.preparing import prepare
+from dovetail.training.request import TrainRequest
+from tests.support.training_models import cross_entropy, perceptron, table
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        print("own step")
+
+for optimizer in ("momentum", Own):
+    request = TrainRequest(perceptron(), cross_entropy, optimizer, lr=0.1, workers=2, batch=8)
+    prepare(request, table(64), None)
+    print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_an_optimizer_of_torch_is_not_tried_as_that_takes_long():
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARES], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["False", "own step"]
 
 
 def test_worker_processes_train_as_one_large_batch_and_are_gone_afterwards():

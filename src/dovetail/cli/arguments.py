@@ -80,9 +80,11 @@ def resolve(model: str, train: str = "", shape: Sequence[str] | None = None) -> 
     from dovetail.frontends.onnx import parse_shapes, unknown_flops
     from dovetail.graph import Graph
     from dovetail.pipeline.sources import resolve_model
+    from dovetail.training.request import prints
 
     shapes = parse_shapes(shape or ())
-    with progress_bar() as progress:
+    # Of several ranks the first one tells.
+    with progress_bar(is_shown=prints()) as progress:
         progress(f"capturing {model}", 0.0, None)
         step = resolve_model(model, train, shapes)
     unknown = unknown_flops(step) if isinstance(step, Graph) else {}

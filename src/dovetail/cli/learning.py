@@ -268,13 +268,17 @@ def _learn(
     given: "list[_Given]", request: LearnRequest, outputs: "LearningOutputs", *, as_json: bool
 ) -> None:
     """Check the request as far as possible, resolve the models, learn, and write the results."""
-    from dovetail.cli.learning_run import learn_and_write
+    from dovetail.cli.learning_run import LearningOutputs, learn_and_write
+    from dovetail.training.request import launched_rank
 
+    if launched_rank():
+        outputs = LearningOutputs()
     batch = len(given) > 1
     files = (outputs.policy, outputs.curves, outputs.report)
     read = [request.policy or "", *(word for one in given for word in (one.model, one.machine))]
     arguments.check_outputs(*files, None if batch else outputs.plans, inputs=read)
-    for path in (outputs.tensorboard, request.folder, outputs.plans if batch else None):
+    folder = None if launched_rank() else request.folder
+    for path in (outputs.tensorboard, folder, outputs.plans if batch else None):
         arguments.check_folder(None if path is None else Path(path))
     if outputs.tensorboard is not None:
         from dovetail.training.tensorboard import check_installed

@@ -26,14 +26,16 @@ from dovetail.cli.output import (
     show,
     show_json,
 )
-from dovetail.cli.training_run import typed
+from dovetail.cli.training_run import News, typed
 from dovetail.placers.learned.records import Point
+from dovetail.training.request import launched_rank
 from dovetail.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from dovetail.pipeline.learning import LearningResult
     from dovetail.pipeline.requests import LearnRequest, TaskRequest
     from dovetail.pipeline.sources import TellProgress
+    from dovetail.training.records import Event
 
 CURVES = ("best", "mean", "invalid", "entropy", "loss")
 """The fields of `Point` that TensorBoard shows."""
@@ -58,6 +60,10 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
     """
     from dovetail.pipeline.learning import learn_all
 
+    if launched_rank():
+        # Rank 0 alone writes and reports.
+        learn_all(request)
+        return
     # A run of so many seconds has no number of trials that it could be a share of.
     total = None if request.seconds else request.most_trials
     title = f"{_named(request.tasks)} by {request.method}"
@@ -74,7 +80,7 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
             if tensorboard is not None:
                 tensorboard.add(point)
 
-        result = learn_all(request, add, _say_once())
+        result = learn_all(request, add, _say_once(), _say_events())
     _write(result, request.tasks, outputs)
     if as_json:
         show_json(summary(result, request.tasks, outputs))
@@ -86,6 +92,18 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
         say(f"{len(result.failures)} trials failed, the last one: {result.failures[-1]}")
     if not any(result.plans):
         result.plan  # noqa: B018  without a plan it raises the error that says so
+
+
+def _say_events() -> "Callable[[Event], None]":
+    """A callback that says what happened to a controller or to the server."""
+    news = News("controller")
+
+    def happened(event: "Event") -> None:
+        # The summary says by itself that the run was interrupted.
+        if event.kind != "stopped" and (line := news.line(event)):
+            say(line)
+
+    return happened
 
 
 def summary(
@@ -210,11 +228,11 @@ def _named(tasks: "Sequence[TaskRequest]") -> str:
 def _say_once() -> "TellProgress":
     """A callback that says each thing that is done, when it begins. Progress with points is drawn
     elsewhere."""
-    said = set[str]()
+    told = set[str]()
 
     def tell(doing: str, _fraction: float, _best: float | None) -> None:
-        if doing not in said:
-            said.add(doing)
+        if doing not in told:
+            told.add(doing)
             say(doing)
 
     return tell

@@ -36,12 +36,16 @@ MOST_LISTED = 24
 
 
 @contextmanager
-def progress_bar() -> "Iterator[TellProgress]":
-    """Yields a `pipeline.TellProgress` that draws a bar on standard error.
+def progress_bar(*, is_shown: bool = True) -> "Iterator[TellProgress]":
+    """Yields a `pipeline.TellProgress` that draws a bar on standard error, or that does nothing
+    unless it `is_shown`.
 
     If that is not a terminal, it writes a line for each thing that is done. It begins after
     `QUIET_SECONDS`, so a quick command says nothing.
     """
+    if not is_shown:
+        yield lambda doing, fraction, best: None
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield from _progress_lines()

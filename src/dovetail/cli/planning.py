@@ -1,5 +1,6 @@
 """`dovetail plan`: finds a plan, or with `--phases` a plan for each phase, and prints it."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from dovetail.cli.arguments import (
     Asynchronous,
     Json,
     Model,
-    Replicas,
     Shape,
     Train,
     option,
@@ -21,7 +21,7 @@ from dovetail.cli.arguments import (
 from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
 from dovetail.errors import InfeasibleError, UsageError
 from dovetail.methods import PLACERS, listing
-from dovetail.pipeline.requests import OF_PHASES, PlanRequest
+from dovetail.pipeline.requests import AUTO, OF_PHASES, PlanRequest, field_help
 
 if TYPE_CHECKING:
     from dovetail.pipeline.phases import PhasesPlan
@@ -34,7 +34,13 @@ EPILOGS = {"plan": listing("Placers:", PLACERS)}
 def plan(  # noqa: PLR0913  one argument an option
     model: Model,
     train: Train = "",
-    replicas: Replicas = 1,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="Number of data-parallel towers, the modules tower.0, tower.1, ... Each has "
+            "MODEL's batch. " + field_help(PlanRequest, "replicas")
+        ),
+    ] = "1",
     asynchronous: Asynchronous = False,
     shape: Shape = None,
     machine: Annotated[
@@ -50,6 +56,11 @@ def plan(  # noqa: PLR0913  one argument an option
     objective: Annotated[
         str, option(PlanRequest, "objective", show_default="step; load for an instance")
     ] = PlanRequest.objective,
+    micro_batches: Annotated[
+        int, option(PlanRequest, "micro_batches", show_default="none")
+    ] = PlanRequest.micro_batches,
+    schedule: Annotated[str, option(PlanRequest, "schedule")] = PlanRequest.schedule,
+    recompute: Annotated[str, option(PlanRequest, "recompute")] = PlanRequest.recompute,
     contiguous: Annotated[
         bool, option(PlanRequest, "contiguous", "--contiguous")
     ] = PlanRequest.contiguous,
@@ -102,24 +113,27 @@ def plan(  # noqa: PLR0913  one argument an option
     arguments.check_outputs(out, report, inputs=[model, machine, policy or "", place or ""])
     options: dict[str, Any] = {
         "machine": machine, "placer": placer, "objective": objective, "contiguous": contiguous,
+        "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
         "budget": budget, "gap": gap, "seed": seed, "pins": _pins(pin), "caps": _caps(cap),
         "policy": policy, "finetune": finetune, "per_op": per_op, "whole": tuple(whole or ()),
         "format": made_for, "min_gain": arguments.share_of("--min-gain", min_gain), "place": place,
         "stages": stages, "compile": compiles, "compile_budget": compile_budget,
+        "replicas": AUTO if replicas == AUTO else "",
     }  # fmt: skip
+    count = 1 if replicas == AUTO else _count(replicas)
     if phases:
         of_step = {
-            "--train": train, "--replicas": replicas > 1, "--asynchronous": asynchronous,
+            "--train": train, "--replicas": count > 1, "--asynchronous": asynchronous,
             "--shape": shape,
         }  # fmt: skip
         refused = [name for name, is_given in of_step.items() if is_given]
         _plan_phases(model, phases, options, refused, (out, report, as_json))
         return
-    request = _request(model, train, shape, options, (replicas, asynchronous))
+    request = _request(model, train, shape, options, (count, asynchronous))
     try:
         with progress_bar() as progress:
             progress(f"capturing {model}", 0.0, None)
-            request = _captured(request, model, train, shape, (replicas, asynchronous))
+            request = _captured(request, model, train, shape, (count, asynchronous))
             from dovetail.pipeline.planning import find_plan
 
             found = find_plan(request, progress)
@@ -127,10 +141,19 @@ def plan(  # noqa: PLR0913  one argument an option
         if as_json and request.step is not None:
             show_json(_infeasible(model, request, error))
         raise
-    # The plan keeps the towers, so that the step can be made again from MODEL. A graph from a file
-    # does not say whether we replicated it.
-    source = replace(found.source, replicas=replicas, asynchronous=asynchronous)
-    _write(model, replace(found, source=source), request.planned_step, (out, report, as_json))
+    if count > 1:
+        # The plan keeps the towers, so that the step can be made again from MODEL. A graph from a
+        # file does not say whether we replicated it.
+        source = replace(found.source, replicas=count, asynchronous=asynchronous)
+        found = replace(found, source=source)
+    _write(model, found, request.planned_step, (out, report, as_json))
+
+
+def _count(replicas: str) -> int:
+    """The number that --replicas gives. Raises `UsageError`."""
+    if not re.fullmatch("[1-9][0-9]{0,6}", replicas):
+        raise UsageError("--replicas", f"is {replicas!r}; use a number of towers, or auto")
+    return int(replicas)
 
 
 def _pins(texts: Sequence[str] | None) -> list[tuple[str, str]]:

@@ -28,9 +28,20 @@ def machine(
     fresh: Annotated[
         bool, typer.Option(help="Measure anew, even if the cache has the rates")
     ] = False,
+    hosts: Annotated[
+        bool,
+        typer.Option(
+            "--hosts",
+            help="Under torchrun: the devices of all ranks as one machine, with the links between "
+            "them measured",
+        ),
+    ] = False,
 ) -> None:
     """Show a machine's devices and links. The rates of this machine are measured. Of its GPUs also
     matrix products, copies and peer access are shown, measured each time."""
+    if hosts:
+        _machine_of_hosts(name, out, fresh)
+        return
     from dovetail.machine import save_machine
     from dovetail.pipeline import Notes, resolve_machine
     from dovetail.reports import gpus_table, machine_table
@@ -57,6 +68,33 @@ def machine(
         say(note)
     if out is not None:
         save_machine(resolved, out)
+        say(f"wrote {out}")
+
+
+def _machine_of_hosts(name: str, out: Path | None, fresh: bool) -> None:
+    """Measure the machine of all ranks; rank 0 shows and writes it."""
+    from dovetail.cli.using import launched_ranks
+    from dovetail.machine import save_machine
+    from dovetail.pipeline import Notes
+    from dovetail.pipeline.hosts import machine_of_hosts
+    from dovetail.reports import machine_table
+
+    notes = Notes()
+    with launched_ranks() as ranks:
+        if ranks is None:
+            says = "joins the machines of several ranks; start one on each host by torchrun"
+            raise UsageError("--hosts", says)
+        if ranks.rank == 0:
+            check_outputs(out, inputs=[name])
+        with progress_bar(is_shown=ranks.rank == 0) as progress:
+            found = machine_of_hosts(name, ranks, progress, fresh=fresh, notes=notes)
+    if ranks.rank != 0:
+        return
+    show(machine_table(found))
+    for note in notes.texts:
+        say(note)
+    if out is not None:
+        save_machine(found, out)
         say(f"wrote {out}")
 
 

@@ -14,7 +14,7 @@ from dovetail.cli.weights import OUT_HELP, check_holds, check_new_folder, is_fol
 from dovetail.errors import ModelError, UsageError
 from dovetail.pipeline.requests import parse_seconds
 from dovetail.training.backends import BACKENDS
-from dovetail.training.request import PARTITIONS, TrainRequest
+from dovetail.training.request import PARTITIONS, TrainRequest, launched_rank, launched_ranks
 
 EPILOGS = {
     "train": """\
@@ -69,7 +69,9 @@ def train(  # noqa: PLR0913  one argument an option
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Workers that train side by side", show_default=_default("workers")
+            min=1,
+            help="Workers that train side by side; under torchrun by default at least one a rank",
+            show_default=_default("workers"),
         ),
     ] = None,
     window: Annotated[
@@ -114,7 +116,8 @@ def train(  # noqa: PLR0913  one argument an option
     backend: Annotated[
         str,
         typer.Option(
-            help="; ".join(f"{entry.name}: {entry.help}" for entry in BACKENDS.values()),
+            help="; ".join(f"{entry.name}: {entry.help}" for entry in BACKENDS.values())
+            + "; auto: ranks under torchrun, else processes",
             show_default=_default("backend"),
         ),
     ] = "",
@@ -203,7 +206,7 @@ def train(  # noqa: PLR0913  one argument an option
     """Train a model of your own with a parameter server and many workers.
 
     Ctrl-C keeps the best so far. If the run fails, the exit status is 1; --debug shows the first
-    traceback.
+    traceback. Under torchrun all ranks train together, and rank 0 reports.
     """
 
     if rules:
@@ -230,6 +233,12 @@ def train(  # noqa: PLR0913  one argument an option
         lease_seconds=parse_seconds("--lease", lease) if lease else None,
     )
     budget_seconds = parse_seconds("--budget", budget)
+    if launched_rank():
+        # Rank 0 alone writes anything.
+        history = tensorboard = report = folder = None
+        out = ""
+        settings.pop("folder", None)
+        settings.pop("resume", None)
     if is_folder(out):
         others = {"--folder": folder, "--tensorboard": tensorboard, "--history": history}
         check_new_folder(out, others | {"--report": report})
@@ -237,6 +246,8 @@ def train(  # noqa: PLR0913  one argument an option
     _check_others(history, tensorboard, folder)
     opened = open_setup(function, settings, policy)
     if suggest:
+        if launched_ranks() > 1:
+            raise UsageError("--suggest", "measures on one machine; start it without torchrun")
         from dovetail.cli.training_run import suggest_and_show
 
         suggest_and_show(function, opened, budget_seconds, as_json, context)
@@ -356,6 +367,7 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     if not 4 <= len(returned) <= 5 or not callable(returned[1]):
         raise refused(function, returned, RETURNS)
     model, loss, optimizer, *data = returned
+    settings = {"workers": max(launched_ranks(), DEFAULTS["workers"]), **settings}
     request = TrainRequest(model, loss, optimizer, **settings, policy=FailurePolicy(**policy))
     return Setup(request, *data)
 

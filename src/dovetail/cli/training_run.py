@@ -44,7 +44,7 @@ from dovetail.training.modules import parameters_of
 from dovetail.training.monitor import DivergenceWarning
 from dovetail.training.preparing import PreparedTraining, bind_rule, prepare
 from dovetail.training.records import Event, Outcome, Row
-from dovetail.training.request import TrainRequest
+from dovetail.training.request import TrainRequest, launched_rank
 from dovetail.training.rules.contract import Rule
 from dovetail.training.torch_optimizers import resolve_optimizer
 from dovetail.training.trainer import train
@@ -133,7 +133,7 @@ class TrainingProgress:
         self.live = False
         self._tell = tell
         self._bar, self._pace = RunBar(title, clock), LinePace(clock)
-        self._refusals = 0
+        self._news = News()
         self._lock = threading.Lock()
 
     @property
@@ -163,11 +163,9 @@ class TrainingProgress:
         with self._lock:
             if event.worker >= 0 and event.kind in STATES:
                 self.workers.setdefault(event.worker, _Recent()).state = STATES[event.kind]
-            self._refusals += event.kind == "refused"
-            is_told = event.kind != "refused" or self._refusals <= MOST_REFUSALS
-            is_last = event.kind == "refused" and self._refusals == MOST_REFUSALS
-        if event.kind not in ("joined", "left") and is_told:
-            self._tell(said(event) + ("; further refusals are not shown" if is_last else ""))
+            line = self._news.line(event)
+        if line:
+            self._tell(line)
 
     def evaluated(self, figures: dict[str, float]) -> None:
         """Note the figures of the center's last evaluation."""
@@ -209,9 +207,32 @@ class TrainingProgress:
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
-def said(event: Event) -> str:
+class News:
+    """Events as lines for the user.
+
+    worker   what a worker is called
+    """
+
+    def __init__(self, worker: str = "worker") -> None:
+        self._worker, self._refusals = worker, 0
+
+    def line(self, event: Event) -> str:
+        """The event in one line; "" for one that is no news, and for refusals after the first
+        `MOST_REFUSALS`, because a diverging run has thousands."""
+        if event.kind in ("joined", "left"):
+            return ""
+        if event.kind != "refused":
+            return _said(event, self._worker)
+        self._refusals += 1
+        if self._refusals > MOST_REFUSALS:
+            return ""
+        is_last = self._refusals == MOST_REFUSALS
+        return _said(event, self._worker) + "; further refusals are not shown" * is_last
+
+
+def _said(event: Event, worker: str) -> str:
     """An event in one line. Of a traceback it shows the last line."""
-    who = "the server" if event.worker < 0 else f"worker {event.worker}"
+    who = "the server" if event.worker < 0 else f"{worker} {event.worker}"
     detail = event.detail.strip().splitlines()[-1] if event.detail.strip() else ""
     what = {"server_restarted": "was restarted", "restarted": "was restarted", "lost": "was lost",
             "refused": "had a commit refused"}.get(event.kind, event.kind)  # fmt: skip
@@ -302,6 +323,9 @@ def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_
     If the run fails, its history until then is written as well, and its error is raised.
     """
     request = setup.request
+    if launched_rank():
+        train(request, setup.dataset, setup.validation)
+        return
     samples = _length(setup.dataset)
     progress = TrainingProgress(
         f"{function} by {request.rule_name}", request.workers, samples and samples * request.epochs

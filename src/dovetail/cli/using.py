@@ -1,15 +1,28 @@
 """`dovetail run`, `report` and `export`: run a plan, show it, or write it for another tool."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.arguments import Json, PlanFile, PlanModel, check_outputs, executable
+from dovetail.cli.arguments import (
+    Json,
+    PlanFile,
+    PlanModel,
+    check_folder,
+    check_outputs,
+    executable,
+)
 from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
+from dovetail.errors import UsageError
+
+if TYPE_CHECKING:
+    from dovetail.runtime.ranks import Ranks
 
 
-def run(
+def run(  # noqa: PLR0913  one argument an option
     plan: PlanFile,
     model: PlanModel = "",
     steps: Annotated[
@@ -25,20 +38,40 @@ def run(
         Path | None,
         typer.Option(help="Write the predicted and the measured step as one trace, for Perfetto"),
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Under torchrun: keep the state of a training step in this folder"),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints")] = 10,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a plan on this machine, and show the measured step beside the predicted one."""
+    """Run a plan on this machine, and show the measured step beside the predicted one.
+
+    Under torchrun each rank runs its devices of the plan, and rank 0 tells of it."""
     from dovetail import pipeline
     from dovetail.plans import PLACED
     from dovetail.reports import run_table
 
-    check_outputs(report, trace, inputs=[plan, model])
-    opened, step = pipeline.open_plan(plan, model)
-    captured = executable(opened, step)
-    with progress_bar() as progress:
-        progress("running", 0.0, None)
-        with pipeline.run(opened, captured, seed=seed) as placed:
-            measurement = placed.measure(steps=steps)
+    if resume and checkpoint is None:
+        raise UsageError("--resume", "goes on from --checkpoint DIR; name it as well")
+    check_folder(checkpoint)
+    with launched_ranks() as ranks:
+        tells = ranks is None or ranks.rank == 0
+        if tells:
+            check_outputs(report, trace, inputs=[plan, model])
+        opened, step = pipeline.open_plan(plan, model)
+        captured = executable(opened, step)
+        with progress_bar(is_shown=tells) as progress:
+            progress("running", 0.0, None)
+            with pipeline.run(opened, captured, seed=seed, ranks=ranks) as placed:
+                if checkpoint is not None:
+                    _keep(placed, checkpoint, every, resume)
+                measurement = placed.measure(steps=steps)
+        if not tells:
+            return
     if report is not None:
         pipeline.report(opened, step, report, measurement=measurement)
         say(f"wrote {report}")
@@ -69,6 +102,34 @@ def run(
         say(disturbance)
     if missing := pipeline.uncompiled(opened, captured):
         say(missing)
+
+
+def _keep(placed: object, folder: Path, every: int, resume: bool) -> None:
+    """Have checkpoints written, and go on from the last one if that was asked for."""
+    from dovetail.executors.hosts import HostsNetwork
+
+    if not isinstance(placed, HostsNetwork):
+        raise UsageError("--checkpoint", "is of a run on several ranks; start them by torchrun")
+    if not placed.captured.graph.training:
+        raise UsageError("--checkpoint", "keeps the state of training steps; plan with --train")
+    if resume:
+        step = placed.resume(folder)
+        if placed.ranks.rank == 0:
+            say(f"goes on from step {step}")
+    placed.keep_checkpoints(folder, every)
+
+
+@contextmanager
+def launched_ranks() -> "Iterator[Ranks | None]":
+    """The ranks of this run, if a launcher such as torchrun started several; else None."""
+    from dovetail.runtime.ranks import Ranks, host_name, place_of_ranks
+
+    place = place_of_ranks(host_name())
+    if place is None:
+        yield None
+        return
+    with Ranks(place) as ranks:
+        yield ranks
 
 
 def report(
@@ -108,7 +169,9 @@ def export(
         str,
         typer.Option(
             help="device-map: for Hugging Face accelerate; split-points: for "
-            "torch.distributed.pipelining; model-explorer: a folder for Google's Model Explorer; "
+            "torch.distributed.pipelining; torchtitan, megatron, vllm: stages of their layers; "
+            "torch-schedule: a pipeline's tasks as torch's CSV; "
+            "model-explorer: a folder for Google's Model Explorer; "
             "trace: for Perfetto; instance: a file like the published placement instances"
         ),
     ] = "device-map",
@@ -126,7 +189,9 @@ def export(
         check_outputs(out, inputs=[plan, model])
     opened, step = pipeline.open_to_show(plan, model)
     written = pipeline.export(opened, step, to, out)
-    if out is None:
-        show_json(written)
-    else:
+    if out is not None:
         say(f"wrote {out}")
+    elif isinstance(written, str):
+        print(written, end="")
+    else:
+        show_json(written)

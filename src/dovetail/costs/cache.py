@@ -148,9 +148,10 @@ class CostCache:
                 db.close()
         except sqlite3.OperationalError as error:
             raise UnwritableError(str(self.path), str(error)) from None
-        # SQLite repeats a damaged schema in its message, and Python decodes that.
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise self._damaged(str(error)) from None
+        # SQLite repeats a damaged schema in its message, which Python decodes, and asks for as much
+        # memory as a damaged page says.
+        except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
+            raise self._damaged(str(error) or type(error).__name__) from None
 
     def _number(self, value: Any) -> float:
         """A time or a spread from the file. SQLite keeps a value of another type as it is."""

@@ -166,6 +166,6 @@ class _MeasuredGpu:
     def _add(self, stream: Stream, call: Call, tag: int, frees: tuple[int, ...]) -> None:
         moved = on_gpu(call, self.device)
         if moved.random:
-            add_seeded(stream, moved, lambda: 0, tag=tag, frees=frees)
+            add_seeded(stream, moved, lambda: 0, self.device, tag=tag, frees=frees)
         else:
             stream.call(moved, tag=tag, frees=frees)

@@ -50,6 +50,7 @@ from dovetail.machine import Device, Machine
 from dovetail.machine.local import available_bytes
 from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs
 from dovetail.runtime.processes import Channel, Worker, launch, ready
+from dovetail.runtime.ranks import host_name
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import clock, summarise, time_call
@@ -372,7 +373,9 @@ Progress = Callable[[float], None]
 
 def device_key(device: Device, machine: Machine) -> str:
     """Return a cache key with everything that a measurement on this device depends on."""
-    peers = sum(_kind(other) == _kind(device) for other in machine.devices)
+    peers = sum(
+        _kind(other) == _kind(device) and other.host == device.host for other in machine.devices
+    )
     return (
         f"{device.model} | {_threads_of(device)} | {peers} at once | torch {torch.__version__} "
         f"| {runner_kind()} | protocol {PROTOCOL}"
@@ -568,13 +571,26 @@ def _run_everywhere(captured: Captured, machine: Machine) -> list[OpTimes] | Non
 
 
 def _measured_devices(machine: Machine) -> list[Device]:
-    """The devices that are measured, all at once: those that run anything, and of those that share
-    a GPU the first."""
+    """The devices that are measured, all at once: those of this host that run anything, and of
+    those that share a GPU the first."""
     found: dict[str, Device] = {}
     for device in machine.devices:
-        if device.kind != "host":
+        if device.kind != "host" and device.host in ("", host_name()):
             found.setdefault(device.torch_device or device.name, device)
     return list(found.values())
+
+
+def check_measurable(machine: Machine) -> None:
+    """Raise `MachineError` for a device of another host that is unlike all devices of this one:
+    what ops cost there cannot be measured here."""
+    kinds = _kinds(machine)
+    for device in machine.devices:
+        if device.kind != "host" and _kind(device) not in kinds:
+            raise MachineError(
+                f"device {device.name!r} of host {device.host!r} is a {device.model} "
+                f"({_threads_of(device)}), and host {host_name()!r} has none like it in "
+                f"{machine.name}, so what ops cost there cannot be measured here"
+            )
 
 
 def _threads_of(device: Device) -> str:

@@ -1,10 +1,11 @@
 """Executors run a checked plan for real, on the CPU devices and GPUs of one machine."""
 
 from dovetail.executors.placed import Measurement, PlacedNetwork, run
-from dovetail.executors.plain import PlainNetwork
+from dovetail.executors.plain import MODES, PlainNetwork
 from dovetail.executors.workers import Workers
 
 __all__ = [
+    "MODES",
     "Measurement",
     "PlacedNetwork",
     "PlainNetwork",

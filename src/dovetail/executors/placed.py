@@ -12,7 +12,7 @@ the workers. What lives on GPUs is copied from the block when a plan is loaded, 
 is asked for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -35,9 +35,11 @@ from dovetail.errors import (
 from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadGpus, ReadSources, SaveSources
 from dovetail.executors.shares import (
+    AwaitFlag,
     ReadSource,
     SendTensor,
     Share,
+    Shares,
     most_bytes,
     ops_of,
     share_out,
@@ -55,7 +57,7 @@ from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.processes import Worker, ready
-from dovetail.runtime.shared import Block
+from dovetail.runtime.shared import ALIGNMENT_BYTES, Block
 from dovetail.runtime.timers import summarise
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
@@ -215,28 +217,55 @@ class PlacedNetwork:
     """A loaded plan, ready to run steps; a context manager. `executors.run` makes it.
 
     A failed step closes it. Later calls raise `RunError` with that reason.
+
+    block        of shared memory, which `shares` lay out
+    abort        address of its abort flag
+    own_shares   those of the devices of this host
+    sources      tensor -> where it lies in the block
+    by_name      name of a source -> its tensor
+    steps        number of steps that were run; random ops draw by it
     """
 
     def __init__(
-        self, plan: Plan, captured: Captured, workers: Workers, owns_workers: bool, seed: int
+        self,
+        plan: Plan,
+        captured: Captured,
+        workers: Workers,
+        owns_workers: bool,
+        seed: int,
+        shares: Shares | None = None,
+        sources: Collection[int] | None = None,
     ) -> None:
+        """The plan, loaded on those of its devices that `workers` serve.
+
+        shares    of all devices of a run on several hosts (`executors.hosts`)
+        sources   tensors of the sources that this host keeps; all by default
+        """
         self.plan = plan
         self.captured = captured
         self.workers = workers
         self._owns_workers = owns_workers
         self._seed = seed
         self._closed = ""
-        self._steps = 0
+        self.steps = 0
         self._key = workers.new_key()
-        self._shares = share_out(plan, captured.graph, captured.program)
-        _check_memory(plan.machine.name, self._shares.size_bytes)
-        for share in self._shares.shares:
+        self.shares = shares or share_out(plan, captured.graph, captured.program)
+        self.own_shares = tuple(s for s in self.shares.shares if s.device in workers.devices)
+        needed_bytes = self.shares.size_bytes
+        if shares is not None:
+            needed_bytes = part_bytes(self.shares, self.own_shares, sources)
+        _check_memory(plan.machine.name, needed_bytes)
+        for share in self.own_shares:
             _check_gpu_memory(plan.machine.devices[share.device], share, captured)
-        self._block = Block.create(self._shares.size_bytes)
-        self._abort = address_of(self._block.view(self._shares.abort, (1,), np.int64))
-        self._sources = {t: tensor_at(self._block, s) for t, s in self._shares.sources.items()}
-        self._by_name = _source_tensors(captured)
-        self._held = _fill(captured, self._sources, seed)
+        self.block = Block.create(self.shares.size_bytes)
+        self.abort = address_of(self.block.view(self.shares.abort, (1,), np.int64))
+        self.sources = {
+            tensor: tensor_at(self.block, slot)
+            for tensor, slot in self.shares.sources.items()
+            if sources is None or tensor in sources
+        }
+        self.by_name = _source_tensors(captured)
+        self._held = _fill(captured, self.sources, seed)
         self._fed = False
         self._processes: list[Worker] = []
         self._of_processes: list[Share] = []
@@ -253,20 +282,20 @@ class PlacedNetwork:
         of another value, and `WorkerError` or `WorkerDiedError` if a device fails.
         """
         self.feed(self.captured.signature.tensors(args, kwargs))
-        self._advance()
-        return self._results()
+        self.advance()
+        return self.results()
 
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
         for source, name, tensor in labelled(self.captured, tensors, self._seed):
-            if source in self._by_name:
-                _copy_into(self._sources[self._by_name[source]], tensor, name)
+            if self.by_name.get(source) in self.sources:
+                _copy_into(self.sources[self.by_name[source]], tensor, name)
         if self._inputs_on_gpus:
             self._with_gpus(ReadSources(self._key, self._inputs_on_gpus))
         self._fed = True
 
-    def _advance(self, timed: bool = False) -> float:
+    def advance(self, timed: bool = False) -> float:
         """Run one step on what was fed last. With `timed`, stamp every instruction for `timeline`.
 
         Returns seconds, from the first device's start to the last device's end.
@@ -274,8 +303,8 @@ class PlacedNetwork:
         self._check_open()
         if not self._fed:
             self.feed()
-        self._steps += 1
-        request = Step(self._key, self._steps, timed)
+        self.steps += 1
+        request = Step(self._key, self.steps, timed)
         waiting = dict(zip(self._processes, self._of_processes, strict=True))
         try:
             self._send(request, waiting)
@@ -283,14 +312,18 @@ class PlacedNetwork:
         except BaseException as error:
             self._give_up(waiting, error)
             raise
-        begin, end = step_span(self._shares.shares, self._block)
+        begin, end = step_span(self.own_shares, self.block)
         return (end - begin) / 1e9
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of parameters and buffers, by their names in the plain module's state_dict."""
         self._check_open()
-        self._with_gpus(SaveSources(self._key))
-        return {name: self._value_of(name).clone() for name in self.captured.module.state_dict()}
+        self.save()
+        return {
+            name: value.clone()
+            for name in self.captured.module.state_dict()
+            if (value := self._value_of(name)) is not None
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set parameters and buffers.
@@ -299,15 +332,19 @@ class PlacedNetwork:
         case nothing has changed.
         """
         self._check_open()
-        names = self.captured.module.state_dict()
-        self._with_gpus(SaveSources(self._key))
-        _load_values("state_dict", {name: self._value_of(name) for name in names}, state)
-        self._with_gpus(ReadSources(self._key))
+        self.save()
+        values = {
+            name: value
+            for name in self.captured.module.state_dict()
+            if (value := self._value_of(name)) is not None
+        }
+        _load_values("state_dict", values, state)
+        self.reload()
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"."""
         self._check_open()
-        self._with_gpus(SaveSources(self._key))
+        self.save()
         return {name: value.clone() for name, value in self._optimizer_state().items()}
 
     def load_optimizer_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -317,9 +354,9 @@ class PlacedNetwork:
         of the step in this run.
         """
         self._check_open()
-        self._with_gpus(SaveSources(self._key))
+        self.save()
         _load_values("optimizer_state_dict", self._optimizer_state(), state)
-        self._with_gpus(ReadSources(self._key))
+        self.reload()
 
     def measure(
         self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
@@ -334,7 +371,7 @@ class PlacedNetwork:
         cores = [core for device in self.plan.machine.devices for core in device.cores]
         neighbours = Neighbours(cores, self.workers.pids)
         return measure_steps(
-            self._advance,
+            self.advance,
             self._timeline,
             steps=steps,
             warmup=warmup,
@@ -347,11 +384,11 @@ class PlacedNetwork:
         These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
         serves as the reward of a search.
         """
-        return time_steps(self._advance, steps)
+        return time_steps(self.advance, steps)
 
     def timeline(self) -> Timeline:
         """The timeline of one more step, on what was fed last or on the captured examples."""
-        self._advance(timed=True)
+        self.advance(timed=True)
         return self._timeline()
 
     def close(self) -> None:
@@ -377,18 +414,19 @@ class PlacedNetwork:
         self.close()
 
     def _timeline(self) -> Timeline:
-        return timeline_of(self.plan.machine, self._shares.shares, self._block)
+        return timeline_of(self.plan.machine, self.shares.shares, self.block)
 
     def _load(self) -> None:
         graph = self.captured.graph
         devices = self.plan.machine.devices
         # Of each process the share by which it is named in errors: all GPUs have one process.
-        on_gpus = [share for share in self._shares.shares if devices[share.device].torch_device]
-        self._of_processes = [s for s in self._shares.shares if s not in on_gpus[1:]]
-        gpus = next((d for d, device in enumerate(devices) if device.torch_device), -1)
+        own = self.workers.devices
+        on_gpus = [share for share in self.own_shares if devices[share.device].torch_device]
+        self._of_processes = [s for s in self.own_shares if s not in on_gpus[1:]]
+        gpus = next((d for d in own if devices[d].torch_device), -1)
         if devices[self.plan.machine.host_index].torch_device:
             self._inputs_on_gpus = frozenset(
-                self._by_name[source.name]
+                self.by_name[source.name]
                 for source in self.captured.program.sources
                 if source is not None and source.role == "input"
             )
@@ -409,9 +447,9 @@ class PlacedNetwork:
                     ops = [op for each in on_gpus for op in each.ops]
                     number, calls = self._unsent(gpus, ops)
                     random = self.captured.program.random_ops
-                    steps = steps_of(self.plan, graph, self._shares.shares, random)
+                    steps = steps_of(self.plan, graph, self.shares.shares, random, own)
                     limits: dict[str, int] = {}
-                    for device in devices:
+                    for device in (devices[d] for d in own):
                         if name := device.torch_device:
                             limits[name] = limits.get(name, 0) + device.memory_bytes
                     load: object = LoadGpus(
@@ -424,7 +462,7 @@ class PlacedNetwork:
                     number, calls = self._unsent(share.device, share.ops)
                     load = Load(self._key, share, number, calls, graph.tensors, self._seed, beside)
                 process.send(load)
-                process.send_descriptor(self._block.descriptor)
+                process.send_descriptor(self.block.descriptor)
             for process, share in zip(self._processes, self._of_processes, strict=True):
                 if isinstance(reply := process.receive(), Failed):
                     raise self._error_of(reply, share)
@@ -438,6 +476,15 @@ class PlacedNetwork:
         program = self.captured.program
         number, fresh = self.workers.unsent(program, device, ops)
         return number, {op: call for op in fresh if (call := program.calls[op]) is not None}
+
+    def save(self) -> None:
+        """Bring what lives on GPUs into the block."""
+        self._with_gpus(SaveSources(self._key))
+
+    def reload(self, tensors: Collection[int] | None = None) -> None:
+        """Bring what lives on GPUs from the block: all sources, or those of `tensors`."""
+        wanted = None if tensors is None else frozenset(tensors)
+        self._with_gpus(ReadSources(self._key, wanted))
 
     def _with_gpus(self, request: SaveSources | ReadSources) -> None:
         """Have the GPUs' process bring their sources and the block into agreement."""
@@ -464,7 +511,7 @@ class PlacedNetwork:
                     reply = process.receive()
                 except (ProcessDiedError, ProcessError) as error:
                     # A process that is gone cannot set the flag itself, and the others wait for it.
-                    publish(self._abort, 1)
+                    publish(self.abort, 1)
                     failure = failure or self._failure(share, error)
                 else:
                     if isinstance(reply, Failed):
@@ -486,7 +533,7 @@ class PlacedNetwork:
     def _failure(self, share: Share, error: ProcessDiedError | ProcessError) -> RunError:
         """The error for a process that is gone, naming the device and the op that was running."""
         name = self._device_name(share)
-        index = progress_of(share, self._block)[0]
+        index = progress_of(share, self.block)[0]
         op = self._op_name(share.instructions[index].op if index >= 0 else -1)
         # Without this process the others cannot serve a plan either.
         self.workers.closed = True
@@ -499,7 +546,7 @@ class PlacedNetwork:
 
         Borrowed workers live on if all of them answer; otherwise they are killed.
         """
-        publish(self._abort, 1)
+        publish(self.abort, 1)
         if not self._owns_workers and not self.workers.closed:
             try:
                 for process in waiting:
@@ -515,33 +562,38 @@ class PlacedNetwork:
     def _release(self, reason: str) -> None:
         if not self._closed:
             self._closed = reason
-            self._sources.clear()
-            self._block.close()
+            self.sources.clear()
+            self.block.close()
 
     def _check_open(self) -> None:
         """Raise `RunError` if this plan was closed."""
         if self._closed:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
 
-    def _results(self) -> Any:
+    def results(self) -> Any:
         """What the step returns, as copies: the next step writes over the slots."""
         values = {
-            tensor: distinct(tensor_at(self._block, slot), slot.strides).expand(slot.shape).clone()
-            for tensor, slot in self._shares.outputs.items()
+            tensor: distinct(tensor_at(self.block, slot), slot.strides).expand(slot.shape).clone()
+            for tensor, slot in self.shares.outputs.items()
         }
         return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
 
-    def _value_of(self, name: str) -> Tensor:
-        """The parameter or buffer itself, not a copy, by any of its names."""
+    def _value_of(self, name: str) -> Tensor | None:
+        """The parameter or buffer itself, not a copy, by any of its names; None if this host does
+        not keep it."""
         name = self.captured.program.aliases.get(name, name)
-        return self._sources[self._by_name[name]] if name in self._by_name else self._held[name]
+        if name not in self.by_name:
+            return self._held[name]
+        return self.sources.get(self.by_name[name])
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         """The tensors of the optimizer's state themselves, not copies, by name."""
         return {
-            source.name: self._sources[self._by_name[source.name]]
+            source.name: value
             for source in self.captured.program.sources
-            if source is not None and source.role == "state"
+            if source is not None
+            and source.role == "state"
+            and (value := self.sources.get(self.by_name[source.name])) is not None
         }
 
     def _device_name(self, share: Share) -> str:
@@ -615,8 +667,11 @@ def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str
             if source is None or source.role == "input":
                 continue
             tensor = captured.graph.outputs_of(op)[0]
-            if source.role in ("parameter", "buffer"):
-                sources[tensor].copy_(held.pop(source.name))
+            value = held.pop(source.name) if source.role in ("parameter", "buffer") else None
+            if tensor not in sources:  # another host's
+                continue
+            if value is not None:
+                sources[tensor].copy_(value)
             elif source.fill is not None:
                 sources[tensor].fill_(source.fill)
             else:
@@ -624,6 +679,23 @@ def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str
                 strides = captured.graph.strides[tensor]
                 distinct(sources[tensor], strides).copy_(distinct(value, strides))
     return {name: value.detach().clone() for name, value in held.items()}
+
+
+def part_bytes(shares: Shares, own: Sequence[Share], sources: Collection[int] | None) -> int:
+    """The bytes of the block that a host of several touches: what its devices send and receive, the
+    sources that it keeps, and all outputs. The rest of the block takes no memory there."""
+    slots = [
+        slot for tensor, slot in shares.sources.items() if sources is None or tensor in sources
+    ]
+    slots += shares.outputs.values()
+    slots += [
+        instruction.slot
+        for share in own
+        for instruction in share.instructions
+        if isinstance(instruction, (SendTensor, AwaitFlag)) and instruction.slot is not None
+    ]
+    touched = {slot.offset: slot.bytes + ALIGNMENT_BYTES for slot in slots if slot.offset >= 0}
+    return sum(touched.values())
 
 
 def _check_memory(machine: str, needed_bytes: int) -> None:

@@ -45,11 +45,12 @@ from dovetail.executors.placed import (
 from dovetail.executors.worker import Failed, UseThreads
 from dovetail.executors.workers import check_here
 from dovetail.frontends.interpret import seed_for, source_value
-from dovetail.frontends.plain import PlainModule
+from dovetail.frontends.plain import GRAPHS, PlainModule
 from dovetail.frontends.program import Captured
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
 from dovetail.machine import Machine
+from dovetail.plans import COMPILED, EAGER, REDUCED
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of
@@ -58,6 +59,8 @@ from dovetail.runtime.torch_versions import pytree
 from dovetail.runtime.user_code import UserCode, line_of
 from dovetail.timeline import Timeline
 
+MODES = {EAGER: "", COMPILED: "default", REDUCED: GRAPHS}
+"""Way to run the step -> the mode of `torch.compile`; "": it is not compiled."""
 ENTRY = "dovetail.executors.plain:serve"
 """The function that the process runs, as `launch` takes it."""
 
@@ -67,7 +70,7 @@ class LoadPlain:
     """Asks for the module in the parcel, whose block's descriptor follows; the reply is "ready"."""
 
     parcel: Parcel
-    compiled: bool
+    mode: str
     seed: int
     torch_device: str
 
@@ -133,14 +136,14 @@ class _Served:
             torch.manual_seed(load.seed)
             module = module()
         _fill_main(module, step.loss)
-        if load.compiled:
+        if load.mode:
             use_own_cache()
         self.seed = load.seed
         self.cuda = cuda_of([load.torch_device]) if load.torch_device else None
         self.device = torch_device_of(load.torch_device) if load.torch_device else None
         if self.device is not None:
             module.to(self.device)
-        self.plain = PlainModule(module, signature, step, compiled=load.compiled)
+        self.plain = PlainModule(module, signature, step, mode=load.mode)
         self.tensors: tuple[Tensor, ...] = ()
 
     def answer(self, request: object) -> object:
@@ -196,7 +199,7 @@ class PlainNetwork:
     `PlacedNetwork`.
 
     machine    of one device, whose cores and threads the step has, or a GPU
-    compiled   True: by `torch.compile`
+    mode       of `torch.compile`, whose first step compiles; "": eager
     seed       seeds the weights if the captured module is fake, and each step's random numbers
     threads    on which each op runs now
 
@@ -205,11 +208,11 @@ class PlainNetwork:
     """
 
     def __init__(
-        self, captured: Captured, machine: Machine, *, compiled: bool = False, seed: int = 0
+        self, captured: Captured, machine: Machine, *, mode: str = "", seed: int = 0
     ) -> None:
         (self.device,) = machine.devices
         check_here(self.device)
-        self.machine, self.captured, self.compiled = machine, captured, compiled
+        self.machine, self.captured, self.mode = machine, captured, mode
         self.threads = self.device.op_threads
         self._seed, self._steps, self._fed, self._closed = seed, 0, False, ""
         parcel, self._block = _pack(captured)
@@ -224,7 +227,7 @@ class PlainNetwork:
         try:
             self._process.send(threads)
             self._ask_ready()
-            self._process.send(LoadPlain(parcel, compiled, seed, self.device.torch_device))
+            self._process.send(LoadPlain(parcel, mode, seed, self.device.torch_device))
             self._process.send_descriptor(self._block.descriptor)
             self._ask_ready()
         except BaseException:
@@ -330,7 +333,7 @@ class PlainNetwork:
     def close(self) -> None:
         """End the process."""
         # In the middle of a compilation it would not see that its channel is closed.
-        self._release("it was closed", kill=self.compiled)
+        self._release("it was closed", kill=bool(self.mode))
 
     def __enter__(self) -> Self:
         return self
@@ -341,7 +344,7 @@ class PlainNetwork:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._release("it was closed", kill=error is not None or self.compiled)
+        self._release("it was closed", kill=error is not None or bool(self.mode))
 
     def _seconds_of_one(self, _timed: bool) -> float:
         return self._advance()[0]

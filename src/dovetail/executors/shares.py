@@ -211,26 +211,37 @@ class Share:
 class Shares:
     """The shares of all devices, and the layout of the block that they have in common.
 
-    abort              offset of the abort flag
+    abort, barrier     offsets of the abort flag and of the barrier's flags
     sources, outputs   tensor -> slot
     """
 
     shares: tuple[Share, ...]
     size_bytes: int
     abort: int
+    barrier: int
     sources: dict[int, BlockSlot]
     outputs: dict[int, BlockSlot]
 
 
-def share_out(plan: Plan, graph: Graph, program: Program | None = None) -> Shares:
+def share_out(
+    plan: Plan,
+    graph: Graph,
+    program: Program | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Shares:
     """The shares of a plan, which must be one that `plans.check` accepts. Nothing runs compiled
-    without the step's program."""
+    without the step's program.
+
+    ranks   [devices] the rank that runs each device, of a run on several hosts. Each rank has a
+            block of its own with this layout, of which it uses its part, and one seat more, which
+            is its bridge's to the other ranks (`executors.hosts`)
+    """
     stages = stages_of(plan, graph)
     devices = range(len(stages))
     layout = Layout()
-    abort, barrier = layout.reserve(INT64_BYTES), layout.reserve(LINE_BYTES * len(devices))
+    abort, barrier = layout.reserve(INT64_BYTES), layout.reserve(LINE_BYTES * (len(devices) + 1))
     outputs = tuple(dict.fromkeys(graph.outputs.tolist()))
-    builder = _InstructionBuilder(plan, graph, stages, layout, outputs, program)
+    builder = _InstructionBuilder(plan, graph, stages, layout, outputs, program, ranks)
     source_slots = builder.source_slots
     instructions = [tuple(builder.instructions(device, stages[device])) for device in devices]
     output_slots = {
@@ -254,12 +265,17 @@ def share_out(plan: Plan, graph: Graph, program: Program | None = None) -> Share
     ]
     # A device that runs nothing and copies no output gets no process.
     seated = [device for device in devices if instructions[device] or copied_out[device]]
-    processes = list(dict.fromkeys(map(builder.process_of, seated)))
+    processes: dict[int, list[int]] = defaultdict(list)  # of each rank, which have its seats
+    for device in seated:
+        of_rank = processes[builder.ranks[device]]
+        if builder.process_of(device) not in of_rank:
+            of_rank.append(builder.process_of(device))
+    bridges = 0 if ranks is None else 1
     shares = tuple(
         Share(
             device=device,
-            seat=processes.index(builder.process_of(device)),
-            seats=len(processes),
+            seat=processes[builder.ranks[device]].index(builder.process_of(device)),
+            seats=len(processes[builder.ranks[device]]) + bridges,
             barrier=barrier,
             abort=abort,
             instructions=instructions[device],
@@ -270,7 +286,7 @@ def share_out(plan: Plan, graph: Graph, program: Program | None = None) -> Share
         )
         for device in seated
     )
-    return Shares(shares, layout.size_bytes, abort, source_slots, output_slots)
+    return Shares(shares, layout.size_bytes, abort, barrier, source_slots, output_slots)
 
 
 class _InstructionBuilder:
@@ -282,6 +298,7 @@ class _InstructionBuilder:
     flags            (op, tensor or -1, destination) -> (offset of the flag, slot)
     control_targets  op -> the other devices where ops wait for its end by control edges
     control_before   op -> the ops on other devices that it waits for by control edges
+    ranks            [devices] rank that runs each; all are of rank 0 in a run on one host
     """
 
     def __init__(
@@ -292,8 +309,10 @@ class _InstructionBuilder:
         layout: Layout,
         outputs: tuple[int, ...],
         program: Program | None,
+        ranks: Sequence[int] | None,
     ) -> None:
         self.plan = plan
+        self.ranks = ranks or [0] * len(plan.machine.devices)
         self.program = program
         self.compiled = compiled_stages(plan) if program is not None else set()
         self.graph = graph
@@ -329,14 +348,26 @@ class _InstructionBuilder:
         return self.plan.machine.devices[self.producing_device(tensor)].kind == "host"
 
     def process_of(self, device: int) -> int:
-        """The device whose process runs this one's share: that of the first GPU for all GPUs."""
-        return self.on_gpu.index(True) if self.on_gpu[device] else device
+        """The device whose process runs this one's share: that of the rank's first GPU for all of
+        its GPUs."""
+        if not self.on_gpu[device]:
+            return device
+        return next(
+            other
+            for other, on_gpu in enumerate(self.on_gpu)
+            if on_gpu and self.ranks[other] == self.ranks[device]
+        )
 
     def is_read_from_block(self, op: int, destination: int) -> bool:
-        """True if a GPU reads the op's tensors from the block by itself: those of a source that
-        does not live on a GPU."""
+        """True if a GPU reads the op's tensors from the block by itself: those of a source of its
+        host that does not live on a GPU."""
         home = self.placement[op]
-        return bool(self.graph.is_source[op] and self.on_gpu[destination] and not self.on_gpu[home])
+        return bool(
+            self.graph.is_source[op]
+            and self.on_gpu[destination]
+            and not self.on_gpu[home]
+            and self.ranks[destination] == self.ranks[home]
+        )
 
     def sources_in_place(self, device: int, stages: Stages) -> set[int]:
         """Tensors of the sources that the device needs in place.
@@ -368,8 +399,13 @@ class _InstructionBuilder:
         key = (op, tensor, destination)
         if key not in self.flags:
             # The copy keeps the original's address modulo a cache line: some kernels of BLAS
-            # libraries round differently by alignment. Between GPUs nothing goes through the block.
-            in_block = not (self.on_gpu[self.placement[op]] and self.on_gpu[destination])
+            # libraries round differently by alignment. Between GPUs of one host nothing goes
+            # through the block.
+            home = self.placement[op]
+            in_block = (
+                not (self.on_gpu[home] and self.on_gpu[destination])
+                or self.ranks[home] != self.ranks[destination]
+            )
             slot = None
             if tensor >= 0:
                 slot = self.slot(tensor, slack_bytes=ALIGNMENT_BYTES, in_block=in_block)

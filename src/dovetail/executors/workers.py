@@ -7,7 +7,7 @@ with Workers(machine) as workers:
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -29,14 +29,16 @@ class Workers:
     """One pinned process per CPU device and one for all GPUs, each started when a plan first needs
     it. A context manager.
 
-    Raises `UsageError` or `MachineError` for a machine whose devices are not of the machine that we
-    run on.
+    devices   indices of those devices of the machine that this host has; all by default
+
+    Raises `UsageError` or `MachineError` for devices that are not of the machine that we run on.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        for device in machine.devices:
-            if device.kind != "host":
-                check_here(device)
+    def __init__(self, machine: Machine, devices: Collection[int] | None = None) -> None:
+        self.devices = tuple(range(len(machine.devices)) if devices is None else devices)
+        for index in self.devices:
+            if machine.devices[index].kind != "host":
+                check_here(machine.devices[index])
         self.machine = machine
         self.closed = False
         self._stack = ExitStack()
@@ -59,7 +61,7 @@ class Workers:
                 if device.torch_device:
                     worker = launch(GPUS_ENTRY, name="GPUs")
                     told: object = tuple(
-                        d.torch_device for d in self.machine.devices if d.torch_device
+                        name for d in self.devices if (name := self.machine.devices[d].torch_device)
                     )
                 else:
                     told = device.op_threads

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dovetail.frontends.fused_updates import fused_updates, has_fused_kernel
 from dovetail.frontends.program import Call
 from dovetail.runtime.torch_versions import pytree
+
+aten = torch.ops.aten
+_ROWS_OF_SUMS = 32
+"""torch's memory-efficient attention pads the rows of its sums to a multiple of this."""
+_ALIGNED = 8
+_OLDEST_CAPABILITY = {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)}
+"""dtype -> the capability that a GPU needs for that kernel."""
 
 
 def on_gpu(call: Call, device: torch.device) -> Call:
@@ -43,6 +51,12 @@ def attention(
     logarithm of the sum of the exponentials of the scores)."""
     if dropout_p:
         raise RuntimeError("the kernel of CPUs has no dropout")
+    if _has_kernel(query, key, value, attn_mask):
+        output, padded, _, _ = aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, None, True, 0.0, is_causal, scale=scale
+        )
+        sums = padded[..., : query.shape[-2]].transpose(1, 2).contiguous().transpose(1, 2)
+        return _laid_as(query, output), sums
     scores = _scores(query, key, is_causal, attn_mask, scale)
     # In memory it is [batch, queries, heads].
     logsumexp = torch.logsumexp(scores, -1).transpose(1, 2).contiguous().transpose(1, 2)
@@ -66,6 +80,20 @@ def attention_backward(  # noqa: PLR0913  the arguments of the op
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`aten._scaled_dot_product_flash_attention_for_cpu_backward`: gradients of query, key and
     value. Dao et al., "FlashAttention", NeurIPS 2022, appendix B.2."""
+    if _has_kernel(query, key, value, attn_mask):
+        rows = logsumexp.shape[-1]
+        # The kernel reads the sums of a head one after another.
+        padded = pad(logsumexp, (0, -rows % _ROWS_OF_SUMS), value=torch.inf).contiguous()
+        # Nothing is dropped, so the numbers of the random state are not read.
+        state = torch.empty((), dtype=torch.int64, device=query.device)
+        if not _is_aligned(grad_out):
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+        gradients = aten._scaled_dot_product_efficient_attention_backward.default(
+            grad_out, query, key, value, None, out, padded, state, state, 0.0,
+            [True, True, True, False], is_causal, scale=scale,
+        )  # fmt: skip
+        of_query, of_key, of_value = map(_by_position, gradients[:3], (query, key, value))
+        return of_query, of_key, of_value
     scores = _scores(query, key, is_causal, attn_mask, scale)
     weights = torch.exp(scores - torch.where(logsumexp.isinf(), 0, logsumexp).unsqueeze(-1))
     grad, out = grad_out.to(scores.dtype), out.to(scores.dtype)
@@ -80,16 +108,39 @@ def attention_backward(  # noqa: PLR0913  the arguments of the op
     return of_query, of_key, of_value
 
 
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+    """True if torch's memory-efficient attention takes these. It never has all scores in memory."""
+    if query.device.type != "cuda" or attn_mask is not None:
+        return False
+    oldest = _OLDEST_CAPABILITY.get(query.dtype)
+    return (
+        oldest is not None
+        and torch.cuda.get_device_capability(query.device) >= oldest
+        and all(map(_is_aligned, (query, key, value)))
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and 0 not in (*query.shape, *key.shape)
+    )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """True if each head of each position begins at a multiple of `_ALIGNED` elements and has a
+    multiple of them, one after another."""
+    begins = (tensor.storage_offset(), *tensor.stride()[:-1], tensor.shape[-1])
+    return tensor.stride(-1) == 1 and not any(number % _ALIGNED for number in begins)
+
+
 def _laid_as(like: Tensor, value: Tensor) -> Tensor:
     """The value in the layout that the kernel of CPUs gives its output: that of the query."""
-    return torch.empty_like(like, dtype=value.dtype).copy_(value)
+    laid = torch.empty_like(like, dtype=value.dtype)
+    return value if value.stride() == laid.stride() else laid.copy_(value)
 
 
 def _by_position(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient in the layout that the kernel of CPUs gives it: [batch, positions, heads, size]
     in memory."""
     laid = torch.empty_permuted(like.shape, (0, 2, 1, 3), dtype=like.dtype, device=like.device)
-    return laid.copy_(gradient)
+    is_laid = (gradient.dtype, gradient.stride()) == (laid.dtype, laid.stride())
+    return gradient if is_laid else laid.copy_(gradient)
 
 
 def _scores(

@@ -4,10 +4,10 @@
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]
     what could run code.
     """
 
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise FileFormatError(path, "there is no such file")
     check_archive(path)
     try:

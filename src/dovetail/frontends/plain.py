@@ -1,9 +1,9 @@
 """A captured step as its user runs it without a plan: the module, its loss, torch's own optimizer.
 
     eager           module(*inputs) ─► loss ─► backward ─► step of torch.optim
-    torch.compile   the same, with module and loss compiled together in the default mode
+    torch.compile   the same, with module and loss compiled together
 
-Plans are compared with both, and where one of them is the fastest it is what runs.
+Plans are compared with these, and where one of them is the fastest it is what runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +26,16 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, arguments: Sequence[An
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
+GRAPHS = "reduce-overhead"
+"""The mode of `torch.compile` that replays CUDA graphs."""
+
+
 class PlainModule:
     """The module at work: each step changes its parameters and the optimizer's state.
 
     module      with real weights; it is used as it is, not copied
-    compiled    True: module and loss are compiled by `torch.compile`. The first step compiles them
-    mode        of `torch.compile`
+    mode        of `torch.compile`, which compiles module and loss in the first step; "": it is not
+                used
     """
 
     def __init__(
@@ -40,14 +44,15 @@ class PlainModule:
         signature: Signature,
         step: PlainStep,
         *,
-        compiled: bool = False,
-        mode: str = "default",
+        mode: str = "",
     ) -> None:
         self.module = module
         self._signature = signature
         self._compute = _compute(module, step)
-        if compiled:
+        if mode:
             self._compute = torch.compile(self._compute, mode=mode)
+        # What a step returned may be overwritten by the next one's graph.
+        self._begins = torch.compiler.cudagraph_mark_step_begin if mode == GRAPHS else None
         self._optimizer: torch.optim.Optimizer | None = None
         if step.optimizer is not None:
             trained = [p for p in module.parameters() if p.requires_grad]
@@ -58,6 +63,8 @@ class PlainModule:
         training, and else what the module returns."""
         signature, optimizer = self._signature, self._optimizer
         count = len(signature.names)
+        if self._begins is not None:
+            self._begins()  # type: ignore[no-untyped-call]
         args, kwargs = signature.call(tensors[:count])
         if optimizer is None:
             with torch.inference_mode():

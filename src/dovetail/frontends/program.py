@@ -150,6 +150,9 @@ class Signature:
     target_structure   tuple with a `Slot` for each tensor
     inputs, targets    the example tensors, as given (fake or real), by their slots
     names, target_names   their names, such as "input_ids" or "past_key_values.layers.0.keys"
+    parts              the step is called with a batch of which each tensor is split into so many
+                       equal parts along dimension 0. `inputs`, `targets` and their names are those
+                       of all parts, one part after another
     """
 
     arguments: dict[str, Any]
@@ -159,6 +162,7 @@ class Signature:
     targets: tuple[Tensor, ...]
     names: tuple[str, ...]
     target_names: tuple[str, ...]
+    parts: int = 1
 
     @staticmethod
     def of(
@@ -192,7 +196,8 @@ class Signature:
         return tuple(fill(self.target_structure, tensors))
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors of a step's arguments, first inputs, then targets.
+        """Return the tensors of a step's arguments, first inputs, then targets; with several parts
+        those of every part.
 
         `args` are the model's positional arguments, then either none or all of the loss's. Raises
         `UsageError` for arguments that differ from the captured ones in more than their tensors.
@@ -212,7 +217,25 @@ class Signature:
             expected = matched(self.target_structure, targets, "target") if targets else []
         except Mismatch as error:
             raise UsageError("step", str(error)) from None
-        return (*inputs, *expected)
+        if self.parts == 1:
+            return (*inputs, *expected)
+        return (*self._split(inputs), *self._split(expected))
+
+    def _split(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of all values, part after part. Raises `UsageError`."""
+        for value in values:
+            if value.dim() == 0 or value.shape[0] % self.parts:
+                shape = "x".join(map(str, value.shape)) or "no dimensions"
+                raise UsageError(
+                    "step",
+                    f"takes a batch that is split into {self.parts} equal parts along dimension 0, "
+                    f"but a tensor has {shape}",
+                )
+        return [
+            part
+            for parts in zip(*(v.chunk(self.parts) for v in values), strict=True)
+            for part in parts
+        ]
 
 
 def _labels(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[str, ...]:

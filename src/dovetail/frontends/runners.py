@@ -213,14 +213,24 @@ def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
 
 
 def add_seeded(
-    stream: Stream, call: Call, seed: Callable[[], int], *, tag: int, frees: Sequence[int] = ()
+    stream: Stream,
+    call: Call,
+    seed: Callable[[], int],
+    device: torch.device,
+    *,
+    tag: int,
+    frees: Sequence[int] = (),
 ) -> None:
-    """Add a call that draws numbers on a GPU, in front of which the generators of all devices are
-    seeded. The seeds of a runner are those of the CPU's generator alone."""
+    """Add a call that draws numbers on a device, in front of which its generator is seeded. The
+    seeds of a runner are those of the CPU's generator alone."""
     run, takes = _as_function(call)
+    generator = torch.default_generator
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        generator = torch.cuda.default_generators[device.index]
 
     def seeded(*tensors: Tensor) -> Any:
-        torch.manual_seed(seed())
+        generator.manual_seed(seed())
         return run(*tensors)
 
     stream.function(seeded, takes, call.results, tag=tag, frees=frees)

@@ -48,8 +48,8 @@ def towers(captured: Captured, replicas: int, *, synchronous: bool = True) -> Ca
         program=_program(captured, replicated),
         source=replace(captured.source, replicas=replicas, asynchronous=not synchronous),
         plain=None,
-        signature=_signature(captured.signature, replicas),
-        examples=_draw_for_towers(captured.examples, replicas),
+        signature=signature_of_copies(captured.signature, replicas),
+        examples=draw_for_copies(captured.examples, replicas),
     )
 
 
@@ -71,14 +71,14 @@ def _program(captured: Captured, replicated: Replicated) -> Program:
     towers = replicated.towers.tolist()
     copy_of = {key: op for op, key in enumerate(zip(origins, towers, strict=True))}
     for op, (origin, tower) in enumerate(zip(origins, towers, strict=True)):
-        call = _average(graph, op) if origin < 0 else _copy(captured, graph, op, origin)
+        call = averaging_call(graph, op) if origin < 0 else copied_call(captured, graph, op, origin)
         if call is not None and call.draws_of >= 0:
             # It repeats a draw of its own tower.
             call = replace(call, draws_of=copy_of[call.draws_of, tower])
         calls.append(call)
         source = None if origin < 0 else program.sources[origin]
         if source is not None and source.role == "input":
-            source = replace(source, name=_input_name(captured, source.name, tower))
+            source = replace(source, name=input_name(captured, source.name, tower))
         sources.append(source)
     # A training step returns its loss and nothing else.
     loss = int(graph.outputs[0])
@@ -86,7 +86,7 @@ def _program(captured: Captured, replicated: Replicated) -> Program:
     return replace(program, calls=tuple(calls), sources=tuple(sources), loss=loss, outputs=outputs)
 
 
-def _copy(captured: Captured, graph: Graph, op: int, origin: int) -> Call | None:
+def copied_call(captured: Captured, graph: Graph, op: int, origin: int) -> Call | None:
     """Return the origin's call on the tensors of its copy, op `op`; None for a source."""
     call, single = captured.program.calls[origin], captured.graph
     if call is None:
@@ -103,14 +103,14 @@ def _copy(captured: Captured, graph: Graph, op: int, origin: int) -> Call | None
     )
 
 
-def _average(graph: Graph, op: int) -> Call:
+def averaging_call(graph: Graph, op: int) -> Call:
     """Return the call of an op that averages one tensor of each tower."""
     (result,) = graph.outputs_of(op)
     values = tuple(Ref(tensor) for tensor in graph.inputs_of(op).tolist())
     return Call(average, values, {"strides": graph.strides[result]}, (result,))
 
 
-def _signature(signature: Signature, replicas: int) -> Signature:
+def signature_of_copies(signature: Signature, replicas: int) -> Signature:
     """Return a signature that takes only tensors, by position: the inputs of each tower, then the
     targets of each tower."""
     inputs, targets = signature.inputs * replicas, signature.targets * replicas
@@ -125,7 +125,7 @@ def _signature(signature: Signature, replicas: int) -> Signature:
     )
 
 
-def _input_name(captured: Captured, name: str, tower: int) -> str:
+def input_name(captured: Captured, name: str, tower: int) -> str:
     """Return the name of a tower's input in the step of all towers: "target.5" for "target.1" of
     tower 2, if each tower has two targets."""
     kind, _, index = name.partition(".")
@@ -133,7 +133,7 @@ def _input_name(captured: Captured, name: str, tower: int) -> str:
     return f"{kind}.{tower * count + int(index)}"
 
 
-def _draw_for_towers(
+def draw_for_copies(
     draw: Callable[[], Examples] | None, replicas: int
 ) -> Callable[[], Examples] | None:
     """Return a function that draws examples for each tower; None if there is no `draw`."""

@@ -11,6 +11,7 @@ https://huggingface.co/NAME/blob/main/config.json; what it leaves out is the cla
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -170,9 +171,10 @@ def _config(model: str, name: str) -> Any:
 
     values: dict[str, Any]
     path = Path(name)
-    if path.is_dir():
+    # A name may be too long for a file, of which `Path` would raise.
+    if os.path.isdir(path):
         path = path / "config.json"
-    if path.is_file():
+    if os.path.isfile(path):
         values = _read(path, set(CONFIG_MAPPING.keys()))
     elif name in published():
         values = published()[name]

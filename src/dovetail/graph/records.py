@@ -22,7 +22,7 @@ from enum import IntEnum
 from functools import cached_property
 from graphlib import CycleError as _CycleFound
 from graphlib import TopologicalSorter
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from dovetail.errors import (
     InvalidSizeError,
     UnknownProducerError,
 )
+from dovetail.runtime.formats import dtype_of
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -303,9 +304,8 @@ def _columns() -> dict[str, tuple[GraphColumn, Any, Any]]:
     for name, hint in get_type_hints(Graph, include_extras=True).items():
         held, column = get_args(hint)
         path = column.path or f"{column.per}.{name}"
-        is_array = get_origin(held) is np.ndarray
-        dtype = get_args(get_args(held)[1])[0] if is_array else None
-        entry = None if is_array else get_args(held)[0]
+        dtype = dtype_of(held)
+        entry = get_args(held)[0] if dtype is None else None
         columns[name] = (replace(column, path=path), dtype, entry)
     return columns
 

@@ -80,9 +80,7 @@ def update_name(tower: int, name: str) -> str:
 
 def tower_count(graph: Graph) -> int:
     """Return the number of towers; 1 for a graph that was not replicated."""
-    if AVERAGE not in graph.kinds:
-        return 1
-    return len(graph.inputs_of(graph.kinds.index(AVERAGE)))
+    return max(1, 1 + int(towers_of(graph).max(initial=0)))
 
 
 def towers_of(graph: Graph) -> Int32:
@@ -203,24 +201,48 @@ class Replica:
             if self.own[graph.producers[tensor]] and graph.dtypes[tensor] in FLOATING
         )
 
-    def check(self) -> None:
-        """Raise `ReplicationError` if the graph cannot be replicated, with the op that is why."""
+    @cached_property
+    def labels(self) -> dict[int, tuple[str, str]]:
+        """Gradient -> (name of the parameter that it updates, module of the update)."""
+        graph = self.graph
+        parameters = {
+            int(graph.storages[t]): graph.names[op]
+            for op in np.flatnonzero(graph.is_source).tolist()
+            if graph.kinds[op] == "parameter"
+            for t in graph.outputs_of(op)
+        }
+        labels: dict[int, tuple[str, str]] = {}
+        for op in np.flatnonzero(self.updates & ~self.buffer_updates).tolist():
+            written = (parameters.get(int(graph.storages[t])) for t in graph.outputs_of(op))
+            name = next(filter(None, written), graph.names[op])
+            for tensor in graph.inputs_of(op).tolist():
+                labels.setdefault(tensor, (name, graph.modules[op]))
+        return labels
+
+    def check(self, copies: str = "towers", own: Sequence[str] = ("tower",)) -> None:
+        """Raise `ReplicationError` if the graph cannot be replicated, with the op that is why.
+
+        copies   what the copies are called in the errors
+        own      first parts of names that the copies will have, so that nothing else may have them
+        """
         graph = self.graph
         if not self.updates.any():
             raise ReplicationError(
-                "it is of inference, and towers share the updates of a training step; capture "
+                f"it is of inference, and {copies} share the updates of a training step; capture "
                 "it with an optimizer (--train)"
             )
         names = (*graph.modules, *graph.names)
-        if AVERAGE in graph.kinds or any(name.split(".", 1)[0] == "tower" for name in names):
-            raise ReplicationError("it is replicated already, or has a module named 'tower'")
+        if any(name.split(".", 1)[0] in own for name in names):
+            raise ReplicationError(
+                f"it is replicated already, or has a module named {' or '.join(map(repr, own))}"
+            )
         if not self.returned:
             raise ReplicationError("it returns no loss that could be averaged")
         writes = graph.overwrites & self.shared_storages[graph.storages]
         follows = graph.readers[self.updates[graph.producers[graph.input_tensors]]]
         waits = graph.control[self.updates[graph.control[:, 0]], 1]
         for ops, what in (
-            (graph.producers[writes], "writes over what towers share, but is no update"),
+            (graph.producers[writes], f"writes over what {copies} share, but is no update"),
             (follows, "reads what an update made, but is no update"),
             (waits, "waits for an update, but is none"),
         ):
@@ -514,7 +536,9 @@ def _graph(copies: TowerCopies) -> Graph:
     offsets, reads = copies.reads
     elements = np.array([math.prod(shape) for shape in graph.shapes], dtype=np.int64)
     names, modules = _names(copies)
-    strides = {t: _dense(graph.shapes[t], graph.strides[t]) for t in set(rows.averaged[averages])}
+    strides = {
+        t: dense_strides(graph.shapes[t], graph.strides[t]) for t in set(rows.averaged[averages])
+    }
     owner = averages[copies.producers]
     gradients = graph.gradient_of[origins]
     columns = select_columns(graph, origins, stands_for)
@@ -555,7 +579,7 @@ def _graph(copies: TowerCopies) -> Graph:
 def _names(copies: TowerCopies) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """[ops] names and modules."""
     replica, graph = copies.replica, copies.replica.graph
-    labels = _labels(replica)
+    labels = replica.labels
     names, modules, taken = [], [], Counter(graph.names)
     columns = zip(*(column.tolist() for column in copies.rows), strict=True)
     for origin, tower, averaged, returned in columns:
@@ -577,25 +601,7 @@ def _names(copies: TowerCopies) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(names), tuple(modules)
 
 
-def _labels(replica: Replica) -> dict[int, tuple[str, str]]:
-    """Return gradient -> (name of the parameter that it updates, module of the update)."""
-    graph = replica.graph
-    parameters = {
-        int(graph.storages[t]): graph.names[op]
-        for op in np.flatnonzero(graph.is_source).tolist()
-        if graph.kinds[op] == "parameter"
-        for t in graph.outputs_of(op)
-    }
-    labels: dict[int, tuple[str, str]] = {}
-    for op in np.flatnonzero(replica.updates & ~replica.buffer_updates).tolist():
-        written = (parameters.get(int(graph.storages[t])) for t in graph.outputs_of(op))
-        name = next(filter(None, written), graph.names[op])
-        for tensor in graph.inputs_of(op).tolist():
-            labels.setdefault(tensor, (name, graph.modules[op]))
-    return labels
-
-
-def _dense(shape: Shape, strides: Shape) -> Shape:
+def dense_strides(shape: Shape, strides: Shape) -> Shape:
     """Return the strides of a mean: the gradient's own if its elements fill memory without gaps,
     else those of a contiguous tensor."""
     expected = 1

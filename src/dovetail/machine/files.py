@@ -14,6 +14,8 @@ flops_per_second = { float32 = 1.3e12 }
 cores = [0, 1]                     # only of a CPU of the machine the file is used on, which can
                                    # run plans then; its rates are taken as they stand here
 torch_device = "cuda:0"            # only of a GPU of the machine the file is used on
+host = "box1"                      # of a machine of several hosts: the one that has the device;
+                                   # cores and torch_device are its own then
 threads = 1                        # an op uses so many threads; default: one a core
 efficiencies = { "" = 0.4, "aten.convolution" = 0.1 }    # share of flops_per_second that ops
                                    # reach whose kind begins so; the longest counts; default: 1
@@ -60,7 +62,7 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
     raw: dict[str, Any] = to_file(machine)
     for device in raw["devices"]:
         # Most devices have none of these fields. A file without them is shorter and means the same.
-        for optional in ("efficiencies", "threads", "torch_device"):
+        for optional in ("efficiencies", "threads", "torch_device", "host"):
             if not device[optional]:
                 del device[optional]
     return raw

@@ -19,6 +19,7 @@ import re
 from dovetail.errors import MachineError
 from dovetail.machine.gpus import check_gpu, gpus_here
 from dovetail.machine.records import Device, Link, Machine
+from dovetail.runtime.ranks import host_name
 from dovetail.units import HERE
 
 # Typical rates, which count until the probe has measured: those of a core of the last ten years,
@@ -118,9 +119,11 @@ def _links(cpus: tuple[Device, ...], gpus: tuple[Device, ...]) -> tuple[Link, ..
 def check_local(machine: Machine) -> None:
     """Raise `MachineError` unless all devices are of the machine that the program runs on: CPUs
     must have its model and cores that this process may use, and no core may be listed twice; GPUs
-    must be those that torch sees."""
+    must be those that torch sees. Devices of other hosts are theirs to check."""
     usable_cores, listed_cores = os.sched_getaffinity(0), set[int]()
     for device in machine.devices:
+        if device.host not in ("", host_name()):
+            continue
         if device.torch_device:
             check_gpu(device)
         if device.torch_device or device.kind == "host":

@@ -32,6 +32,7 @@ class Device:
     torch_device    for a GPU of the machine that the program runs on: what torch calls it, as
                     "cuda:0", or "played:0" for one that the CPU plays. Devices of one name share
                     a GPU
+    host            of a machine of several hosts: name of the one that has the device
     efficiencies    prefix of kinds of op -> share of `flops_per_second` that these ops reach. The
                     longest prefix that fits counts, and "" fits every kind. If none fits, it is 1
     """
@@ -47,6 +48,7 @@ class Device:
     efficiencies: dict[str, float] = field(default_factory=dict, hash=False)
     threads: int = 0
     torch_device: str = ""
+    host: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "host"):

@@ -23,12 +23,13 @@ from dovetail.executors import run as execute
 from dovetail.frontends import Captured
 from dovetail.instances import Instance
 from dovetail.machine import Machine
-from dovetail.methods import PLACERS
+from dovetail.methods import ALL_OBJECTIVES, PLACERS
 from dovetail.pipeline.planning import find_plan
 from dovetail.pipeline.requests import (
     LearnRequest,
     PlanRequest,
     TaskRequest,
+    check_name,
     default_objective,
     with_fields_of,
 )
@@ -45,9 +46,11 @@ from dovetail.placers import GroupPlacement, PlacementProblem, permitted
 from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
 from dovetail.plans import Plan, Source, normalise
+from dovetail.training.request import launched_ranks
 
 if TYPE_CHECKING:
     from dovetail.placers.learned.policy import Policy
+    from dovetail.training.records import Event
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,17 +136,19 @@ def learn_all(
     request: LearnRequest,
     progress: Callable[[Point], None] | None = None,
     tell: TellProgress = silent,
+    happened: Callable[["Event"], None] | None = None,
 ) -> LearningResult:
     """Learn one policy for all tasks, as GDP's batch training does. Raises as `learn` does.
 
     progress  called with each update of the policy
     tell      called before and after the learning: while costs and finalists are measured
+    happened  called with what happens to controllers and to their server: lost, restarted
     """
     tasks = [task_of(task, request.method, tell) for task in request.tasks]
     policy, card = _starting_policy(request, tasks)
     if request.measured:
         return _learn_measured(request, tasks[0], policy, card, progress, tell)
-    learned = _train_simulated(request, tasks, policy, progress)
+    learned = _train_simulated(request, tasks, policy, progress, happened)
     chosen = [learned.placements.get(task.name) for task in tasks]
     return _finish(request, tasks, chosen, policy, card, learned)
 
@@ -155,6 +160,7 @@ def task_of(request: TaskRequest, method: str, tell: TellProgress = silent) -> P
     graph, machine = graph_of(step), machine_of(step, request.machine, tell)
     permitted(graph, machine, request.pins)
     objective = request.objective or default_objective(step)
+    check_name("objective", objective, ALL_OBJECTIVES)
     return PlacementTask(
         request.name,
         graph,
@@ -216,6 +222,7 @@ def _train_simulated(
     tasks: Sequence[PlacementTask],
     policy: "Policy",
     progress: Callable[[Point], None] | None,
+    happened: Callable[["Event"], None] | None,
 ) -> Learned:
     """Train `policy` in place, by controllers with simulated trials, and return what they found."""
     from dovetail.placers.learned.learning import learn as learn_by_controllers
@@ -228,14 +235,21 @@ def _train_simulated(
         seconds=request.seconds,
         controllers=request.controllers,
         evaluators=request.evaluators,
-        backend=request.backend or ("threads" if request.controllers == 1 else "processes"),
+        backend=request.backend or _default_backend(request.controllers),
         device=request.device,
         rule=request.rule,
         folder=None if request.folder is None else Path(request.folder),
         resume=request.resume,
         seed=request.seed,
         progress=progress,
+        happened=happened,
     )
+
+
+def _default_backend(controllers: int) -> str:
+    if launched_ranks() > 1:
+        return "ranks"
+    return "threads" if controllers == 1 else "processes"
 
 
 def _learn_measured(

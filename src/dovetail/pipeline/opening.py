@@ -23,8 +23,10 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.exports import device_map, split_points
-from dovetail.frontends import Captured, duplicated
+from dovetail.frontends import Captured, duplicated, towers
+from dovetail.frontends.batches import one_part, with_examples_of
 from dovetail.frontends.capturing import recaptured
+from dovetail.frontends.micro_batches import micro_batches
 from dovetail.frontends.transformers_configs import PREFIX
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate, origins_in, shareable
@@ -87,9 +89,10 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     check_machine(saved.machine)
     shapes = saved.source.shapes if names_onnx(text) else None
     step = resolve_model(text, saved.source.training, shapes)
-    step = replicated(step, saved.source.replicas, saved.source.asynchronous)
+    if not isinstance(step, Captured):
+        step = replicated(step, saved.source.replicas, saved.source.asynchronous)
     # The plan's ops are those of the graph as it runs it, so that is made first.
-    if saved.copies or form_of(saved.source) != AS_CAPTURED:
+    if saved.copies or saved.source.repeats > 1 or form_of(saved.source) != AS_CAPTURED:
         step = planned(saved, step)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
@@ -171,7 +174,7 @@ def verify(plan: Plan, graph: Graph) -> None:
             raise PromiseError(f"peak memory of {device}", promised, found)
     # No bound can exceed the plan's own value. That is all that is checked of a search's bound.
     provable = value
-    if plan.bound_proof not in SEARCH_PROOFS:
+    if plan.bound_proof not in SEARCH_PROOFS and plan.objective != "pipeline":
         costs = costs_in(plan)
         bound = bound_of(graph, plan.machine, costs, plan.objective, plan.pins, plan.caps)
         provable = bound.seconds
@@ -222,7 +225,7 @@ def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None
         value=_value_of(found, graph, timeline),
         peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
     )
-    if plan.objective == "step":
+    if plan.objective in ("step", "pipeline"):
         found = replace(found, lower_bound=0.0, bound_proof="")
     check(found, graph)
     return found
@@ -230,7 +233,7 @@ def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None
 
 def _value_of(plan: Plan, graph: Graph, timeline: Timeline) -> float:
     """The value of the plan's objective; `timeline` is the plan's own."""
-    if plan.objective == "step":
+    if plan.objective in ("step", "pipeline"):
         return timeline.step_seconds
     found = _simulator(plan, graph).evaluate(plan.placement[None], plan.objective)
     return float(found.values[0])
@@ -315,16 +318,53 @@ def planned(plan: Plan, step: Captured) -> Captured: ...
 @overload
 def planned(plan: Plan, step: Step) -> Step: ...
 def planned(plan: Plan, step: Step) -> Step:
-    """The step as the plan runs it: captured in the form that the plan is of, and with the plan's
-    copies, if it has some."""
+    """The step as the plan runs it: captured in the form that the plan is of, over its
+    micro-batches and towers, and with the plan's copies, if it has some."""
     if isinstance(step, Captured):
-        step = _in_form(step, *form_of(plan.source))
+        if step.source.repeats == 1:
+            step = _in_form(step, *form_of(plan.source))
+        step = over_batch(step, plan.source)
+        if plan.source.pipelining is not None:
+            return step
     graph = step if isinstance(step, Graph) else step.graph
     if planned_graph(plan, graph) is graph:
         return step
     if isinstance(step, Captured):
         return duplicated(step, plan.copies)
     return planned_graph(plan, graph)
+
+
+def over_batch(step: Captured, source: Source) -> Captured:
+    """The step over the parts of its batch, micro-batches and towers that the source says, if it is
+    not that already.
+
+    Raises what `one_part`, `micro_batches` and `towers` raise.
+    """
+    if step.source.pipelining == source.pipelining and step.source.replicas == source.replicas:
+        return step
+    whole = step
+    if source.parts > 1 and step.source.parts == 1:
+        step = part_of(step, source.parts)
+    if source.pipelining is not None and step.source.pipelining is None:
+        step = micro_batches(step, source.pipelining)
+    if step.source.replicas == 1 < source.replicas:
+        step = towers(step, source.replicas, synchronous=not source.asynchronous)
+    if whole.source.parts < source.parts:
+        step = with_examples_of(whole, step, source.parts)
+    return step
+
+
+_PARTS: WeakKeyDictionary[Captured, dict[int, Captured]] = WeakKeyDictionary()
+
+
+def part_of(step: Captured, parts: int) -> Captured:
+    """The step of one of so many parts of the batch, captured once for each number."""
+    if parts == 1:
+        return step
+    made = _PARTS.setdefault(step, {})
+    if parts not in made:
+        made[parts] = one_part(step, parts)
+    return made[parts]
 
 
 AS_CAPTURED = (0, False)

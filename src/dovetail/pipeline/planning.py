@@ -37,6 +37,7 @@ from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import PLACERS, imported
+from dovetail.pipeline.batches import Planners, plan_batch
 from dovetail.pipeline.opening import (
     AS_CAPTURED,
     bound_of,
@@ -46,6 +47,7 @@ from dovetail.pipeline.opening import (
     timeline_of,
     with_copies,
 )
+from dovetail.pipeline.pipelining import plan_pipeline
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import (
     Notes,
@@ -128,6 +130,10 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
+    if request.replicas:
+        return plan_batch(request, Planners(search_plan, find_plan), progress)
+    if request.resolved_objective == "pipeline":
+        return plan_pipeline(request, progress)
     chosen = _searched_to_fit(request, progress)
     try:
         request, chosen = in_best_form(request, chosen, progress)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.errors import MachineError, UsageError
-from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS, Grouping
+from dovetail.methods import OBJECTIVES, PIPELINE_SCHEDULES, PLACERS, SCHEDULERS, Grouping
 from dovetail.training.backends import BACKENDS
+from dovetail.training.request import launched_rank, launched_ranks, named_backend
 from dovetail.units import HERE
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dovetail.placers.learned.records import LearningSettings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+AUTO = "auto"
 CPU = "cpu"
 """This DEVICE text of `schedule` names the cores of this machine."""
 MIN_GAIN = 0.02
@@ -52,9 +54,19 @@ class PlanRequest:
                 not planned
     machine     a `Machine`, or its text. By default "here", and an instance's own machine
     placer      a name in `methods.PLACERS`
-    objective   What to minimise. step: seconds of one step; load: seconds of the busiest device,
-                for pipelines; latency: seconds of one sample, for instances. By default load for an
-                instance, else step
+    objective   What to minimise. step: seconds of one step; pipeline: seconds of a training step
+                over --micro-batches in stages; load: seconds of the busiest device, for streams of
+                samples; latency: seconds of one sample, for instances. By default load for an
+                instance, pipeline with --micro-batches, else step
+    micro_batches  Micro-batches of a training step, for objective pipeline. MODEL's batch is one
+                micro-batch
+    schedule    Order of a pipeline's work: gpipe, 1f1b, interleaved, zero-bubble, or auto, the
+                fastest of these. For objective pipeline
+    replicas    auto: split MODEL's batch into equal parts, and choose together how many
+                data-parallel towers share them, in how many micro-batches each, and where all of it
+                runs. For training
+    recompute   auto: stages compute their forward pass again in the backward pass where memory is
+                short; never: they keep what it made. For objective pipeline
     contiguous  Only contiguous plans: no path leaves a device and returns to it. For objective load
     budget      Limit of a search, in seconds (10, 10s) or evaluated placements (5000e). Here
                 other forms of the step and costs of compiled code are searched for again, each with
@@ -91,6 +103,10 @@ class PlanRequest:
     machine: "str | Machine" = ""
     placer: str = "auto"
     objective: str = ""
+    micro_batches: int = 0
+    schedule: str = AUTO
+    recompute: str = AUTO
+    replicas: str = ""
     contiguous: bool = False
     budget: str | float = "10s"
     gap: float = 0.0
@@ -115,9 +131,12 @@ class PlanRequest:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_name("placer", self.placer, PLACERS)
         if self.objective:
-            check_name("objective", self.objective, ALL_OBJECTIVES)
+            check_name("objective", self.objective, OBJECTIVES)
         self._check_numbers()
         self._check_objective()
+        if self.replicas:
+            self._check_replicas()
+        self._check_pipeline()
         self._check_format()
         self._check_machine()
         if self.stages:
@@ -134,6 +153,8 @@ class PlanRequest:
     @property
     def resolved_objective(self) -> str:
         """The objective, or the default of this step."""
+        if not self.objective and self.micro_batches:
+            return "pipeline"
         return self.objective or default_objective(self.step)
 
     @property
@@ -188,6 +209,80 @@ class PlanRequest:
                 "contiguous",
                 "is for objective load; a step has no stages, and for the latency an "
                 "accelerator runs its part in one call in any case",
+            )
+
+    def _check_pipeline(self) -> None:
+        """Raise `UsageError` for options that do not go with the objective pipeline, or without."""
+        check_name("schedule", self.schedule, (AUTO, *PIPELINE_SCHEDULES))
+        check_name("recompute", self.recompute, (AUTO, "never"))
+        if self.replicas:
+            return
+        if self.resolved_objective != "pipeline":
+            for option, default in (("micro_batches", 0), ("schedule", AUTO), ("recompute", AUTO)):
+                if getattr(self, option) != default:
+                    raise UsageError(option, "is for objective pipeline; leave it out")
+            return
+        if self.micro_batches < 2:
+            raise UsageError(
+                "micro_batches",
+                f"is {self.micro_batches}; objective pipeline takes 2 or more, each as large as "
+                "MODEL's batch",
+            )
+        given = {
+            "stages": self.stages, "for": self.format, "place": self.place, "whole": self.whole,
+            "per_op": self.per_op, "policy": self.policy, "placer": self.placer != "auto",
+            "gap": self.gap, "min_gain": self.min_gain is not None, "method": self.method,
+        }  # fmt: skip
+        for option, is_given in given.items():
+            if is_given:
+                raise UsageError(option, "does not go with objective pipeline; leave it out")
+        if self._is_instance:
+            raise UsageError(
+                "objective", "pipeline is for training steps; for an instance use load"
+            )
+        if self.step is not None:
+            from dovetail.pipeline.sources import graph_of
+
+            if not graph_of(self.step).training:
+                raise UsageError(
+                    "objective",
+                    "pipeline is for training steps; capture with --train, or use load for a "
+                    "stream of samples",
+                )
+
+    def _check_replicas(self) -> None:
+        """Raise `UsageError` for options that do not go with replicas that are chosen."""
+        from dovetail.frontends import Captured
+
+        if self.replicas != AUTO:
+            raise UsageError(
+                "replicas",
+                f"is {self.replicas!r}; use auto, or plan the step of `towers(step, number)`",
+            )
+        given = {
+            "micro_batches": self.micro_batches, "contiguous": self.contiguous, "pins": self.pins,
+            "stages": self.stages, "for": self.format, "place": self.place, "whole": self.whole,
+            "per_op": self.per_op, "policy": self.policy, "placer": self.placer != "auto",
+            "method": self.method, "objective": self.objective not in ("", "step"),
+        }  # fmt: skip
+        for option, is_given in given.items():
+            if is_given:
+                raise UsageError(option, "does not go with replicas auto; leave it out")
+        if self.step is None:
+            return
+        if not isinstance(self.step, Captured):
+            raise UsageError(
+                "replicas",
+                "auto captures parts of the batch, so MODEL must be a network; give a file's "
+                "number of replicas",
+            )
+        if not self.step.graph.training:
+            raise UsageError(
+                "replicas", "auto is for training steps, whose towers share an update; use --train"
+            )
+        if self.step.source.repeats > 1 or self.step.source.parts > 1:
+            raise UsageError(
+                "replicas", "auto takes the step of the whole batch, and this one is shared already"
             )
 
     def _check_format(self) -> None:
@@ -359,8 +454,8 @@ class LearnRequest:
     seconds      How long to learn, in place of a number of trials
     controllers  Controllers that train the policy side by side, without waiting for each other
     evaluators   Evaluators of each controller, which judge its placements side by side
-    backend      Where controllers run: processes, ray, threads or simulated. By default threads for
-                 one controller, else processes
+    backend      Where controllers run: processes, ranks, ray, threads or simulated. By default
+                 ranks under torchrun, threads for one controller, else processes
     device       Where the policy computes: cpu, cuda (the GPUs in turn) or cuda:1. For gdp and
                  gdp-paper; the others compute on the CPU
     rule         the update rule by which controllers share what they learn, a name in `RULES`
@@ -394,6 +489,7 @@ class LearnRequest:
         object.__setattr__(self, "tasks", tuple(self.tasks))
         if self.backend:
             check_name("backend", self.backend, BACKENDS)
+            named_backend(self.backend)
         check_seed(self.seed)
         if len(self.tasks) > 1 and not PLACERS[self.method].carries:
             raise UsageError("method", f"{self.method} learns one graph; gdp learns many at once")
@@ -480,6 +576,8 @@ class LearnRequest:
             return
         if len(self.tasks) > 1:
             raise UsageError("measured", "is for one model; others would wait for its devices")
+        if launched_ranks() > 1:
+            raise UsageError("measured", "runs on one machine; start it without torchrun")
         if self.controllers > 1 or self.evaluators > 1 or self.backend not in ("", "threads"):
             raise UsageError(
                 "measured",
@@ -494,7 +592,8 @@ class LearnRequest:
 
         if self.resume and self.folder is None:
             raise UsageError("resume", "needs the folder of the run")
-        if self.folder is not None:
+        # Rank 0 alone opens the folder, perhaps before another rank comes here.
+        if self.folder is not None and not launched_rank():
             check_held(self.folder, self.resume)
 
     def _check_task(self, task: TaskRequest) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
 from dovetail.executors.stages.choosing import fastest, measure
-from dovetail.executors.stages.preparing import draws_nothing, prepare
+from dovetail.executors.stages.preparing import prepare
 from dovetail.executors.stages.targets import (
     ScheduleTarget,
     analytic_target,
@@ -103,9 +103,7 @@ def check_repeats(step: Captured) -> None:
     runs a step over and over, and schedules are compared by their outputs."""
     if written_sources(step.graph):
         raise UsageError("MODEL", "it writes over its buffers; stages are run over and over")
-    if any(
-        call is not None and call.random and not draws_nothing(call) for call in step.program.calls
-    ):
+    if step.program.random_ops:
         raise UsageError("MODEL", "it draws random numbers; stages do not keep their order")
 
 

@@ -19,7 +19,7 @@ from importlib.metadata import version
 import numpy as np
 
 from dovetail.costs import CostCache, Costs, analytic_costs, measured_costs, probed_machine
-from dovetail.costs.measured import costs_in_step, device_key
+from dovetail.costs.measured import check_measurable, costs_in_step, device_key
 from dovetail.errors import (
     DovetailError,
     FileFormatError,
@@ -525,6 +525,7 @@ def costs_of(
     graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
     if not machine.local or is_from_onnx(graph):
         return analytic_costs(graph, machine)
+    check_measurable(machine)
     distinct = len({graph.signatures[op] for op in np.flatnonzero(~graph.is_source).tolist()})
     meanwhile = ""
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import UnwritableError, UsageError
-from dovetail.executors import Measurement, PlacedNetwork, PlainNetwork
+from dovetail.executors import MODES, Measurement, PlacedNetwork, PlainNetwork
 from dovetail.executors import run as execute
 from dovetail.executors.compiling import CompileTarget, has_code
+from dovetail.executors.hosts import HostsNetwork, run_on_ranks
 from dovetail.executors.shares import compiled_stages
 from dovetail.exports import device_map, model_explorer, split_points
+from dovetail.exports.pipelines import megatron, torch_schedule, torchtitan, vllm
 from dovetail.frontends import Captured
 from dovetail.frontends.fused import FusedCall
 from dovetail.graph import Graph
@@ -18,22 +20,37 @@ from dovetail.instances import instance_to_dict
 from dovetail.pipeline.opening import check_machine, costs_in, planned, timeline_of
 from dovetail.pipeline.requests import check_seed
 from dovetail.pipeline.sources import Step, graph_of
-from dovetail.plans import COMPILED, PLACED, Plan, check
+from dovetail.plans import PLACED, Plan, check
 from dovetail.reports import PlanReport, chrome_trace, device_colours, write_html
 from dovetail.runtime.files import write_atomically
 from dovetail.runtime.neighbours import disturbs
+from dovetail.runtime.ranks import Ranks, host_name
 from dovetail.timeline import Timeline
 
 
-def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork | PlainNetwork:
+def run(
+    plan: Plan, step: Captured, *, seed: int = 0, ranks: Ranks | None = None
+) -> PlacedNetwork | PlainNetwork | HostsNetwork:
     """The network placed by the plan: a context manager with `step`, `measure`, `state_dict`. A
-    plan to run the step as it is, eager or compiled, has the same methods."""
+    plan to run the step as it is, eager or compiled, has the same methods.
+
+    ranks   those that a launcher started, which run the plan together
+    """
     check_seed(seed)
     step = planned(plan, step)
     check(plan, step.graph)
     check_machine(plan.machine)
+    if ranks is not None:
+        if plan.way != PLACED:
+            says = "it runs the module as it is, in one process; start it without torchrun"
+            raise UsageError("plan", says)
+        return run_on_ranks(plan, step, ranks, seed=seed)
+    hosts = dict.fromkeys(device.host for device in plan.machine.devices)
+    if not hosts.keys() <= {"", host_name()}:
+        says = f"it is for the hosts {', '.join(filter(None, hosts))}; start ranks by torchrun"
+        raise UsageError("plan", says)
     if plan.way != PLACED:
-        return PlainNetwork(step, plan.machine, compiled=plan.way == COMPILED, seed=seed)
+        return PlainNetwork(step, plan.machine, mode=MODES[plan.way], seed=seed)
     return execute(plan, step, seed=seed)
 
 
@@ -120,18 +137,22 @@ def _timeline_of(plan: Plan, measurement: Measurement | None) -> Timeline | None
     return None if measurement is None or plan.way != PLACED else measurement.timeline
 
 
-EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any]]] = {
+EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any] | str]] = {
     "device-map": lambda plan, graph: device_map(plan, graph).to_json(),
     "split-points": lambda plan, graph: {
         path: point.name for path, point in split_points(plan, graph).items()
     },
+    "torchtitan": torchtitan,
+    "megatron": megatron,
+    "vllm": vllm,
+    "torch-schedule": torch_schedule,
     "model-explorer": lambda plan, graph: model_explorer(
         plan, graph, device_colours(len(plan.machine.devices))
     ),
     "trace": lambda plan, graph: chrome_trace(timeline_of(plan, graph), graph),
     "instance": lambda plan, graph: instance_to_dict(graph, plan.machine, costs_in(plan)),
 }
-"""Maps each format that a plan is exported to, to the function that makes its JSON."""
+"""Maps each format that a plan is exported to, to the function that makes its JSON or its text."""
 
 FOLDERS = {"model-explorer": "graph.json"}
 """Maps each export that is a folder of several files to the name of the first."""
@@ -143,12 +164,17 @@ def check_export(to: str) -> None:
         raise UsageError("to", f"{to!r} is not one of {', '.join(EXPORTS)}")
 
 
-def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> dict[str, Any]:
-    """The plan as another tool reads it. If `path` is given, it is also written there as JSON.
+def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> dict[str, Any] | str:
+    """The plan as another tool reads it. If `path` is given, it is also written there, as JSON or
+    as the text that it is.
 
     device-map      the arguments of accelerate's `dispatch_model`: {"device_map": {module path:
                     accelerator's number or "cpu"}, "main_device": one of these}
     split-points    of torch.distributed.pipelining: {module path: "BEGINNING"}
+    torchtitan      {"module_fqns_per_model_part": [stages] modules of each}
+    megatron        {"pipeline-model-parallel-layout": "Et*3|t*4|t*3L", and their number}
+    vllm            {"VLLM_PP_LAYER_PARTITION": "3,4,3", and their number}
+    torch-schedule  CSV of a pipeline's tasks, a row for each rank: "0F0,0F1,0B0,0B1"
     model-explorer  {file name: document} of its graph and node data; `path` is a folder then
     trace           the predicted step, for Perfetto or chrome://tracing
     instance        graph, machine and costs as a published placement instance
@@ -157,7 +183,10 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
     """
     check_export(to)
     exported = EXPORTS[to](plan, graph_of(planned(plan, step)))
-    if path is not None and to in FOLDERS:
+    if path is not None and isinstance(exported, str):
+        write_atomically(path, exported)
+    elif path is not None and to in FOLDERS:
+        assert isinstance(exported, dict)
         folder = make_folder(path)
         for name, document in exported.items():
             write_atomically(folder / name, json.dumps(document, allow_nan=False))

@@ -18,7 +18,7 @@ from types import FrameType
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.errors import UsageError
+from dovetail.errors import InfeasibleError, UsageError
 from dovetail.interrupts import raises_interrupts
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import working_clock
@@ -371,7 +371,7 @@ def part_of_budget(text: str, parts: int) -> str:
 @contextmanager
 def keeping_interrupts(budget: Budget) -> Iterator[None]:
     """Within this context a first Ctrl-C only sets `budget.interrupted`, wherever it arrives. A
-    second one raises `KeyboardInterrupt`.
+    second one raises `KeyboardInterrupt`. An `InfeasibleError` that leaves it says that, too.
 
     Does nothing outside the main thread, since only the main thread is interrupted, or if the
     program has installed a handler of its own.
@@ -391,6 +391,9 @@ def keeping_interrupts(budget: Budget) -> Iterator[None]:
         yield
     except _SecondInterrupt:
         raise KeyboardInterrupt from None
+    except InfeasibleError as error:
+        error.interrupted = budget.interrupted
+        raise
     finally:
         signal.signal(signal.SIGINT, handler)
 

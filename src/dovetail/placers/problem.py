@@ -20,6 +20,7 @@ from dovetail.errors import NoDeviceError, PinError
 from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.graph.convexity import find_return
 from dovetail.graph.grouping import numbered
+from dovetail.graph.micro_batches import names_in_one
 from dovetail.machine import Machine
 from dovetail.plans import capacities_of
 from dovetail.simulator.loads import LoadModel, load_model
@@ -391,7 +392,8 @@ def _choosable(graph: Graph, pattern: str) -> NDArray[np.bool_]:
 
 
 def _match_pattern(graph: Graph, pattern: str) -> NDArray[np.bool_]:
-    """Return [ops] True if an op's name, its module, or a module around that matches."""
+    """Return [ops] True if an op's name, its module, or a module around that matches. The name is
+    that in one micro-batch."""
 
     @cache
     def inside(module: str) -> bool:
@@ -401,7 +403,7 @@ def _match_pattern(graph: Graph, pattern: str) -> NDArray[np.bool_]:
     return np.array(
         [
             name == pattern or fnmatchcase(name, pattern) or inside(module)
-            for name, module in zip(graph.names, graph.modules, strict=True)
+            for name, module in zip(names_in_one(graph), graph.modules, strict=True)
         ],
         dtype=bool,
     )

@@ -1,12 +1,14 @@
 """Plans: their records and files, the rules that `check` applies, and placements of towers."""
 
+from dovetail.methods import OBJECTIVES
 from dovetail.plans.records import (
     COMPILED,
     EAGER,
-    OBJECTIVES,
     OPTIMAL_GAP,
     PLACED,
+    REDUCED,
     SEARCH_PROOFS,
+    Pipelining,
     Placement,
     Plan,
     Schedule,
@@ -37,7 +39,9 @@ __all__ = [
     "OBJECTIVES",
     "OPTIMAL_GAP",
     "PLACED",
+    "REDUCED",
     "SEARCH_PROOFS",
+    "Pipelining",
     "Placement",
     "Plan",
     "Schedule",

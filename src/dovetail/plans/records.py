@@ -18,8 +18,10 @@ from dovetail.errors import FileFormatError, MachineError
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate, shareable
 from dovetail.graph.files import graph_from, graph_to_dict
+from dovetail.graph.micro_batches import micro_batched
 from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
+from dovetail.methods import OBJECTIVES, PIPELINE_SCHEDULES
 from dovetail.runtime.files import read_json, write_atomically
 from dovetail.runtime.formats import (
     FILE_NAME,
@@ -43,9 +45,11 @@ from dovetail.units import (
 )
 
 Placement = NDArray[np.int32]  # [ops]
-OBJECTIVES = ("step", "load", "latency")
 PLACED, EAGER, COMPILED = "placed", "eager", "torch.compile"
-"""How a plan runs: its ops on their devices, or the module as it is, plain or compiled."""
+REDUCED = "torch.compile reduce-overhead"
+"""How a plan runs: its ops on their devices, or the module as it is: plain, or compiled in torch's
+default mode or in the one that replays CUDA graphs."""
+_ANY_WAY = "^({})$".format("|".join((PLACED, EAGER, COMPILED, REDUCED)).replace(".", "[.]"))
 _PACKED: dict[str, Any] = {FILE_NAME: None}
 """The metadata of a field that files hold in another form, or not at all."""
 _Seconds = Annotated[float, Field(ge=0)]
@@ -58,6 +62,7 @@ SEARCH_PROOFS = (
     "CP-SAT",
     "ideals (dynamic programme)",
     "every placement",
+    "every way to share the batch",
     "share of one device (MILP)",
 )
 """Checking a lower bound by one of these proofs again takes a search. The other proofs take a
@@ -83,31 +88,86 @@ class Schedule:
     stages: tuple[Stage, ...]
 
 
+_TaskText = Annotated[str, Field(pattern="^[0-9]{1,7}[FBIW][0-9]{1,7}$")]
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How a step is cut into micro-batches and stages. The captured step is one micro-batch.
+
+    micro_batches   2 or more
+    schedule        the order of each device's work: a name of `PIPELINE_SCHEDULES`; "": none
+    stages          [ops of one micro-batch] the stage of each op, -1 for sources; (): no stages
+    devices         [stages] the device of each; a device has several stages only if interleaved.
+                    With several towers these are tower 0's
+    recompute       [stages] True: backward ops read forward ops that are computed again
+    tasks           [machine's devices] the tasks of each in running order, as torch writes them:
+                    "2F0" is stage 2's forward pass on micro-batch 0. B is the backward pass, and I
+                    and W are its gradients of activations and of parameters. With several towers
+                    these are tower 0's, and the other towers' devices have ()
+    """
+
+    micro_batches: Annotated[int, Field(ge=2, le=2**20)]
+    schedule: Annotated[str, Field(pattern=f"^(|{'|'.join(PIPELINE_SCHEDULES)})$")] = ""
+    stages: tuple[Annotated[int, Field(ge=-1)], ...] = ()
+    devices: tuple[_Count, ...] = ()
+    recompute: tuple[bool, ...] = ()
+    tasks: tuple[tuple[_TaskText, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for stages without a device."""
+        if len(self.devices) != len(self.recompute):
+            raise ValueError("devices and recompute: not one entry a stage each")
+        if max(self.stages, default=-1) >= len(self.devices):
+            raise ValueError("stages: names a stage that has no device")
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int32] | None, NDArray[np.bool_] | None]:
+        """(stages [ops], recompute [stages]) as `graph.micro_batched` takes them."""
+        if not self.stages:
+            return None, None
+        return np.array(self.stages, np.int32), np.array(self.recompute, bool)
+
+
 @dataclass(frozen=True)
 class Source:
     """The origin of a plan's graph, so that it can be captured again.
 
     model      the MODEL text, such as "zoo:rnnlm?layers=2"; for a saved graph its file's name
     training   the optimizer's text, such as "adam"; "" for inference
-    shapes     shapes of the step's inputs, in order; with replicas those of one tower
-    replicas   number of towers that the captured step was replicated to; 1: none
+    shapes     shapes of the step's inputs, in order; with parts, replicas or micro-batches those of
+               one
+    parts      number of equal parts into which the batch of MODEL was split. The towers and
+               micro-batches are steps of one part; 1: of MODEL's batch as it is
+    replicas   number of towers that the captured step, or that of its micro-batches, was replicated
+               to; 1: none
     asynchronous   True if each tower updates by itself
     constants  (name, value as text) of the model's arguments that are no tensors; the plan holds
                for these values alone
     recurrent_chunks   recurrent layers are captured by fused kernels, each of a layer in so many
                chunks of time steps; 0: by the ops of each time step
     channels_last      parameters, buffers and inputs of four dimensions lie channels last in memory
+    pipelining         how the captured step, that of one micro-batch, became a step of several;
+                       None: it did not
     """
 
     model: str
     training: str
     shapes: tuple[tuple[int, ...], ...]
     torch_version: str
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=1, le=2**20)] = 1
     asynchronous: bool = False
     constants: tuple[tuple[str, str], ...] = ()
     recurrent_chunks: Annotated[int, Field(ge=0)] = 0
     channels_last: bool = False
+    pipelining: Pipelining | None = None
+    parts: Annotated[int, Field(ge=1, le=2**20)] = 1
+
+    @property
+    def repeats(self) -> int:
+        """How often the captured step runs in one step of the plan."""
+        micro_batches = 1 if self.pipelining is None else self.pipelining.micro_batches
+        return self.replicas * micro_batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +193,8 @@ class Plan:
     min_gain           share by which more devices had to be better than fewer
     copies             copies of shared computations in the planned graph: `graph.duplicates`
     notes              sentences that tell the user why the plan is as it is
-    way                how it runs: `PLACED`; or `EAGER` or `COMPILED` on its one device, where
-                       `value` is what was measured, and costs and orders are of the ops one by one
+    way                how it runs: `PLACED`; or else on its one device, where `value` is what was
+                       measured, and costs and orders are of the ops one by one
     measured           way -> seconds of a step, measured side by side; empty: nothing was measured
     graph              the plan's graph; None: it was not planned or opened in this process, and its
                        file keeps none
@@ -169,7 +229,7 @@ class Plan:
     min_gain: Annotated[float, Field(ge=0)] = 0.0
     copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
-    way: Annotated[str, Field(pattern=f"^({PLACED}|{EAGER}|{COMPILED})$")] = PLACED
+    way: Annotated[str, Field(pattern=_ANY_WAY)] = PLACED
     measured: dict[str, float] = field(default_factory=dict)
     graph: Graph | None = field(default=None, repr=False, metadata=_PACKED)
 
@@ -194,11 +254,12 @@ class Plan:
             f"{describe_gap(self)}{proof}"
         ]
         feasible = [(v, name) for name, v in self.baselines.items() if v is not None]
+        width = max([14, *map(len, self.baselines)])
         for v, name in sorted(feasible):
             ratio = ratio_to(self, name, v)
             compared = "" if ratio is None else f"{ratio:8.2f} x"
             measured = " measured" * (name in self.measured)
-            rows.append(f"  {name:<14}{format_value(self, v):>10}{compared}{measured}")
+            rows.append(f"  {name:<{width}}{format_value(self, v):>10}{compared}{measured}")
         rows += [f"  {name:<14}no feasible plan" for name, v in self.baselines.items() if v is None]
         caps = dict(self.caps)
         for device, peak in zip(self.machine.devices, self.peak_memory_bytes, strict=True):
@@ -223,7 +284,10 @@ def planned_graph(plan: Plan, graph: Graph) -> Graph:
     """
     if graph.fingerprint == plan.graph_fingerprint:
         return graph
-    if plan.graph is not None and (plan.source.recurrent_chunks or plan.source.channels_last):
+    if plan.source.pipelining is not None:
+        return plan.graph or _of_micro_batches(graph, plan.source.pipelining)
+    of_another_form = plan.source.recurrent_chunks or plan.source.channels_last
+    if plan.graph is not None and (of_another_form or plan.source.parts > 1):
         graph = plan.graph
     if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
         return graph
@@ -234,6 +298,13 @@ def planned_graph(plan: Plan, graph: Graph) -> Graph:
         if not may_be_copied[list(copies.ops)].all():
             return graph
     return duplicate(graph, plan.copies).graph
+
+
+def _of_micro_batches(graph: Graph, pipelining: Pipelining) -> Graph:
+    """Return the graph of all micro-batches; a graph that the stages do not fit as it is."""
+    if pipelining.stages and len(pipelining.stages) != len(graph):
+        return graph
+    return micro_batched(graph, pipelining.micro_batches, *pipelining.arrays).graph
 
 
 def format_value(plan: Plan, value: float) -> str:
@@ -333,10 +404,17 @@ def load_plan(path: str | Path) -> Plan:
             raise ValueError("costs.index: not one entry an op of the placement")
         if len(placement) and not 0 <= placement.min() <= placement.max() < devices:
             raise ValueError("placement: names a device that is not there")
+        pipelining = plan.source.pipelining
+        if pipelining is not None and max(pipelining.devices, default=-1) >= devices:
+            raise ValueError("source.pipelining.devices: names a device that is not there")
+        if plan.source.parts not in (1, plan.source.repeats):
+            raise ValueError("source.parts: not as many as replicas and micro-batches take")
         for name in ("orders", "schedules", "peak_memory_bytes"):
             value = getattr(plan, name)
             if value is not None and len(value) != devices:
                 raise ValueError(f"{name}: not one entry a device")
+        if plan.measured and plan.way not in plan.measured:
+            raise ValueError(f"measured: lacks {plan.way!r}, the plan's way")
     except ValidationError as error:
         raise FileFormatError(str(path), first_complaint(error)) from None
     except (ValueError, OverflowError, MachineError) as error:

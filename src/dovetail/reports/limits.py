@@ -243,7 +243,7 @@ def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
         if share >= 0.005
     ]
     chain = ", ".join(parts) or "empty"
-    if plan.objective != "step":
+    if plan.objective not in ("step", "pipeline"):
         text = f"The plan is for {plan.objective}; of one step alone the critical chain is {chain}."
     else:
         text = f"The step's critical chain is {chain}."

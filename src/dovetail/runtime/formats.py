@@ -22,6 +22,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -73,13 +74,22 @@ def file_type(hint: Any, config: ConfigDict = STRICT) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[(file_type(arguments[0], config), *arguments[1:])]
-    if origin is np.ndarray:
-        return array_type(get_args(arguments[1])[0])
+    if (dtype := dtype_of(hint)) is not None:
+        return array_type(dtype)
     if origin in (Union, UnionType):
         return reduce(or_, (file_type(argument, config) for argument in arguments))
     if origin in (tuple, list, dict):
         return origin[tuple(a if a is ... else file_type(a, config) for a in arguments)]
     return hint
+
+
+def dtype_of(hint: Any) -> Any:
+    """The dtype of an array's type, as of `NDArray[np.int32]`; None for what is no array."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is np.ndarray:
+        return get_args(arguments[1])[0]
+    # On Python 3.12 and later, NumPy 2.5 makes it a `type` alias, whose origin is itself.
+    return arguments[0] if origin is NDArray else None
 
 
 def array_type(dtype: Any, entry: Any = None) -> Any:

@@ -83,7 +83,7 @@ def _look() -> None:
         time.sleep(LOOK_SECONDS)
         with _lock:
             for pid, each in list(_watched.items()):
-                state = _state(pid)
+                state = state_of(pid)
                 each.looks = each.looks + 1 if state == "T" else 0
                 if each.looks * LOOK_SECONDS > each.patience_seconds:
                     each.kill()
@@ -94,7 +94,7 @@ def _look() -> None:
                 return
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     """The letter of the process's state; "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

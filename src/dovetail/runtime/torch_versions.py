@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,18 +45,23 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_would_have_decomposed",
     "backward_passes_run_by",
+    "broadcast",
     "can_take_data_of",
     "count_not_finite",
     "count_up",
     "fused_adam",
     "fused_sgd",
+    "gloo_device",
+    "gloo_group",
     "has_composite_kernel",
     "in_kernel_invocation_manager",
     "is_traceable_wrapper_subclass",
+    "named_store",
     "open_archive",
     "pytree",
     "run_backward",
     "sequence_number",
+    "tcp_store",
     "unset_fake_temporarily",
     "update_scale",
     "view_operator",
@@ -289,6 +296,23 @@ def has_optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+@contextlib.contextmanager
+def optimizers_without_dynamo() -> Iterator[None]:
+    """Within this, making an optimizer does not import `torch._dynamo`, which takes a second or
+    two. torch does so to keep compilers away from a method (`torch._compile._disable_dynamo`)."""
+    method: Any = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if method is None or "torch._dynamo" in sys.modules:
+        yield
+        return
+    name = "__dynamo_disable"  # what stands for the method, where that is known
+    setattr(method, name, method)
+    try:
+        yield
+    finally:
+        if getattr(method, name, None) is method:
+            delattr(method, name)
+
+
 # Storages.
 
 
@@ -298,6 +322,51 @@ def storage_reference(storage: torch.UntypedStorage) -> Callable[[], bool]:
 
     reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     return lambda: not reference.expired()
+
+
+# Groups of ranks. `torch.distributed` does not say which of its names are public.
+
+
+def tcp_store(host: str, port: int, is_kept: bool, timeout: timedelta) -> Any:
+    """A connection with torch's store at this address, which this process keeps if `is_kept`."""
+    made: Any = torch.distributed
+    return made.TCPStore(
+        host, port, is_master=is_kept, wait_for_workers=False, timeout=timeout, multi_tenant=is_kept
+    )
+
+
+def broadcast(group: Any, tensor: Tensor, root: int) -> None:
+    """Copy the root's tensor to all members of a group of `gloo_group`."""
+    made: Any = torch.distributed
+    options = made.BroadcastOptions()
+    options.rootRank = root
+    group.broadcast([tensor], options).wait()
+
+
+def named_store(name: str, store: Any) -> Any:
+    """The store, in which all keys begin with a name."""
+    made: Any = torch.distributed
+    return made.PrefixStore(name, store)
+
+
+def gloo_device(address: str, interface: str = "") -> Any:
+    """What gloo's connections go through: the interface of this name, or of this address."""
+    made: Any = torch.distributed.ProcessGroupGloo
+    if interface:
+        return made.create_device(interface=interface)
+    return made.create_device(hostname=address)
+
+
+def gloo_group(store: Any, rank: int, ranks: int, device: Any, timeout: timedelta) -> Any:
+    """A group over gloo that is registered nowhere, so that a program's own groups never meet it.
+
+    Connects with the other ranks, which call this with the same store. `send`, `recv` and
+    collectives of it return works, whose `wait` raises `RuntimeError`, as this does.
+    """
+    made: Any = torch.distributed.ProcessGroupGloo
+    options = made._Options()
+    options._devices, options._timeout = [device], timeout
+    return made(store, rank, ranks, options)
 
 
 # GPUs.

@@ -237,8 +237,9 @@ def ordered_rules(
     """The rules `free`, except that a device with a list in `slots[device]` runs those slots."""
     slot_of, pending = free.slot_of.copy(), flat.pending.copy()
     every = [slot for of_device in slots for slot in of_device or []]
-    for index, (ops, _) in enumerate(every):
-        slot_of[list(ops)] = index
+    sizes = np.array([len(ops) for ops, _ in every], dtype=np.int64)
+    listed = np.array([op for ops, _ in every for op in ops], dtype=np.int64)
+    slot_of[listed] = np.repeat(np.arange(len(every)), sizes)
     # Ops of one slot do not wait for each other: the slot starts when all that comes from outside
     # is there.
     for ops, _ in every:
@@ -248,8 +249,9 @@ def ordered_rules(
         pending=pending,
         ordered=np.array([of_device is not None for of_device in slots], np.int8),
         slot_offsets=_int32(np.cumsum([0] + [len(of_device or []) for of_device in slots])),
-        op_offsets=_int32(np.cumsum([0] + [len(ops) for ops, _ in every])),
-        slot_ops=_int32([op for ops, _ in every for op in sorted(ops)]),
+        op_offsets=_int32(np.concatenate([[0], np.cumsum(sizes)])),
+        # Slot after slot, the ops of each ascending.
+        slot_ops=_int32(listed[np.lexsort((listed, np.repeat(np.arange(len(every)), sizes)))]),
         slot_of=slot_of,
         slot_seconds=np.array([seconds for _, seconds in every], np.float64),
     )

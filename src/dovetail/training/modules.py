@@ -49,7 +49,13 @@ from dovetail.training.keras_models import (
 )
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Vector
-from dovetail.training.torch_optimizers import MakeOptimizer, Rates, Schedule, check_optimizer
+from dovetail.training.torch_optimizers import (
+    MakeOptimizer,
+    Rates,
+    Schedule,
+    check_optimizer,
+    steps_as_torch_does,
+)
 
 Loss = Callable[..., Tensor]
 """loss(output, *targets): the mean loss over the batch's samples, a scalar."""
@@ -283,6 +289,20 @@ class ModuleLearner:
             self._home.copy_(self._home_there)
         np.subtract(self._home.numpy(), change, out=change)
         return change
+
+    @property
+    def settings(self) -> str:
+        """The optimizer's class and the settings of its groups, of those that are plain values."""
+        groups = [
+            {k: v for k, v in sorted(group.items()) if isinstance(v, int | float | str | tuple)}
+            for group in self._optimizer.param_groups
+        ]
+        return f"{type(self._optimizer).__name__} {groups}"
+
+    @property
+    def steps_as_torch_does(self) -> bool:
+        """Whether a step of the optimizer needs no trial."""
+        return steps_as_torch_does(self._optimizer)
 
     def rate(self, epoch: float) -> float:
         """The learning rate of the optimizer's first group."""

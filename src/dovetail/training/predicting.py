@@ -263,8 +263,10 @@ def _pool(request: TrainRequest, applier: Applier) -> Iterator[Pool]:
         return
     parts = {"model": applier.module, "dataset": applier.dataset, "collate": applier.collate}
     check_travels(parts | {"loss": applier.function})
-    if request.backend == "processes":
-        processes = _Processes(applier, ProcessesOptions.of(options))
+    # Each rank that calls this computes by itself, on its own machine.
+    if request.backend in ("processes", "ranks"):
+        own = {name: value for name, value in options.items() if name != "listen"}
+        processes = _Processes(applier, ProcessesOptions.of(own))
         with closing(_FarPool(processes, workers, policy)) as far:
             yield far
         return

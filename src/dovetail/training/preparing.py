@@ -11,16 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from dovetail.errors import ModelError, UnknownRuleError, UsageError
-from dovetail.runtime.torch_versions import has_parameter_hooks
+from dovetail.runtime.torch_versions import (
+    has_parameter_hooks,
+    optimizers_without_dynamo,
+    pytree,
+)
 from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Storage
 from dovetail.training.callbacks import check_callbacks
 from dovetail.training.checkpoint import RunFolder, open_folder
-from dovetail.training.datasets import SampleSource, StreamSource, labels_of, open_dataset
+from dovetail.training.datasets import (
+    ArraySource,
+    SampleSource,
+    StreamSource,
+    labels_of,
+    open_dataset,
+)
 from dovetail.training.group import GroupLearners
 from dovetail.training.keras_models import check_keras, is_keras
 from dovetail.training.learner import MakeLearner
@@ -38,7 +48,7 @@ from dovetail.training.optimizers import make_optimizer
 from dovetail.training.pickling import check_travels
 from dovetail.training.positions import arrangement
 from dovetail.training.records import LEASED, Job, Vector
-from dovetail.training.request import TrainRequest
+from dovetail.training.request import TrainRequest, launched_rank
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.rules.contract import Rule
 from dovetail.training.torch_optimizers import (
@@ -47,11 +57,15 @@ from dovetail.training.torch_optimizers import (
     resolve_optimizer,
     served_settings,
 )
-from dovetail.training.validation import Evaluator, batches_of, resolve_metrics
+from dovetail.training.validation import Evaluator, batches_of, norms_of, resolve_metrics
 from dovetail.training.wire import make_wire
 
 _IN_PROCESS = ("simulated", "threads")
 """Backends whose workers live in this process, so that nothing is sent to another one."""
+
+
+COMPARED_ROWS = 64
+"""Ranks compare so many samples of arrays, evenly spread."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,12 @@ class PreparedTraining:
     folder: RunFolder | None
 
 
+@optimizers_without_dynamo()
 def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTraining:
     """Checks the request with its data, and opens the run's folder. Raises `InvalidError`."""
+    if request.backend == "ranks" and launched_rank():
+        # Rank 0 alone keeps the run's state and calls back.
+        request = replace(request, folder=None, resume=False, storage={}, callbacks=())
     _check_model(request.model)
     _check_device(request)
     parameters = parameters_of(request.model)
@@ -87,7 +105,7 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     )  # fmt: skip
     theta = flatten(request.model)
     here = _device_here(request)
-    _try_out(learners, theta, request.batch, here)
+    learner = _try_out(learners, theta, request.batch, here)
     evaluator = _evaluator(request, source, validation, here)
     if request.backend not in _IN_PROCESS:
         _check_travels(learners)
@@ -97,6 +115,9 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     if request.folder is not None:
         folder = open_folder(request.folder, _facts(request.model, job, rule), request.resume)
     assignment = _assignment(request, job, rule, theta, learners, folder)
+    if request.backend == "ranks":
+        facts = _facts_of_ranks(request, job, rule, learner, source)
+        assignment = replace(assignment, facts=facts)
     return PreparedTraining(
         request, assignment, run, evaluator, *request.evaluation_times(length), length, folder
     )
@@ -213,8 +234,9 @@ def _backend_of(request: TrainRequest) -> Backend:
     return request.backend
 
 
-def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -> None:
-    """Runs one batch forward and backward, so that an error shows now and not in every worker."""
+def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -> ModuleLearner:
+    """Runs one batch forward and backward, so that an error shows now and not in every worker. An
+    optimizer takes a step unless it is torch's own. Returns the learner that did so."""
     with UserCode("copying the model", learners.module):
         module = copy.deepcopy(learners.module).train()
     source = open_dataset(learners.dataset, learners.collate, learners.epochs)
@@ -231,7 +253,11 @@ def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -
     )  # fmt: skip
     indices = np.arange(first[1], dtype=np.int64)
     gradient = learner.gradient(theta.copy(), indices, 0)
-    learner.update(theta, gradient.vector, 0.0)
+    if learner.steps_as_torch_does:
+        learner.rate(0.0)
+    else:
+        learner.update(theta, gradient.vector, 0.0)
+    return learner
 
 
 def _evaluator(
@@ -320,3 +346,40 @@ def _facts(model: nn.Module, job: Job, rule: Rule) -> dict[str, Any]:
     text = repr([(n, tuple(p.shape), p.requires_grad) for n, p in named_parameters(model)])
     model_facts = f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return {"rule": rule.name, "options": rule.options, "model": model_facts, **job.facts()}
+
+
+def _facts_of_ranks(
+    request: TrainRequest, job: Job, rule: Rule, learner: ModuleLearner, source: SampleSource
+) -> dict[str, Any]:
+    """What is compared between ranks, each of which has made the model and the data set by itself.
+
+    Initial weights may differ, since rank 0's are trained, and so may batch norms' statistics,
+    which are computed after training. Frozen parameters and other buffers are not sent, so they
+    must be equal. Of arrays some rows are compared, of other data sets the length alone.
+    """
+    model = request.model
+    facts: dict[str, Any] = {
+        "model": _facts(model, job, rule)["model"],
+        "optimizer": learner.settings,
+        "autocast": request.autocast,
+        "group": request.group,
+    }
+    # Keras keeps the states of random generators among them, which each rank draws for itself.
+    if not is_keras(model):
+        frozen = [p for _, p in named_parameters(model) if not p.requires_grad]
+        statistics = {id(buffer) for norm in norms_of(model) for buffer in norm.buffers()}
+        buffers = [buffer for buffer in model.buffers() if id(buffer) not in statistics]
+        facts["buffers"] = _digest_of(*frozen, *buffers)
+    if isinstance(source, ArraySource) and source.samples:
+        rows = np.unique(np.linspace(0, source.samples - 1, COMPARED_ROWS).astype(np.int64))
+        facts["dataset"] = _digest_of(*pytree.tree_leaves(source.batch(rows, 0)[0]))
+    return facts
+
+
+def _digest_of(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        digest.update(f"{dense.dtype} {tuple(dense.shape)}".encode())
+        digest.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

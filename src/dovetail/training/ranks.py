@@ -325,7 +325,7 @@ class SharedCenter:
     def copy(self) -> Vector:
         center = self._link.copy()
         if center is None:
-            raise self._link.lost()
+            raise _server_lost()
         return center
 
     def finish(self, clock: int, theta: Vector | None) -> Vector:
@@ -356,7 +356,7 @@ class SharedCenter:
         try:
             message = self._channel.receive()
         except EOFError:
-            raise TrainingError("rank 0 has ended, and the parameter server with it") from None
+            raise _server_lost() from None
         if isinstance(message, RaisedError):
             raise message.error
         return message
@@ -367,14 +367,15 @@ class _RankLink(WorkerLink):
 
     def join(self) -> int:
         if self._socket is not None:
-            raise self.lost()
+            raise _server_lost()
         try:
             return super().join()
         except EOFError:
-            raise self.lost() from None
+            raise _server_lost() from None
 
-    def lost(self) -> ServerLostError:
-        return ServerLostError(0, "by itself or with rank 0")
+
+def _server_lost() -> ServerLostError:
+    return ServerLostError(0, "by itself or with rank 0")
 
 
 def _connect(name: str, timeout_seconds: float) -> socket.socket:

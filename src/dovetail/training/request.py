@@ -7,6 +7,7 @@ command line can show the defaults at once.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -16,8 +17,6 @@ from dovetail.errors import UsageError
 from dovetail.training import options
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
 
     from dovetail.training.backends.contract import Backend, FailurePolicy, Guard
@@ -52,6 +51,44 @@ def _policy() -> FailurePolicy:
     return FailurePolicy()
 
 
+def named_backend(backend: str) -> str:
+    """The backend of that name, or the one that "auto" stands for. Raises `UsageError` for one that
+    does not go with how this process was started."""
+    ranks = launched_ranks()
+    if backend == "auto":
+        return "ranks" if ranks > 1 else "processes"
+    if backend == "ranks" and ranks == 1:
+        says = "ranks needs several ranks, which torchrun or another launcher starts"
+        raise UsageError("backend", says)
+    if backend != "ranks" and ranks > 1:
+        says = f"{backend} does not join the {ranks} ranks that were started; leave it out"
+        raise UsageError("backend", f"{says}, or give ranks")
+    return backend
+
+
+def launched_ranks() -> int:
+    """How many ranks a launcher has started, of which this process is one; 1 if none has. Raises
+    `UsageError`."""
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        return 1
+    # Imported here, because few runs need it.
+    from dovetail.runtime.ranks import place_of_ranks
+
+    place = place_of_ranks("")
+    return 1 if place is None else place.ranks
+
+
+def launched_rank() -> int:
+    """The number of this process among the ranks that a launcher has started; 0 if none has."""
+    return int(os.environ["RANK"]) if launched_ranks() > 1 else 0
+
+
+def prints() -> bool:
+    """True if this process prints: rank 0 does, and one that no launcher started. Variables that
+    make no sense are looked at where ranks are used."""
+    return os.environ.get("RANK", "0") in ("", "0")
+
+
 @dataclass(frozen=True)
 class TrainRequest:
     """How a module is trained. Raises `UsageError` for a setting that no run can have.
@@ -63,7 +100,9 @@ class TrainRequest:
                 for the rule `sync` the server has it
     rule        a name in `RULES`, or `make_rule(name, **options)`
     workers     processes, or groups of processes, that compute gradients
-    backend     a name in `BACKENDS`; `backend_options` holds the backend's own settings
+    backend     a name in `BACKENDS`; `backend_options` holds the backend's own settings. "auto":
+                `ranks` if a launcher started several ranks, else `processes`. Several ranks take no
+                other backend
     epochs      passes over all samples
     batch       samples of a local step
     window      local steps between commits. None: one commit, at the end; "auto": the rule's own
@@ -105,7 +144,7 @@ class TrainRequest:
     optimizer: MakeOptimizer | str | Any
     rule: Rule | str = "adag-agn"
     workers: int = 2
-    backend: Backend | str = "processes"
+    backend: Backend | str = "auto"
     _: KW_ONLY
     epochs: int = 1
     batch: int = 32
@@ -186,6 +225,7 @@ class TrainRequest:
 
     def _check_backend(self) -> None:
         if isinstance(self.backend, str):
+            object.__setattr__(self, "backend", named_backend(self.backend))
             return
         if not callable(self.backend):
             raise UsageError("backend", f"{self.backend!r} is no name, and not callable")

@@ -1,7 +1,7 @@
 """Supervises a run on any backend: replaces what has died, and decides when and how the run ends.
 
     Supervisor ── start_server, start_worker, kill_workers, tell ──► Transport: simulated, threads,
-               ◄──────────────── turn(progress): words ────────────             processes, ray
+               ◄──────────────── turn(progress): words ────────────            processes, ranks, ray
 
     until the run has ended, for each word of the transport's next turn:
 
@@ -132,6 +132,11 @@ class WorkerFinished:
 
 
 @dataclass(frozen=True)
+class Interrupted:
+    """Ctrl-C was pressed elsewhere than in the supervisor's process."""
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """Server and workers have ended by themselves. `copy` is the center that they leave."""
 
@@ -146,6 +151,7 @@ Word = (
     | WorkerRaised
     | WorkerDied
     | WorkerFinished
+    | Interrupted
     | RunEnded
 )
 
@@ -373,6 +379,7 @@ class Supervisor:
         self.server_deaths = self.worker_deaths = self.errors = self.refusals = 0
         self.first_error: ProcessError | None = None
         self.up = self.has_been_up = False  # a server can be told things
+        self.interrupted = False  # by a word of the transport
         self.stopped = ""  # why
         self.done = False  # every sample was seen, or the run was stopped
         self.complete = False  # and all rows and events of it are here
@@ -389,7 +396,7 @@ class Supervisor:
             while not self._has_ended():
                 for word in self.transport.turn(self.progress):
                     self._hear(word)
-                if pressed and not self.stopped:
+                if (pressed or self.interrupted) and not self.stopped:
                     if not self.up:  # nothing was reached yet that could be returned
                         raise KeyboardInterrupt
                     self._stop("interrupted")
@@ -430,6 +437,8 @@ class Supervisor:
                 self._worker_died(word)
             case WorkerFinished(worker):
                 self.finished.add(worker)
+            case Interrupted():
+                self.interrupted = True
             case RunEnded(copy):
                 self.final, self.ended = copy, True
 

@@ -56,6 +56,8 @@ _SERVED = {
     "rmsprop": ("alpha", "eps", "weight_decay", "momentum"),
 }
 """Name -> settings that the server's optimizer has too. All others must have torch's default."""
+_ASKS_MORE = ("fused", "capturable", "differentiable")
+"""Settings with which torch's steps ask more of the parameters."""
 _FREE = {"lr", "foreach", "fused", "capturable", "differentiable"}
 """Settings that may have any value. The learning rate comes with each commit, and the others change
 only speed."""
@@ -117,6 +119,15 @@ def check_optimizer(
         )
     check_steps(optimizer)
     return optimizer
+
+
+def steps_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is torch's own and needs no trial: the first one imports `torch._dynamo`."""
+    return (
+        any(type(optimizer) is kind for kind, _ in _KINDS.values())
+        and not has_optimizer_hooks(optimizer)
+        and not any(group.get(key) for group in optimizer.param_groups for key in _ASKS_MORE)
+    )
 
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -7,7 +7,7 @@ request ─► prepare ─► backend ─► center ─► the module, its batch
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -41,20 +41,36 @@ def train(
     starts, for what cannot be trained, and `UserCodeError` for what the caller's own code raises in
     this process; if a callback raised, the run ends early and the model has its result. Raises
     `TrainingError` or `RunError` if the run failed; the model is then as it was.
+
+    With the backend `ranks` all ranks call this. The first one does all of the above. On the others
+    `watcher`, `folder` and callbacks are not used, the history has no commits and no evaluations,
+    and the model ends with the same weights. Its batch norms' statistics are computed on each.
     """
     # The caller's random state must not change by a model's trial runs and evaluations, on the CPU
     # or on a GPU.
-    with torch.random.fork_rng(devices=gpus_of(request)):
+    with _announced(request), torch.random.fork_rng(devices=gpus_of(request)):
         prepared = prepare(request, dataset, validation)
         progress = _open_progress(prepared, watcher)
         outcome = _run(prepared, progress)
-        outcome = _evaluate_end(prepared, progress, outcome)
+        # Of ranks the first one evaluates.
+        if not outcome.meta.get("rank"):
+            outcome = _evaluate_end(prepared, progress, outcome)
         unflatten(request.model, outcome.theta)
         prepared.evaluator.refresh(request.model)
         progress.callbacks.end()
     if progress.callbacks.failure is not None:
         raise progress.callbacks.failure
     return History(_describe(prepared, outcome))
+
+
+def _announced(request: TrainRequest) -> AbstractContextManager[None]:
+    """With the backend `ranks`, tells the other ranks what fails before all have met."""
+    if request.backend != "ranks":
+        return nullcontext()
+    # Imported here, because few runs need it.
+    from dovetail.training.backends.ranks.meeting import announced
+
+    return announced()
 
 
 class Trainer:
@@ -125,6 +141,7 @@ def _open_progress(prepared: PreparedTraining, watcher: Watcher | None) -> RunMo
 
 def _run(prepared: PreparedTraining, progress: RunMonitor) -> Outcome:
     watcher = progress.watcher(prepared.every_samples, prepared.every_seconds)
+    watcher.result = lambda outcome: _evaluate_end(prepared, progress, outcome).theta
     try:
         return prepared.run(prepared.assignment, watcher)
     except KeyboardInterrupt:

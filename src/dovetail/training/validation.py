@@ -244,7 +244,7 @@ def _number(name: str, value: Any, function: Callable[..., Any]) -> float:
 
 def has_statistics(module: nn.Module) -> bool:
     """Whether any norm of the module keeps running statistics."""
-    return bool(keras_norms(module) if is_keras(module) else _norms(module))
+    return bool(keras_norms(module) if is_keras(module) else norms_of(module))
 
 
 @torch.no_grad()
@@ -264,7 +264,8 @@ def compute_statistics(
             part.training = mode
 
 
-def _norms(module: nn.Module) -> list[_NormBase]:
+def norms_of(module: nn.Module) -> list[_NormBase]:
+    """The module's batch norms, and others that keep running statistics."""
     return [
         part
         for part in module.modules()
@@ -274,13 +275,13 @@ def _norms(module: nn.Module) -> list[_NormBase]:
 
 def _copy_statistics(module: nn.Module, other: nn.Module) -> None:
     """Copies the running statistics of the module's norms to those of its twin `other`."""
-    for norm, twin in zip(_norms(module), _norms(other), strict=True):
+    for norm, twin in zip(norms_of(module), norms_of(other), strict=True):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             getattr(twin, name).copy_(getattr(norm, name))
 
 
 def _compute(module: nn.Module, batches: Iterable[Any], casting: MakeContext) -> None:
-    norms = _norms(module)
+    norms = norms_of(module)
     momenta = [norm.momentum for norm in norms]
     module.eval()
     for norm in norms:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,7 +199,10 @@ def children(pid, entry=""):
     """Living child processes of one, by what they run."""
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        line = Path(f"/proc/{child}/cmdline").read_bytes()
+        try:
+            line = Path(f"/proc/{child}/cmdline").read_bytes()
+        except FileNotFoundError:  # it has just ended
+            continue
         if entry.encode() in line:
             found.append(int(child))
     return found
@@ -232,6 +236,31 @@ class Held(Table):
 
 def run_in_processes(folder):
     learn([TASK], Held(Doors(folder)), REINFORCE, trials=TRIALS, backend="processes", folder=folder)
+
+
+def test_the_caller_hears_of_a_controller_that_is_lost(tmp_path):
+    told = []
+
+    def happened(event):
+        told.append((event.kind, event.worker))
+
+    def kill():
+        try:
+            wait_for(Held.DRAWS, tmp_path)
+            (controller,) = set(children(os.getpid(), "worker:serve")) - before
+            os.kill(controller, signal.SIGKILL)
+        finally:
+            Doors(tmp_path).open("never")
+
+    before = set(children(os.getpid()))
+    with ThreadPoolExecutor() as threads:
+        killing = threads.submit(kill)
+        learn(
+            [TASK], Held(Doors(tmp_path)), REINFORCE, trials=TRIALS, backend="processes",
+            folder=tmp_path, happened=happened,
+        )  # fmt: skip
+        killing.result()
+    assert {("lost", 0), ("restarted", 0)} <= set(told)
 
 
 def test_a_controller_and_then_the_whole_run_are_killed_and_it_goes_on_bit_for_bit(tmp_path, whole):

@@ -96,15 +96,20 @@ IssueStep = LaunchWorks | PushTensor | PullSource | TakeArrived | ReleasePushed
 
 
 def steps_of(
-    plan: Plan, graph: Graph, shares: tuple[Share, ...], random: Container[int] = ()
+    plan: Plan,
+    graph: Graph,
+    shares: tuple[Share, ...],
+    random: Container[int] = (),
+    own: Container[int] | None = None,
 ) -> tuple[IssueStep, ...]:
     """The steps that the GPUs' thread issues, for the shares of all devices of a checked plan.
 
     random   ops that draw random numbers: they are launched apart from others
+    own      devices of this host. The steps are those of its GPUs; None: of all GPUs
 
     Sources that GPUs read from the block come first, in the order in which they are needed.
     """
-    return _Merging(plan, graph, shares, random).steps()
+    return _Merging(plan, graph, shares, random, own).steps()
 
 
 class _Merging:
@@ -117,12 +122,21 @@ class _Merging:
     """
 
     def __init__(
-        self, plan: Plan, graph: Graph, shares: tuple[Share, ...], random: Container[int]
+        self,
+        plan: Plan,
+        graph: Graph,
+        shares: tuple[Share, ...],
+        random: Container[int],
+        own: Container[int] | None,
     ) -> None:
         self.graph, self.shares, self.machine = graph, shares, plan.machine
         self.random = random
         self.seconds = plan.compute_seconds
-        self.on_gpu = [plan.machine.devices[share.device].kind == "gpu" for share in shares]
+        self.on_gpu = [
+            plan.machine.devices[share.device].kind == "gpu"
+            and (own is None or share.device in own)
+            for share in shares
+        ]
         self.clock = [0.0] * len(shares)
         self.heads = [0] * len(shares)
         self.arrived: dict[int, float] = {}

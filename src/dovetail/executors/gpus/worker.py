@@ -26,6 +26,7 @@ import re
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -243,6 +244,7 @@ class LoadedGpus:
     def __init__(self, load: LoadGpus, calls: dict[int, Call], block: Block, cuda: Any) -> None:
         self.load, self.block, self.cuda = load, block, cuda
         self.base = int(block.bytes.ctypes.data)
+        self.in_block: dict[tuple[BlockSlot, int], Tensor] = {}
         first = load.shares[0]
         self.abort = self.base + first.abort
         self.unpin = _pinned(cuda, self.base, block.size_bytes)
@@ -298,7 +300,7 @@ class LoadedGpus:
                 for tensor, slot in gpu.share.sources:
                     if tensors is not None and tensor not in tensors:
                         continue
-                    _copy(gpu.sources[tensor], tensor_at(self.block, slot), slot)
+                    _copy(gpu.sources[tensor], self._tensor_at(slot), slot)
         self._synchronize()
 
     def save_sources(self) -> None:
@@ -311,13 +313,14 @@ class LoadedGpus:
                     if tensor in saved:
                         continue
                     saved.add(tensor)
-                    _copy(tensor_at(self.block, slot), gpu.sources[tensor], slot)
+                    _copy(self._tensor_at(slot), gpu.sources[tensor], slot)
         self._synchronize()
 
     def close(self) -> None:
         for publisher in self.publishers.values():
             publisher.close()
         self.unpin()
+        self.in_block.clear()
         self.block.close()
 
     # ---- A step ----
@@ -371,7 +374,7 @@ class LoadedGpus:
             case PushTensor():
                 self._push(step, running)
             case PullSource(device=device, read=read):
-                value = tensor_at(self.block, read.slot)
+                value = self._tensor_at(read.slot)
                 into = self.gpus[device].arriving[read.tensor]
                 begin = self._begin_span(read.source, device, running)
                 event = self._copy_across(read.source, device, into, value, read.slot)
@@ -450,9 +453,14 @@ class LoadedGpus:
         graph = self.cuda.CUDAGraph()
         try:
             # "thread_local" lets other threads wait for events meanwhile.
-            with self.cuda.graph(
-                graph, stream=gpu.compute, pool=gpu.pool, capture_error_mode="thread_local"
+            with (
+                warnings.catch_warnings(),
+                self.cuda.graph(
+                    graph, stream=gpu.compute, pool=gpu.pool, capture_error_mode="thread_local"
+                ),
             ):
+                # A launch may have nothing but views.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 try:
                     gpu.runner.run(launch.held)
                 finally:
@@ -496,10 +504,7 @@ class LoadedGpus:
             before.record(gpu.compute)
             value = gpu.runner.get(send.tensor)
             assert value is not None, "the step has made it"
-            if there is None:
-                into = tensor_at(self.block, send.slot)
-            else:
-                into = there.arriving[send.tensor]
+            into = self._tensor_at(send.slot) if there is None else there.arriving[send.tensor]
             self._copy_stream(step.device, send.destination).wait_event(before)
             begin = self._begin_span(step.device, send.destination, running)
             event = self._copy_across(step.device, send.destination, into, value, send.slot)
@@ -529,7 +534,7 @@ class LoadedGpus:
             del running.awaited[flag]
             if waiting.slot is None:
                 continue
-            sent = tensor_at(self.block, waiting.slot, reached & SKEW)
+            sent = self._tensor_at(waiting.slot, reached & SKEW)
             into = self.gpus[device].arriving[waiting.tensor]
             event = self._copy_across(waiting.source, device, into, sent, waiting.slot)
             running.events[flag] = event
@@ -540,13 +545,21 @@ class LoadedGpus:
                 for tensor, slot in gpu.share.outputs:
                     value = gpu.runner.get(tensor)
                     assert value is not None, "the step has made it"
-                    _copy(tensor_at(self.block, slot), value, slot)
+                    _copy(self._tensor_at(slot), value, slot)
         self._synchronize()
         if not self._captures(running):
             for device, gpu in self.gpus.items():
                 gpu.runner.clear(self.made[device])
             if self._has_failed(running):
                 self._bind_launches()
+
+    def _tensor_at(self, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
+        """A tensor over a slot of the block. The same one in each step, as the thread that issues
+        has no time to make it anew."""
+        key = slot, skew_bytes
+        if key not in self.in_block:
+            self.in_block[key] = tensor_at(self.block, slot, skew_bytes)
+        return self.in_block[key]
 
     # ---- Streams and events ----
 
@@ -626,12 +639,15 @@ class LoadedGpus:
     # ---- Times ----
 
     def _starts(self) -> dict[int, tuple[Any, int]]:
-        """Device -> (an event now, the host's clock in ns)."""
+        """Device -> (an event that has happened, the host's clock in ns just after it)."""
         self._synchronize()
-        return {
-            device: (self._timing(gpu.compute), time.perf_counter_ns())
-            for device, gpu in self.gpus.items()
-        }
+        starts = {}
+        for device, gpu in self.gpus.items():
+            start = self._timing(gpu.compute)
+            # Other processes may hold up this stream, and not those of copies.
+            start.synchronize()
+            starts[device] = start, time.perf_counter_ns()
+        return starts
 
     def _stamp(
         self, spans: list[tuple[int, int, Any, Any]], starts: dict[int, tuple[Any, int]]
@@ -724,13 +740,15 @@ class LoadedGpus:
                 if code is not None:
                     stream.function(code, inputs, outputs, tag=ops[0], frees=frees)
                 else:
-                    self._add_calls(stream, ops, frees)
+                    self._add_calls(gpu, stream, ops, frees)
             case RunLanes(lanes=lanes):
                 self._add_lanes(gpu, stream, lanes, frees)
             case RunOp(op=op):
-                self._add_calls(stream, (op,), frees)
+                self._add_calls(gpu, stream, (op,), frees)
 
-    def _add_calls(self, stream: Stream, ops: Sequence[int], frees: tuple[int, ...]) -> None:
+    def _add_calls(
+        self, gpu: _LoadedGpu, stream: Stream, ops: Sequence[int], frees: tuple[int, ...]
+    ) -> None:
         for op in ops:
             # Only after the last op is nothing of the others needed any more.
             last = frees if op == ops[-1] else ()
@@ -738,7 +756,7 @@ class LoadedGpus:
             if call.random:
                 self.drawing.append(call.seed_index(op))
                 seed = partial(_seed_at, self.seeds, len(self.drawing) - 1)
-                add_seeded(stream, call, seed, tag=op, frees=last)
+                add_seeded(stream, call, seed, gpu.torch_device, tag=op, frees=last)
             else:
                 stream.call(call, tag=op, frees=last)
 
@@ -758,9 +776,9 @@ class LoadedGpus:
         stream.function(partial(_fork, self.cuda, gpu.compute, used), (), (), tag=tag)
         for ops, lane in zip(lanes[1:], used, strict=True):
             stream.function(partial(_set_stream, self.cuda, lane), (), (), tag=ops[0])
-            self._add_calls(stream, ops, ())
+            self._add_calls(gpu, stream, ops, ())
         stream.function(partial(_set_stream, self.cuda, gpu.compute), (), (), tag=tag)
-        self._add_calls(stream, lanes[0], ())
+        self._add_calls(gpu, stream, lanes[0], ())
         stream.function(partial(_join, self.cuda, gpu.compute, used), (), (), tag=tag, frees=frees)
 
     def _code(self, device: int, key: str) -> Callable[..., Any] | None:

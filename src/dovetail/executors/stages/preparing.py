@@ -220,8 +220,6 @@ def _seeded(call: Call | None, op: int) -> Call | None:
     """The call with its seed built in, if it draws random numbers; otherwise not random."""
     if call is None or not call.random:
         return call
-    if draws_nothing(call):
-        return replace(call, random=False)
     return replace(
         call, target=Seeded(call.target, seed_for(0, 0, call.seed_index(op))), random=False
     )
@@ -237,16 +235,6 @@ class Seeded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         torch.manual_seed(self.seed)
         return self.target(*args, **kwargs)
-
-
-def draws_nothing(call: Call) -> bool:
-    """True for a call with dropout probability 0, as attention has it in inference."""
-    schema = getattr(call.target, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            value = call.args[place] if place < len(call.args) else argument.default_value
-            return not call.kwargs.get(argument.name, value)
-    return False
 
 
 class _Folding:

@@ -53,7 +53,8 @@ from dovetail.training.backends.contract import Assignment, FailurePolicy, Stora
 from dovetail.training.checkpoint import RunFolder, open_folder
 from dovetail.training.modules import device_of
 from dovetail.training.pickling import check_travels
-from dovetail.training.records import Job, Outcome
+from dovetail.training.records import Event, Job, Outcome
+from dovetail.training.request import launched_rank
 from dovetail.training.rules import make_rule
 from dovetail.training.rules.contract import Rule
 
@@ -82,6 +83,7 @@ def learn(  # noqa: PLR0913  keyword-only
     resume: bool = False,
     seed: int = 0,
     progress: Callable[[Point], None] | None = None,
+    happened: Callable[[Event], None] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Learned:
     """Train the policy on the tasks, in turn, for so many trials in all; it holds the result.
@@ -89,13 +91,17 @@ def learn(  # noqa: PLR0913  keyword-only
     seconds       after which it ends with fewer trials; None: never
     controllers   that draw and learn, each on its own
     evaluators    of each: threads of the simulator
-    backend       simulated | threads | processes | ray; `options`: its own
+    backend       simulated | threads | processes | ranks | ray; `options`: its own
     device        where controllers compute: cpu, cuda for the GPUs in turn, or cuda:1
     judge         makes a task's judge in each controller's process; None: the simulator
-    folder        where the run is kept, new or empty; on `ray`, one that all nodes see. None: a
-                  temporary one
+    folder        where the run is kept, new or empty; on `ray` and `ranks`, one that all machines
+                  see. None: a temporary one, which `ranks` refuses
     resume        go on with the run in `folder`; with one controller, bit for bit
     progress      called with each update as it becomes known
+    happened      called with what happens to controllers and to their server
+
+    With the backend `ranks` all ranks call this, and all return the same; `progress` and `happened`
+    are called on the first one.
 
     Ctrl-C ends the run and keeps the best so far, `interrupted`; `KeyboardInterrupt` where there is
     none yet. Raises `UsageError`, `RunMismatchError` for another run's folder, and what the
@@ -104,6 +110,10 @@ def learn(  # noqa: PLR0913  keyword-only
     _check(tasks, trials, controllers, evaluators, settings)
     bound = make_rule(rule) if isinstance(rule, str) else rule
     started = load_backend(backend, **(options or {}))
+    rank = launched_rank() if backend == "ranks" else 0
+    if backend == "ranks" and folder is None:
+        says = "all ranks write down what they try there; name one that all of them see"
+        raise UsageError("folder", says)
     with _home(folder, resume) as path:
         theta = parameters_of(policy)
         facts = {
@@ -116,13 +126,20 @@ def learn(  # noqa: PLR0913  keyword-only
             "trials": trials,
             "controllers": controllers,
         }
-        home = open_folder(path, facts, resume)
+        # Rank 0 alone opens the run. Its name comes to the others with their first message.
+        home = RunFolder(path, "") if rank else open_folder(path, facts, resume)
         refuse_links(path / CONTROLLERS)
         job = Job(
             run=home.run, size=theta.size, samples=trials, epochs=1, batch=settings.trials,
             window=1, workers=controllers, seed=seed,
         )  # fmt: skip
-        run = _LearningRun(home, progress, listens=backend == "simulated", seconds=seconds)
+        run = _LearningRun(
+            home,
+            None if rank else progress,
+            happened,
+            listens=backend == "simulated",
+            seconds=seconds,
+        )
         recipe = Controllers(
             copy.deepcopy(policy),
             tuple(tasks),
@@ -145,6 +162,7 @@ def learn(  # noqa: PLR0913  keyword-only
                 worker_restarts=RESTARTS * controllers, lease_seconds=LEASE_SECONDS
             ),
             storage=None if folder is None else Storage(home.center, resume=resume),
+            facts=facts,
         )
         learned = run.end(assignment, started)
     write_parameters(policy, learned.theta)
@@ -232,6 +250,7 @@ class _LearningRun:
 
     home: RunFolder
     progress: Callable[[Point], None] | None
+    happened: Callable[[Event], None] | None
     listens: bool
     origin: float = field(default_factory=time.time)
     seconds: float | None = None
@@ -260,7 +279,7 @@ class _LearningRun:
         self, assignment: Assignment, backend: Callable[[Assignment, Watcher], Outcome]
     ) -> Learned:
         """Run it, and put together what it leaves."""
-        watcher = Watcher(rows=lambda _rows: self._read(), event=lambda _event: self._read())
+        watcher = Watcher(rows=lambda _rows: self._read(), event=self._happened)
         if self.seconds is not None:
             watcher.every_seconds = max(0.05, self.seconds / 100)
             watcher.evaluate = lambda _theta, _clock, _samples, _seconds: {}
@@ -288,6 +307,11 @@ class _LearningRun:
         assert self.seconds is not None
         self.is_over = time.monotonic() - self._began >= self.seconds and bool(self.entries)
         return self.is_over
+
+    def _happened(self, event: Event) -> None:
+        self._read()
+        if self.happened is not None:
+            self.happened(event)
 
     def _read(self) -> None:
         for entry in self._readers.news():

@@ -43,6 +43,11 @@ BACKENDS = {
             "a server process and worker processes of this machine, over shared memory",
         ),
         BackendEntry(
+            "ranks",
+            "dovetail.training.backends.ranks",
+            "workers on all ranks that a launcher as torchrun started, on one machine or many",
+        ),
+        BackendEntry(
             "ray", "dovetail.training.backends.ray", "actors on many machines; the extra `ray`"
         ),
     )

@@ -1,6 +1,6 @@
 """Records that a backend is given: the assignment, the caller's watcher, and the failure policy.
 
-    Backend = (Assignment, Watcher) -> Outcome        simulated, threads, processes, ray
+    Backend = (Assignment, Watcher) -> Outcome        simulated, threads, processes, ranks, ray
 
 A backend runs one assignment to its end and returns the outcome.
 """
@@ -88,6 +88,7 @@ class Assignment:
     wire      encoding of commits: none | float16 | bfloat16 | topk:FRACTION
     order     workers; if given, the server takes turns in this order, one entry a turn
     device    where workers compute, as the request names it, for backends that assign GPUs
+    facts     what all ranks must agree on if each of them makes this assignment: name -> JSON
     """
 
     job: Job
@@ -101,6 +102,7 @@ class Assignment:
     wire: str = "none"
     order: tuple[int, ...] | None = None
     device: str = "cpu"
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -115,6 +117,8 @@ class Watcher:
     resumed        called in place of `rows` with those that the run had before it was resumed
     forgotten      called with how many of all rows a server without a log has kept
     event          called with each event
+    result         (outcome) -> the center [size] that the caller keeps, for backends that give it
+                   to other processes; None: the outcome's
     """
 
     every_samples: int | None = None
@@ -125,6 +129,7 @@ class Watcher:
     resumed: Callable[[list[Row]], None] | None = None
     forgotten: Callable[[int], None] | None = None
     event: Callable[[Event], None] | None = None
+    result: Callable[[Outcome], Vector] | None = None
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,11 @@ class ProcessesTransport:
         self._send(SERVER, ServerStart(plan, died, self.origin), self.center.block)
 
     def start_worker(self, worker: int) -> None:
+        self.launch_worker(worker, WORKER_ENTRY)
+
+    def launch_worker(self, worker: int, entry: str, *open_files: Any) -> None:
+        """Starts a process for that number, in place of a dead one if there was one. `open_files`
+        are sent after its blocks."""
         options, old = self.options, self.workers.get(worker)
         if old is not None:
             old.process.close(kill=True)
@@ -202,7 +207,7 @@ class ProcessesTransport:
         # A worker that is stopped loses its lease first, and may go on while others do its work.
         patience_seconds = self.assignment.policy.lease_seconds + STOPPED_SECONDS
         process = launch(
-            WORKER_ENTRY, cores=tuple(cores), threads=options.threads, name=f"worker {worker}",
+            entry, cores=tuple(cores), threads=options.threads, name=f"worker {worker}",
             patience_seconds=patience_seconds,
         )  # fmt: skip
         life = 0 if old is None else old.life + 1
@@ -210,7 +215,8 @@ class ProcessesTransport:
         self.workers[worker] = new
         self._listened.add(worker)
         start = WorkerStart(WorkerPlan.of(self.assignment, worker, life), self._learner)
-        self._send(worker, start, new.memory.block, self.center.block, self._learner_block)
+        blocks = new.memory.block, self.center.block, self._learner_block
+        self._send(worker, start, *blocks, *open_files)
         if self.is_up:
             self._connect(worker)
 

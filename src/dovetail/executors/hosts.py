@@ -1,0 +1,837 @@
+"""Runs a plan on several hosts: each rank runs the shares of its own devices, as on one host, and a
+bridge carries tensors between ranks.
+
+    rank 0                                                      rank 1
+    worker of cpu0 ─ copy, flag ─► block ═ isend ═══ irecv ═► block ─ flag ─► worker of cpu1
+                                            bridge                            reads the slot itself
+
+Every rank cuts the whole plan into the same shares, so that a slot has one place in the blocks of
+all. Each directed pair of devices on two ranks has a group of two ranks of its own and a thread on
+both. Messages of a pair are sent in the order of the sender's share, which is that of the
+simulator. All receives of a step are posted before it begins, into the slots themselves. So no send
+waits for a receive, and no pair of devices for another pair.
+
+A step begins on all ranks at one moment, by clocks that are compared when the plan is loaded. The
+bridge has a seat in the block's barrier: it lets a rank's devices begin, and ends the step once
+what they sent has left.
+
+What lives on one host and is set from outside (inputs, weights) is rank 0's, on all.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dovetail.errors import FileFormatError, UsageError
+from dovetail.executors.placed import (
+    Measurement,
+    PlacedNetwork,
+    measure_steps,
+    progress_of,
+    step_span,
+    time_steps,
+    timeline_of,
+)
+from dovetail.executors.rank_checkpoints import (
+    file_of,
+    latest_in,
+    load_tensors,
+    save_index,
+    save_part,
+)
+from dovetail.executors.shares import (
+    AwaitFlag,
+    BlockSlot,
+    Instruction,
+    RunCompiled,
+    RunLanes,
+    RunUpdates,
+    SendTensor,
+    Share,
+    Shares,
+    share_out,
+)
+from dovetail.executors.workers import Workers
+from dovetail.frontends.program import Captured
+from dovetail.frontends.runners import SKEW
+from dovetail.machine import Machine
+from dovetail.machine.files import machine_to_dict
+from dovetail.plans import Plan, check
+from dovetail.runtime.formats import to_file
+from dovetail.runtime.neighbours import Neighbours
+from dovetail.runtime.ranks import Ranks
+from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
+from dovetail.runtime.stopped import state_of
+from dovetail.runtime.torch_versions import broadcast
+from dovetail.runtime.waiting import ABORTED, SPIN_NS, barrier, publish, wait
+from dovetail.timeline import Timeline
+from dovetail.units import format_seconds
+
+_PINGS = 10
+"""Clocks are compared by so many messages to and fro, of which the fastest counts."""
+_MARGIN_NS = 1_000_000
+"""A step begins this long after the slowest message between all ranks has arrived."""
+HUNG_SECONDS, _HUNG_FACTOR = 6.0, 20.0
+"""An op that runs for `HUNG_SECONDS` and `_HUNG_FACTOR` times its predicted seconds hangs. So does
+a device whose process somebody has stopped for `HUNG_SECONDS`."""
+_SLOWEST_COPY = 1e8
+"""A copy into the block has more bytes per second than this, also into memory that is new."""
+_SPUN_NS = 200_000
+"""Before a step begins, the bridge spins for this long instead of sleeping."""
+
+
+def deal(machine: Machine, hosts: Sequence[str]) -> tuple[int, ...]:
+    """[devices] the rank that runs each device of the machine.
+
+    hosts   [ranks] name of the host that each rank is on
+
+    If the machine's devices name hosts, a rank runs all devices of its host, or, where the host has
+    as many ranks as devices, one of them each. Otherwise each rank runs one device, in order.
+    Raises `UsageError` where that does not come out even.
+    """
+    devices = machine.devices
+    nothing = [device.name for device in devices if device.kind == "host"]
+    if nothing:
+        says = (
+            f"device {nothing[0]!r} of {machine.name} runs nothing; inputs need a rank to start on"
+        )
+        raise UsageError("machine", f"{says}, so make a CPU the machine's host")
+    named = list(dict.fromkeys(device.host for device in devices))
+    if named == [""]:
+        if len(hosts) != len(devices):
+            says = f"there are {len(hosts)} ranks, but {machine.name} has {len(devices)} devices"
+            raise UsageError("WORLD_SIZE", f"{says}; start one rank a device, or name their hosts")
+        return tuple(range(len(devices)))
+    if "" in named:
+        lacking = next(device.name for device in devices if not device.host)
+        raise UsageError("machine", f"device {lacking!r} of {machine.name} names no host")
+    for rank, host in enumerate(hosts):
+        if host not in named:
+            says = f"rank {rank} is on host {host!r}, but {machine.name} has {', '.join(named)}"
+            raise UsageError("host", f"{says}; DOVETAIL_HOST names a rank's host where it is other")
+    found = [-1] * len(devices)
+    for host in named:
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        of_host = [index for index, device in enumerate(devices) if device.host == host]
+        if len(ranks) not in (1, len(of_host)):
+            says = f"host {host!r} has {len(of_host)} devices and {len(ranks)} ranks"
+            raise UsageError("WORLD_SIZE", f"{says}; start one rank there, or one a device")
+        for place, index in enumerate(of_host):
+            found[index] = ranks[place if len(ranks) > 1 else 0]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class RankMessage:
+    """A tensor, or the end of an op, that goes from a device of one rank to a device of another.
+
+    flag           offset of its flag in the blocks of both ranks
+    slot           None: only the flag
+    share, index   place of its `SendTensor`: which share, and which instruction there
+    """
+
+    flag: int
+    slot: BlockSlot | None
+    share: int
+    index: int
+
+
+def messages_of(shares: Shares, ranks: Sequence[int]) -> dict[tuple[int, int], list[RankMessage]]:
+    """(source, destination) -> the messages between two devices on two ranks, in the order in which
+    they are sent. The pairs are in order of their devices."""
+    found: dict[tuple[int, int], list[RankMessage]] = defaultdict(list)
+    for number, share in enumerate(shares.shares):
+        for index, sent in enumerate(share.instructions):
+            if isinstance(sent, SendTensor) and ranks[share.device] != ranks[sent.destination]:
+                message = RankMessage(sent.flag, sent.slot, number, index)
+                found[share.device, sent.destination].append(message)
+    return dict(sorted(found.items()))
+
+
+class _Pair:
+    """This rank's end of the messages between two devices: a group, and a thread.
+
+    peer       this rank's number of the other end in the group
+    buffers    what each message is received into, or sent from
+    arrivals   [messages] when each arrived in the last step, by this rank's clock in ns
+    """
+
+    def __init__(self, block: Block, messages: list[RankMessage], group: Any, other: int) -> None:
+        self.group, self.other, self.messages = group, other, messages
+        self.base = int(block.bytes.ctypes.data)
+        self.buffers = [_buffer_of(block, message) for message in messages]
+        self.arrivals = np.zeros(len(messages), dtype=np.int64)
+
+
+class _Sender(_Pair):
+    """Sends each message as soon as its flag is set."""
+
+    def begin(self) -> None: ...
+
+    def run(self, number: int, abort: int) -> None:
+        """All messages of a step; returns when they have left, or when the step was aborted."""
+        works = []
+        for tag, (message, buffer) in enumerate(zip(self.messages, self.buffers, strict=True)):
+            reached = wait(self.base + message.flag, number * (SKEW + 1), abort, SPIN_NS)
+            if reached == ABORTED:
+                return
+            # The last byte of a slot is free, whatever the address of the copy in it.
+            buffer[-1] = reached & SKEW
+            works.append(self.group.send([buffer], 1, tag))
+        for work in works:
+            work.wait()
+
+
+class _Receiver(_Pair):
+    """Receives into slots, and sets each message's flag when it has arrived."""
+
+    def begin(self) -> None:
+        """Post the receives of a step."""
+        self.works = [self.group.recv([buffer], 0, tag) for tag, buffer in enumerate(self.buffers)]
+
+    def run(self, number: int, abort: int) -> None:
+        for place, (message, work) in enumerate(zip(self.messages, self.works, strict=True)):
+            work.wait()
+            self.arrivals[place] = time.perf_counter_ns()
+            skew = int(self.buffers[place][-1])
+            publish(self.base + message.flag, number * (SKEW + 1) + skew)
+
+
+def _buffer_of(block: Block, message: RankMessage) -> Tensor:
+    """The whole slot, since the copy in it may begin up to a cache line later; a byte for a message
+    without a slot."""
+    if message.slot is None:
+        return torch.zeros(1, dtype=torch.uint8)
+    size = message.slot.bytes + ALIGNMENT_BYTES
+    return torch.from_numpy(block.view(message.slot.offset, (size,), np.uint8))
+
+
+class _Bridge:
+    """The threads of all pairs of a rank, and its seat in the block's barrier."""
+
+    def __init__(
+        self, network: PlacedNetwork, pairs: Sequence[_Sender | _Receiver], ranks: Ranks
+    ) -> None:
+        self.pairs, self._ranks, self._abort = pairs, ranks, network.abort
+        shares = network.own_shares
+        base = int(network.block.bytes.ctypes.data)
+        # A rank whose devices run nothing has the barrier to itself.
+        self._seats = shares[0].seats if shares else 1
+        self._flags = base + network.shares.barrier
+        self._queues: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        for _ in range(len(pairs) + 1):
+            queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            self._queues.append(queue)
+            threading.Thread(target=self._serve, args=(queue,), name="bridge", daemon=True).start()
+
+    def post(self) -> None:
+        """Post all receives of the next step."""
+        for pair in self.pairs:
+            pair.begin()
+
+    def run(self, number: int, begin_ns: int) -> None:
+        """Have the threads run a step, which begins at this moment of the clock."""
+        own, *queues = self._queues
+        for pair, queue in zip(self.pairs, queues, strict=True):
+            queue.put(lambda pair=pair: self._run_pair(pair, number))  # type: ignore[misc]
+        own.put(lambda: self._meet(number, begin_ns))
+
+    def _run_pair(self, pair: _Sender | _Receiver, number: int) -> None:
+        try:
+            pair.run(number, self._abort)
+        # Whatever it is: a pair that ends silently would have the step wait for ever.
+        except Exception as error:
+            self._ranks.suspect(str(error), pair.other)
+            # The others of this rank are freed when the lost rank is known.
+        else:
+            self._ended.put(None)
+
+    def _meet(self, number: int, begin_ns: int) -> None:
+        time.sleep(max(begin_ns - _SPUN_NS - time.perf_counter_ns(), 0) / 1e9)
+        while time.perf_counter_ns() < begin_ns:
+            pass
+        if self._barrier(2 * number - 1) == ABORTED:
+            return
+        for _ in self.pairs:
+            self._ended.get()
+        self._barrier(2 * number)
+
+    def _barrier(self, value: int) -> int:
+        seat = self._seats - 1
+        return int(barrier(self._flags, self._seats, seat, value, self._abort, SPIN_NS))
+
+    def close(self) -> None:
+        """End the threads once they have done what they were given."""
+        for queue in self._queues:
+            queue.put(None)
+
+    def _serve(self, queue: "SimpleQueue[Callable[[], None] | None]") -> None:
+        while (task := queue.get()) is not None:
+            task()
+
+
+class _HangWatch:
+    """Notices that a CPU device of this rank hangs: in an op, or because its process was stopped.
+    The workers of GPUs do not say at which op they are."""
+
+    def __init__(self, network: PlacedNetwork, plan: Plan, captured: Captured) -> None:
+        self._network, self._plan, self._captured = network, plan, captured
+        self._since: dict[int, tuple[tuple[int, int], float]] = {}
+        """device -> (step and instruction that it is at, when that was first seen)"""
+        self._stopped: dict[int, float] = {}
+        """process -> when it was first seen stopped"""
+
+    def look(self, stopped: bool) -> tuple[str, str] | None:
+        """(op, what hangs), or None; see `runtime.ranks.Watch`."""
+        now = time.monotonic()
+        states = {pid: state_of(pid) for pid in self._network.workers.pids}
+        # Whoever stopped this process, or looks at one by a debugger, may have stopped ops as well.
+        if stopped or "t" in states.values():
+            self._since.clear()
+            self._stopped.clear()
+            return None
+        for pid, state in states.items():
+            if state != "T":
+                self._stopped.pop(pid, None)
+            elif now - self._stopped.setdefault(pid, now) > HUNG_SECONDS:
+                return "", f"process {pid} of its devices was stopped for {HUNG_SECONDS:g} s"
+        hung = (self._hung_in(share, now) for share in self._network.own_shares)
+        return next(filter(None, hung), None)
+
+    def _hung_in(self, share: Share, now: float) -> tuple[str, str] | None:
+        index = progress_of(share, self._network.block)[0]
+        place = self._network.steps, index
+        before, since = self._since.get(share.device, ((-1, -1), now))
+        if place != before:
+            self._since[share.device] = place, now
+            return None
+        if index < 0 or isinstance(instruction := share.instructions[index], AwaitFlag):
+            return None
+        seconds = _seconds_of(instruction, self._plan, share.device)
+        if now - since <= HUNG_SECONDS + _HUNG_FACTOR * seconds:
+            return None
+        ran, predicted = f"{now - since:.0f} s", format_seconds(seconds)
+        name = self._captured.graph.names[instruction.op]
+        return name, f"it has run for {ran}, where {predicted} are predicted"
+
+
+def _seconds_of(instruction: Instruction, plan: Plan, device: int) -> float:
+    """Predicted seconds of what an instruction runs or sends."""
+    if isinstance(instruction, SendTensor):
+        return instruction.slot.bytes / _SLOWEST_COPY if instruction.slot else 0.0
+    if isinstance(instruction, RunLanes):
+        ops = [op for lane in instruction.lanes for op in lane]
+    elif isinstance(instruction, (RunUpdates, RunCompiled)):
+        ops = list(instruction.ops)
+    else:
+        ops = [instruction.op]
+    seconds = plan.compute_seconds[ops, device]
+    return float(np.where(np.isfinite(seconds), seconds, 0.0).sum())
+
+
+class HostsNetwork:
+    """A loaded plan on several hosts, seen from one rank; a context manager with the methods of
+    `PlacedNetwork`. `run_on_ranks` makes it.
+
+    All ranks call the same methods in the same order. What is given and returned is rank 0's: other
+    ranks give tensors of the same shapes, whose values do not count. Raises `RankLostError` if a
+    rank was lost.
+    """
+
+    def __init__(
+        self, plan: Plan, captured: Captured, ranks: Ranks, seed: int, workers: Workers | None
+    ) -> None:
+        self.plan, self.captured, self.ranks = plan, captured, ranks
+        self.rank_of = deal(plan.machine, ranks.hosts)
+        _check_same(ranks, plan, captured, seed)
+        own = tuple(d for d, rank in enumerate(self.rank_of) if rank == ranks.rank)
+        self._shares = share_out(plan, captured.graph, captured.program, self.rank_of)
+        # [ranks] tensors of the sources that each reads; rank 0 keeps all, to hand them out.
+        self._sources: list[list[int]] = [[] for _ in range(ranks.ranks)]
+        for share in self._shares.shares:
+            self._sources[self.rank_of[share.device]] += [tensor for tensor, _ in share.sources]
+        kept = None if ranks.rank == 0 else set(self._sources[ranks.rank])
+        owns = workers is None
+        workers = workers or Workers(plan.machine, own)
+        self._local = PlacedNetwork(plan, captured, workers, owns, seed, self._shares, kept)
+        self._block = self._local.block
+        self._watch = _HangWatch(self._local, plan, captured)
+        self._steps, self._fed = 0, False
+        self._folder, self._every = Path(), 0
+        try:
+            ranks.on_lost(self._abort)
+            ranks.doing = self._doing
+            ranks.watch(self._watch.look)
+            self._all = ranks.group("all", tuple(range(ranks.ranks)))
+            self._pairs = messages_of(self._shares, self.rank_of)
+            self._bridge = _Bridge(self._local, list(self._make_pairs()), ranks)
+            # [ranks] a rank's clock less that of rank 0, and the slowest message, in ns
+            self._offsets, self._slowest = ranks.wait_for(self._compare_clocks)
+            self._spread(self._shares.sources)
+        except BaseException:
+            self._local.workers.close(kill=True)
+            raise
+
+    # ── What all ranks do together ──
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on rank 0's arguments; see `PlacedNetwork.step`. All ranks return the
+        result."""
+        self.feed(self.captured.signature.tensors(args, kwargs))
+        self._advance()
+        self.ranks.wait_for(self._share_outputs)
+        return self._local.results()
+
+    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Set the inputs and targets of the next steps: rank 0's. None stands for the captured
+        examples."""
+        self._local.feed(tensors)
+        self._fed = True
+        names = (source.name for source in self.captured.program.sources if source is not None)
+        self._spread(self._local.by_name[name] for name in names if _is_input(name))
+
+    def measure(
+        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
+    ) -> Measurement:
+        """Measure by RL17's protocol; see `PlacedNetwork.measure`. The timeline is that of all
+        ranks on rank 0, and of this rank elsewhere."""
+        if inputs is not None:
+            self.feed(inputs)
+        devices = [self.plan.machine.devices[share.device] for share in self._local.own_shares]
+        cores = [core for device in devices for core in device.cores]
+        neighbours = Neighbours(cores, self._local.workers.pids)
+        return measure_steps(
+            self._advance,
+            self._timeline,
+            steps=steps,
+            warmup=warmup,
+            others_cores=neighbours.settled,
+        )
+
+    def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
+        """[steps - 1] seconds of each of `steps` steps, without the first."""
+        return time_steps(self._advance, steps)
+
+    def timeline(self) -> Timeline:
+        """The timeline of one more step: of all ranks on rank 0."""
+        self._advance(timed=True)
+        return self._timeline()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of parameters and buffers, by their names in the plain module's state_dict. They
+        are whole on rank 0; elsewhere only what lives there is up to date."""
+        self._fetch_state()
+        return self._local.state_dict()
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"; on rank 0, as
+        `state_dict`."""
+        self._fetch_state()
+        return self._local.optimizer_state_dict()
+
+    def keep_checkpoints(self, folder: str | Path, every: int) -> None:
+        """Save the state in this folder after each `every` steps from now on."""
+        self._folder, self._every = Path(folder), every
+
+    def save(self, folder: str | Path) -> None:
+        """Write parameters, buffers and the optimizer's state; see `executors.rank_checkpoints`.
+        Raises `UnwritableError` on all ranks if one could not write."""
+        self._local.save()
+        step, file = self._steps, file_of(self.ranks.rank, self.ranks.ranks)
+        tensors = self._kept_state(owned=True)
+        save_part(Path(folder), step, file, tensors)
+        told = self.ranks.gather("saved", {file: sorted(tensors)})
+        if self.ranks.rank == 0:
+            save_index(Path(folder), step, {f: names for part in told for f, names in part.items()})
+        # Nobody goes on, and perhaps dies, before the checkpoint is whole.
+        self.ranks.gather("whole", step)
+
+    def resume(self, folder: str | Path) -> int:
+        """Go on from the last checkpoint in this folder, which may be of a plan with other devices;
+        return its step. Raises `FileFormatError`."""
+        if self._steps:
+            # Flags count steps, so that setting them back would let every wait pass at once.
+            raise UsageError("resume", f"comes before the first step, not after step {self._steps}")
+        where = latest_in(Path(folder))
+        step = load_tensors(where, self._kept_state(owned=False))
+        for rank, other in enumerate(self.ranks.gather("resumed", step)):
+            if other != step:
+                says = (
+                    f"rank {rank} sees step {other} there, and rank {self.ranks.rank} step {step}"
+                )
+                raise FileFormatError(str(folder), f"{says}; all ranks must see one folder")
+        self._local.reload()
+        self._steps = self._local.steps = step
+        return step
+
+    def _kept_state(self, *, owned: bool) -> dict[str, Tensor]:
+        """Name -> parameter, buffer or state that this rank keeps; with `owned` only those that it
+        is the first to read."""
+        me = self.ranks.rank
+        before = {tensor for rank in range(me) for tensor in self._sources[rank]}
+        mine = set(self._sources[me]) - before
+        # Nobody reads these, and rank 0 keeps them.
+        if me == 0:
+            mine |= self._local.sources.keys() - {t for part in self._sources for t in part}
+        return {
+            source.name: self._local.sources[tensor]
+            for source in self.captured.program.sources
+            if source is not None
+            and source.role in ("parameter", "buffer", "state")
+            and (tensor := self._local.by_name[source.name]) in self._local.sources
+            and (tensor in mine or not owned)
+        }
+
+    def close(self) -> None:
+        """End this rank's processes. A closed network cannot be opened again."""
+        self.ranks.doing = str
+        self.ranks.unwatch(self._watch.look)
+        # A rank that is lost later must not write to the block, which is gone then.
+        self.ranks.off_lost(self._abort)
+        self._bridge.close()
+        if self.ranks.lost is not None:
+            self._local.workers.close(kill=True)
+        self._local.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._local.workers.close(kill=True)
+        self.close()
+
+    # ── Below ──
+
+    def _abort(self) -> None:
+        publish(self._local.abort, 1)
+
+    def _make_pairs(self) -> Iterable[_Sender | _Receiver]:
+        """This rank's end of each pair, connected. All ranks go through the pairs in one order, so
+        that no two wait for each other."""
+        names, me = self.plan.machine.device_names, self.ranks.rank
+        for (source, destination), messages in self._pairs.items():
+            ends = self.rank_of[source], self.rank_of[destination]
+            if me in ends:
+                group = self.ranks.group(f"{names[source]}->{names[destination]}", ends)
+                kind, other = (_Sender, ends[1]) if me == ends[0] else (_Receiver, ends[0])
+                yield kind(self._block, messages, group, other)
+
+    def _advance(self, timed: bool = False) -> float:
+        """Run one step on all ranks. Returns seconds, from the first device's start to the last
+        device's end."""
+        self.ranks.check()
+        if not self._fed:
+            self.feed()
+        self._steps += 1
+        self._bridge.post()
+        ready = self._gather([time.perf_counter_ns() - self._offset])
+        begin = max(row[0] for row in ready) + self._slowest * self.ranks.ranks + _MARGIN_NS
+        self._bridge.run(self._steps, begin + self._offset)
+        with self.ranks.waiting():
+            self._local.advance(timed)
+        # A lost rank aborts the step, which its devices do not count as a failure.
+        self.ranks.check()
+        own = self._local.own_shares
+        span = [time_ns - self._offset for time_ns in step_span(own, self._block)]
+        spans = self._gather([*span, len(own)])
+        ran = [row for row in spans if row[2]]
+        if self._every and self._steps % self._every == 0:
+            self.save(self._folder)
+        return (max(row[1] for row in ran) - min(row[0] for row in ran)) / 1e9
+
+    @property
+    def _offset(self) -> int:
+        return int(self._offsets[self.ranks.rank])
+
+    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """[ranks] the int64s that each rank gave, as many on all."""
+
+        def task() -> list[list[int]]:
+            given = torch.tensor(numbers, dtype=torch.int64)
+            rows = [torch.empty_like(given) for _ in range(self.ranks.ranks)]
+            self._all.allgather([rows], [given]).wait()
+            return [row.tolist() for row in rows]
+
+        rows: list[list[int]] = self.ranks.wait_for(task)
+        return rows
+
+    def _compare_clocks(self) -> tuple[list[int], int]:
+        """([ranks] each rank's clock less that of rank 0, slowest message between two) in ns.
+
+        A rank answers with its own time, which is taken for the middle of the way to and fro.
+        """
+        me, group = self.ranks.rank, self._all
+        found = torch.zeros(self.ranks.ranks + 1, dtype=torch.int64)
+        told = torch.zeros(1, dtype=torch.int64)
+        for rank in range(1, self.ranks.ranks):
+            ways = []
+            for _ in range(_PINGS):
+                if me == rank:
+                    group.recv([told], 0, 0).wait()
+                    told[0] = time.perf_counter_ns()
+                    group.send([told], 0, 0).wait()
+                elif me == 0:
+                    begin = time.perf_counter_ns()
+                    group.send([told], rank, 0).wait()
+                    group.recv([told], rank, 0).wait()
+                    end = time.perf_counter_ns()
+                    ways.append((end - begin, int(told[0]) - (begin + end) // 2))
+            if me == 0:
+                way, offset = min(ways)
+                found[rank], found[-1] = offset, max(int(found[-1]), way // 2)
+        broadcast(group, found, 0)
+        *offsets, slowest = found.tolist()
+        return offsets, slowest
+
+    def _spread(self, tensors: Iterable[int]) -> None:
+        """Bring rank 0's values of these sources to the ranks that read them."""
+        wanted = set(tensors)
+        self.ranks.wait_for(lambda: self._carry(wanted, outward=True))
+        self._local.reload(wanted)
+
+    def _fetch_state(self) -> None:
+        """Bring the values of all sources from where they live to rank 0."""
+        self._local.save()
+        self.ranks.wait_for(lambda: self._carry(self._shares.sources, outward=False))
+
+    def _carry(self, tensors: Iterable[int], *, outward: bool) -> None:
+        """Copy sources between rank 0 and the ranks that read them. Where several read a source,
+        all have the same value, and the first one's counts."""
+        me, wanted = self.ranks.rank, set(tensors)
+        fetched = set(self._sources[0])
+        for rank in range(1, self.ranks.ranks):
+            of_rank = [tensor for tensor in sorted(set(self._sources[rank])) if tensor in wanted]
+            for tensor in of_rank:
+                if not outward and tensor in fetched:
+                    continue
+                fetched.add(tensor)
+                source, destination = (0, rank) if outward else (rank, 0)
+                if me == source:
+                    self._all.send([self._bytes_of(tensor)], destination, 1).wait()
+                elif me == destination:
+                    self._all.recv([self._bytes_of(tensor)], source, 1).wait()
+
+    def _bytes_of(self, tensor: int) -> Tensor:
+        return self._bytes_at(self._shares.sources[tensor])
+
+    def _bytes_at(self, slot: BlockSlot) -> Tensor:
+        # Gloo takes no message of no bytes.
+        return torch.from_numpy(self._block.view(slot.offset, (max(slot.bytes, 1),), np.uint8))
+
+    def _share_outputs(self) -> None:
+        """Bring the step's outputs to all ranks."""
+        for share in self._shares.shares:
+            for _, slot in share.outputs:
+                rank = self.rank_of[share.device]
+                broadcast(self._all, self._bytes_at(slot), rank)
+
+    def _timeline(self) -> Timeline:
+        """The last step's timeline, on rank 0 that of all ranks."""
+        self.ranks.wait_for(self._fetch_stamps)
+        shares = self._shares.shares if self.ranks.rank == 0 else self._local.own_shares
+        return timeline_of(self.plan.machine, shares, self._block)
+
+    def _fetch_stamps(self) -> None:
+        """Bring all stamps of a step into the block of rank 0, by its clock.
+
+        A transfer between two ranks ends when it has arrived, where the sender knows only when its
+        copy had left the device.
+        """
+        me, shares = self.ranks.rank, self._shares.shares
+        arrived = [(self._incoming(0), list(self._arrivals()), 0)]
+        for rank in range(1, self.ranks.ranks):
+            places = [
+                place
+                for share in shares
+                if self.rank_of[share.device] == rank
+                for place in ((share.progress, 3), (share.stamps, 2 * len(share.instructions)))
+            ]
+            views = [self._block.view(offset, (count,), np.int64) for offset, count in places]
+            if me == rank:
+                numbers = np.concatenate([*views, *self._arrivals(), np.zeros(1, dtype=np.int64)])
+                self._all.send([torch.from_numpy(numbers)], 0, 2).wait()
+            elif me == 0:
+                incoming = self._incoming(rank)
+                counts = [*(count for _, count in places), *(len(m) for m in incoming), 1]
+                numbers = np.zeros(sum(counts), dtype=np.int64)
+                self._all.recv([torch.from_numpy(numbers)], rank, 2).wait()
+                parts = np.split(numbers, np.cumsum(counts)[:-1])
+                for view, part in zip(views, parts, strict=False):
+                    view[:] = part - self._offsets[rank]
+                arrived.append((incoming, parts[len(views) : -1], self._offsets[rank]))
+        # Only now are all stamps here, of which these replace some.
+        if me == 0:
+            for each in arrived:
+                self._note_arrivals(*each)
+
+    def _incoming(self, rank: int) -> list[list[RankMessage]]:
+        """The messages of each pair that ends at this rank."""
+        return [messages for (_, to), messages in self._pairs.items() if self.rank_of[to] == rank]
+
+    def _arrivals(self) -> Iterable[NDArray[np.int64]]:
+        return (pair.arrivals for pair in self._bridge.pairs if isinstance(pair, _Receiver))
+
+    def _note_arrivals(
+        self,
+        pairs: list[list[RankMessage]],
+        arrivals: Sequence[NDArray[np.int64]],
+        offset: int,
+    ) -> None:
+        for messages, times in zip(pairs, arrivals, strict=True):
+            for message, arrived in zip(messages, times.tolist(), strict=True):
+                share = self._shares.shares[message.share]
+                shape = (len(share.instructions), 2)
+                self._block.view(share.stamps, shape, np.int64)[message.index, 1] = arrived - offset
+
+    def _doing(self) -> str:
+        """The op that a device of this rank is at; "" between steps."""
+        for share in self._local.own_shares:
+            index = progress_of(share, self._block)[0]
+            if index >= 0:
+                return self.captured.graph.names[share.instructions[index].op]
+        return ""
+
+
+LINK_BYTES = (4096, 65536, 1048576)
+"""Latency and bandwidth of a link are fitted to messages of these sizes."""
+_LINK_SECONDS, _LEAST_HOPS, _MOST_HOPS = 1.0, 5, 60
+"""Messages of each size are sent for so long, but at least and at most so many."""
+_BEFORE_HOP_SECONDS = 0.003
+"""A message is sent this long after both ends were told to begin."""
+
+
+def measure_links(ranks: Ranks) -> dict[tuple[int, int], dict[int, float]]:
+    """(source, destination) -> seconds of a message of each size in bytes, for each two ranks.
+
+    A message goes as a plan's do: from a flag that a thread waits for to a flag that is seen on the
+    other rank. It is answered by one without a tensor, and half of what two of these take is taken
+    off. One pair is measured at a time. All ranks call this together and get the same.
+    """
+    found: dict[tuple[int, int], dict[int, float]] = {}
+    for source in range(ranks.ranks):
+        for destination in range(ranks.ranks):
+            if source == destination:
+                continue
+            seconds: dict[str, float] = {}
+            if ranks.rank in (source, destination):
+                seconds = _measure_link(ranks, source, destination)
+            # JSON has texts for keys. This keeps all others waiting, too.
+            told = ranks.gather("link", seconds)[source]
+            found[source, destination] = {int(size): float(s) for size, s in told.items()}
+    return found
+
+
+def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, float]:
+    """Size of a message -> seconds; of the source alone."""
+    layout = Layout()
+    abort, flags = layout.reserve(8), [layout.reserve(8) for _ in range(2)]
+    place = layout.reserve(max(LINK_BYTES) + ALIGNMENT_BYTES)
+    block = Block.create(layout.size_bytes)
+    base = int(block.bytes.ctypes.data)
+    groups = [ranks.group("link", ends) for ends in ((source, destination), (destination, source))]
+    is_source = ranks.rank == source
+
+    def hop(size: int, number: int) -> float:
+        """Seconds of one message there, of so many bytes, and an empty one back."""
+        slot = BlockSlot(place, size, (size,), (1,), "uint8") if size else None
+        there, back = RankMessage(flags[0], slot, 0, 0), RankMessage(flags[1], None, 0, 0)
+        value, other = number * (SKEW + 1), destination if is_source else source
+        sent, heard = (there, back) if is_source else (back, there)
+        sender = _Sender(block, [sent], groups[0 if is_source else 1], other)
+        receiver = _Receiver(block, [heard], groups[1 if is_source else 0], other)
+        receiver.begin()
+        threads = [
+            threading.Thread(target=end.run, args=(number, base + abort), daemon=True)
+            for end in (sender, receiver)
+        ]
+        for thread in threads:
+            thread.start()
+        if is_source:
+            # All threads wait, and the receive is posted, as in a step.
+            time.sleep(_BEFORE_HOP_SECONDS)
+        began = time.perf_counter()
+        if is_source:
+            publish(base + sent.flag, value)
+        wait(base + heard.flag, value, base + abort, SPIN_NS)
+        seconds = time.perf_counter() - began
+        if not is_source:
+            publish(base + sent.flag, value)
+        for thread in threads:
+            thread.join()
+        return seconds
+
+    medians: dict[int, float] = {}
+    number = 0
+    for size in (0, *LINK_BYTES):
+        ways: list[float] = []
+        goes_on = torch.ones(1, dtype=torch.uint8)
+        while goes_on[0]:
+            number += 1
+            ways.append(ranks.wait_for(partial(hop, size, number)))
+            # The source says whether there is one more, by a message of its own.
+            goes_on[0] = len(ways) < _LEAST_HOPS or (
+                len(ways) < _MOST_HOPS and sum(ways) < _LINK_SECONDS
+            )
+            ranks.wait_for(partial(broadcast, groups[0], goes_on, 0))
+        medians[size] = float(np.median(ways[1:]))
+    return {str(size): medians[size] - medians[0] / 2 for size in LINK_BYTES} if is_source else {}
+
+
+def run_on_ranks(
+    plan: Plan,
+    captured: Captured,
+    ranks: Ranks,
+    *,
+    seed: int = 0,
+    workers: Workers | None = None,
+) -> HostsNetwork:
+    """Load the plan on the devices of all ranks, which call this together.
+
+    workers   processes of this rank's devices, to share with other plans
+
+    Raises as `executors.run` does, `UsageError` if the devices do not deal out to the ranks or the
+    ranks have different plans, and `RankLostError`.
+    """
+    check(plan, captured.graph)
+    return HostsNetwork(plan, captured, ranks, seed, workers)
+
+
+def _is_input(name: str) -> bool:
+    return name.startswith(("input.", "target."))
+
+
+def _check_same(ranks: Ranks, plan: Plan, captured: Captured, seed: int) -> None:
+    """Raise `UsageError` unless all ranks run the same plan of the same step, with one seed."""
+    written = [to_file(plan), machine_to_dict(plan.machine)]
+    facts = {
+        "plan": hashlib.sha256(json.dumps(written).encode()).hexdigest()[:16],
+        "graph": captured.graph.fingerprint,
+        "seed": str(seed),
+        "torch": torch.__version__,
+    }
+    for rank, others in enumerate(ranks.gather("facts", facts)):
+        for name, value in facts.items():
+            if others.get(name) != value:
+                says = f"rank {rank} has {others.get(name)}, and rank {ranks.rank} has {value}"
+                raise UsageError(name, f"{says}; all ranks must have the same")

@@ -1,0 +1,181 @@
+"""Splits the batch of a training step into equal parts: the step of one part, and the batch's
+examples for a step of all parts.
+
+    step of the batch ──► step of one part ──► micro-batches of it ──► towers of these
+            └────────────────── examples, part after part ───────────────────▲
+
+Dimension 0 of every input and target is the batch, as torch's `DataParallel` and
+`torch.distributed.pipelining` have it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from dovetail.errors import UsageError
+from dovetail.frontends.capturing import recaptured
+from dovetail.frontends.program import Captured
+from dovetail.frontends.towers import Examples
+from dovetail.graph import Graph, Phase
+
+
+def batch_of(captured: Captured) -> int:
+    """Return the number of examples in the step's batch.
+
+    Raises `UsageError` for a step without inputs, and for an input or target whose dimension 0 is
+    another number than that of the first input, as it would have to be split in another way.
+    """
+    signature = captured.signature
+    names = (*signature.names, *signature.target_names)
+    values = (*signature.inputs, *signature.targets)
+    if not values:
+        raise UsageError("replicas", "auto splits the batch, and the step has no inputs")
+    batch = int(values[0].shape[0]) if values[0].dim() else 1
+    for name, value in zip(names, values, strict=True):
+        if value.dim() == 0 or value.shape[0] != batch:
+            shape = "x".join(map(str, value.shape)) or "no dimensions"
+            raise UsageError(
+                "replicas",
+                f"auto splits dimension 0 of all inputs, which is {batch} of {names[0]}, but "
+                f"{name} has {shape}; give a number of replicas, and the batch of one",
+            )
+    return batch
+
+
+def one_part(captured: Captured, parts: int) -> Captured:
+    """Return the step of the first of `parts` equal parts of the batch, captured again.
+
+    Raises `UsageError` if the batch has no such parts, or if dimension 0 is seen to be no batch of
+    independent examples, and what `recaptured` raises.
+    """
+    batch = batch_of(captured)
+    _check_mean(captured)
+    if batch % parts:
+        raise UsageError("parts", f"are {parts}, and a batch of {batch} is no multiple of that")
+    if parts == 1:
+        return captured
+    signature, source = captured.signature, captured.source
+    first = replace(
+        signature,
+        inputs=_slices(signature.inputs, parts)[0],
+        targets=_slices(signature.targets, parts)[0],
+    )
+    made = recaptured(
+        replace(captured, signature=first, examples=None),
+        chunks=source.recurrent_chunks,
+        channels_last=source.channels_last,
+    )
+    if not _is_part(made.graph, captured.graph, parts):
+        raise UsageError(
+            "replicas",
+            f"auto splits dimension 0 of all inputs, but the step of 1/{parts} of it computes "
+            "other things than the whole step, so it is no batch, or examples depend on each "
+            "other; give a number of replicas, and the batch of one",
+        )
+    shapes = tuple(tuple(value.shape) for value in made.inputs)
+    return replace(
+        made,
+        source=replace(made.source, shapes=shapes, parts=parts),
+        examples=_drawn(captured.examples, parts, whole=False),
+    )
+
+
+SUM = 2
+"""The `reduction` of a loss of torch that is a sum."""
+
+
+def _check_mean(captured: Captured) -> None:
+    """Raise `UsageError` if the loss is seen to be a sum over examples: the mean of its parts is
+    another loss, with other gradients."""
+    graph, program = captured.graph, captured.program
+    op = int(graph.producers[program.loss])
+    call = program.calls[op]
+    if call is None:
+        return
+    kind = graph.kinds[op]
+    is_sum = kind == "aten.sum" and graph.phases[op] == Phase.FORWARD
+    place = _REDUCED.get(kind, len(call.args))
+    if is_sum or SUM in call.args[place : place + 1]:
+        raise UsageError(
+            "replicas",
+            f"auto takes the mean of the parts' losses, but the loss is a sum ({kind} of "
+            f"{graph.names[op]!r}); give a loss that is a mean",
+        )
+
+
+_REDUCED = {
+    "aten.mse_loss": 2, "aten.smooth_l1_loss": 2, "aten.huber_loss": 2,
+    "aten.nll_loss_forward": 3, "aten.nll_loss2d_forward": 3, "aten.binary_cross_entropy": 3,
+}  # fmt: skip
+"""Kind of a loss -> the place of `reduction` among its arguments."""
+
+
+def _is_part(part: Graph, whole: Graph, parts: int) -> bool:
+    """True if the part's ops are those of the whole, and each result of its forward pass has as
+    many elements or 1/parts of them: what depends on pairs of examples has fewer."""
+    if part.kinds != whole.kinds or part.tensors != whole.tensors:
+        return False
+    forward = np.flatnonzero((whole.phases == Phase.FORWARD)[whole.producers]).tolist()
+    for tensor in forward:
+        size, whole_size = (math.prod(graph.shapes[tensor]) for graph in (part, whole))
+        if whole_size not in (size, size * parts):
+            return False
+    return True
+
+
+def with_examples_of(captured: Captured, made: Captured, parts: int) -> Captured:
+    """Return `made`, a step of all parts of `captured`'s batch, with the examples of that batch. It
+    is called as `captured` is, with the whole batch."""
+    signature = captured.signature
+    inputs, targets = (
+        tuple(value for part in _slices(values, parts) for value in part)
+        for values in (signature.inputs, signature.targets)
+    )
+    return replace(
+        made,
+        signature=replace(
+            signature,
+            inputs=inputs,
+            targets=targets,
+            names=made.signature.names,
+            target_names=made.signature.target_names,
+            parts=parts,
+        ),
+        examples=_drawn(captured.examples, parts, whole=True),
+    )
+
+
+def _slices(values: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
+    """Return of each part its slices of the tensors. They are leaves, as the tensors are."""
+    slices = []
+    for part in range(parts):
+        slices.append(
+            tuple(
+                value.detach()
+                .narrow(0, part * (size := value.shape[0] // parts), size)
+                .requires_grad_(value.requires_grad)
+                for value in values
+            )
+        )
+    return slices
+
+
+def _drawn(
+    draw: Callable[[], Examples] | None, parts: int, *, whole: bool
+) -> Callable[[], Examples] | None:
+    """Return a function that draws a batch and returns its parts, one after another, or the first
+    part alone; None if there is no `draw`."""
+    if draw is None:
+        return None
+
+    def draw_parts() -> Examples:
+        inputs, targets = (_slices(values, parts)[: None if whole else 1] for values in draw())
+        return (
+            tuple(value for part in inputs for value in part),
+            tuple(value for part in targets for value in part),
+        )
+
+    return draw_parts

@@ -1,0 +1,99 @@
+"""Makes one machine of the hosts that ranks are on, with the links between them measured.
+
+rank of host a ── here ──┐
+rank of host b ── here ──┴─► devices a/cpu0, b/cpu0 ── pings between all ranks ──► machine
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import permutations
+
+from dovetail.costs.measured import fit_link
+from dovetail.errors import UsageError
+from dovetail.executors.hosts import deal, measure_links
+from dovetail.machine import Device, Link, Machine, names_here
+from dovetail.machine.files import machine_from_dict, machine_to_dict
+from dovetail.pipeline.sources import Notes, TellProgress, resolve_machine, silent
+from dovetail.runtime.ranks import Ranks
+from dovetail.units import HERE
+
+
+def machine_of_hosts(
+    name: str,
+    ranks: Ranks,
+    progress: TellProgress = silent,
+    *,
+    fresh: bool = False,
+    notes: Notes | None = None,
+) -> Machine:
+    """The machine of all ranks, which call this together.
+
+    name   what each host's part is, as `here`. If a host has several ranks, its cores are split
+           evenly, and each rank has one part as its device
+
+    All devices of two ranks share a channel each way. A link is measured while nothing else is
+    sent, so what several hosts send at once over one cable is not known. Raises `UsageError` for a
+    name of another machine, and `RankLostError`.
+    """
+    if not names_here(name):
+        raise UsageError("MACHINE", f"--hosts joins what is on each host, as here, not {name!r}")
+    beside = [rank for rank, host in enumerate(ranks.hosts) if host == ranks.host]
+    if len(beside) > 1 and name != HERE:
+        says = f"host {ranks.host!r} has {len(beside)} ranks, which share its cores evenly"
+        raise UsageError("MACHINE", f"{says}; use here, not {name!r}, or one rank a host")
+    own = None
+    if beside[0] == ranks.rank:
+        text = name if len(beside) == 1 else f"here/{len(beside)}"
+        own = machine_to_dict(resolve_machine(text, progress, fresh=fresh, notes=notes))
+    parts = {
+        host: _part_of(machine_from_dict(raw), host)
+        for host, raw in zip(ranks.hosts, ranks.gather("machine", own), strict=True)
+        if raw is not None
+    }
+    progress("measuring the links between hosts", 0.0, None)
+    hops = measure_links(ranks)
+    devices = [device for part in parts.values() for device in part.devices]
+    first = parts[ranks.hosts[0]]
+    joined = Machine("hosts", tuple(devices), first.host, tuple(_all_links(devices)))
+    rank_of = dict(zip(joined.device_names, deal(joined, ranks.hosts), strict=True))
+    inside = {
+        (link.source, link.destination): link
+        for part in parts.values()
+        for link in part.links
+        if rank_of[link.source] == rank_of[link.destination]
+    }
+    links = []
+    for link in joined.links:
+        ends = rank_of[link.source], rank_of[link.destination]
+        if ends[0] == ends[1]:
+            links.append(inside[link.source, link.destination])
+        else:
+            channel = f"rank {ends[0]} -> rank {ends[1]}"
+            links.append(
+                Link(link.source, link.destination, **fit_link(hops[ends]), channel=channel)
+            )
+    return replace(joined, links=tuple(links))
+
+
+def _all_links(devices: Sequence[Device]) -> Iterator[Link]:
+    """A link between each two devices, whose rates do not count."""
+    for a, b in permutations([device.name for device in devices], 2):
+        yield Link(a, b, 1.0, 0.0)
+
+
+def _part_of(machine: Machine, host: str) -> Machine:
+    """The machine with its host's name on its devices and channels."""
+    return Machine(
+        host,
+        tuple(replace(d, name=f"{host}/{d.name}", host=host) for d in machine.devices),
+        f"{host}/{machine.host}",
+        tuple(
+            replace(
+                link,
+                source=f"{host}/{link.source}",
+                destination=f"{host}/{link.destination}",
+                channel=f"{host}/{link.channel}",
+            )
+            for link in machine.links
+        ),
+    )

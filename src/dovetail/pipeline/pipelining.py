@@ -1,0 +1,539 @@
+"""Plans a training step over micro-batches: stages on devices, in the order of a schedule.
+
+step of one micro-batch ──► stages, schedule (placers.pipelines) ──► step of all micro-batches
+                                  ▲                                          │
+                                  └──────────── simulated op by op ◄─────────┘
+
+With several towers, the devices are split into as many like sets. Tower 0's stages are found for
+the first set. Every other tower has the same stages on its own devices, and what all share, the
+means of gradients and the updates, is where tower 0's stages are.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.costs import Costs, analytic_costs
+from dovetail.errors import InfeasibleError, OrderError, UsageError
+from dovetail.frontends import Captured
+from dovetail.frontends.micro_batches import micro_batches
+from dovetail.graph import Graph, Phase
+from dovetail.graph.micro_batches import (
+    AGAIN,
+    COPY,
+    MEAN,
+    SHARED,
+    SUM,
+    MicroBatchRows,
+    changes_of,
+    micro_batched,
+)
+from dovetail.graph.replicate import replicate
+from dovetail.machine import Machine
+from dovetail.methods import PIPELINE_SCHEDULES
+from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.sources import (
+    Notes,
+    Step,
+    TellProgress,
+    costs_of,
+    graph_of,
+    groups_of,
+    machine_of,
+    replicated,
+    silent,
+    source_of,
+)
+from dovetail.placers import (
+    Budget,
+    keeping_interrupts,
+    make_problem,
+    parse_budget,
+    part_of_budget,
+)
+from dovetail.placers.pipeline_bounds import pipeline_bound
+from dovetail.placers.pipeline_schedules import B, F, I, Orders, StageTimes, W, orders_of
+from dovetail.placers.pipelines import (
+    PipelineOutcome,
+    PipelineProblem,
+    SimulatedCut,
+    StageCut,
+    search,
+    stage_times,
+    weight_ops,
+)
+from dovetail.plans import Pipelining, Placement, Plan, normalise
+from dovetail.simulator import LowerBound, Simulator
+from dovetail.timeline import Timeline
+from dovetail.units import format_seconds
+
+if TYPE_CHECKING:
+    from dovetail.simulator import BatchEvaluation
+
+
+def plan_pipeline(
+    request: PlanRequest, progress: TellProgress = silent, *, replicas: int = 1
+) -> Plan:
+    """Find stages, their devices and a schedule for the request's micro-batches.
+
+    The request's step is one micro-batch. With `replicas`, each of so many towers has its own
+    micro-batches, and `towers_devices` finds devices for them.
+
+    Raises `InfeasibleError` if nothing fits, what `micro_batched` raises, and `UsageError` for
+    devices that cannot be split among the towers.
+    """
+    began, step, notes = time.perf_counter(), request.planned_step, Notes()
+    graph = graph_of(step)
+    machine = machine_of(step, request.machine, progress, notes)
+    mirror = towers_devices(machine, replicas)
+    costs, sums = _costs(step, machine, (request.micro_batches, replicas), progress, notes)
+    progress("grouping ops", 0.0, None)
+    placing = make_problem(
+        graph, machine, costs, _never, groups=groups_of(step, grouping="ops"),
+        objective="pipeline", pins=request.pins, caps=request.caps, seed=request.seed,
+    )  # fmt: skip
+    schedules = PIPELINE_SCHEDULES if request.schedule == "auto" else (request.schedule,)
+    allowed, capacities = placing.allowed, placing.capacities
+    if replicas > 1:
+        firsts = list(mirror.firsts)
+        others = np.setdiff1d(np.arange(len(machine.devices)), firsts)
+        allowed, capacities = allowed.copy(), capacities.copy()
+        allowed[:, others] = False
+        # A stage must fit on each tower's device.
+        capacities[firsts] = capacities[mirror.of[:, firsts]].min(axis=0)
+    problem = PipelineProblem(
+        graph, machine, costs, placing.groups, allowed, capacities,
+        request.micro_batches, schedules, request.recompute == "auto",
+    )  # fmt: skip
+    found = _searched(problem, str(request.budget), (costs, sums, mirror), progress)
+    problem, steps, outcome = found.problem, found.steps, found.outcome
+    cut, value = outcome.cut, outcome.simulated.value
+    bound = LowerBound(value, "every cut simulated")
+    # Devices of tower 0 that are alike may stand for devices that are not.
+    if not found.is_exact or replicas > 1:
+        progress("proving a bound", 0.0, None)
+        with keeping_interrupts(found.budget):
+            quick = found.budget.interrupted
+            bounds = [pipeline_bound(other, value, quick=quick) for other in problem.variants]
+            bound = min(bounds, key=lambda other: other.seconds)
+    whole, timeline = steps.timeline(cut)
+    return Plan(
+        source=replace(
+            source_of(step, request.model),
+            pipelining=pipelining_of(problem, cut),
+            replicas=replicas,
+        ),
+        graph_fingerprint=whole.graph.fingerprint,
+        machine=machine,
+        placement=placement_of(problem, cut, whole),
+        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+        compute_seconds=whole.costs.compute_seconds,
+        costs_source=whole.costs.source,
+        placer=cut.name or "pipeline",
+        seed=request.seed,
+        objective="pipeline",
+        value=timeline.step_seconds,
+        lower_bound=min(bound.seconds, timeline.step_seconds),
+        bound_proof=bound.proof,
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        groups=placing.groups.count,
+        planning_seconds=time.perf_counter() - began,
+        interrupted=found.budget.interrupted,
+        pins=tuple(request.pins),
+        caps=tuple(request.caps),
+        baselines={**outcome.baselines, "pipeline": timeline.step_seconds},
+        notes=(*notes.texts, _describe(problem, cut, replicas)),
+        graph=whole.graph,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _SearchedStages:
+    """What a search over all variants of a problem found.
+
+    problem    the variant of the best cut
+    budget     that of the last variant
+    is_exact   True: every cut of every variant was simulated
+    """
+
+    problem: PipelineProblem
+    steps: "_Steps"
+    outcome: PipelineOutcome
+    budget: Budget
+    is_exact: bool
+
+
+def _searched(
+    problem: PipelineProblem,
+    budget_text: str,
+    simulated: "tuple[Costs, dict[str, NDArray[np.float64]], TowersDevices]",
+    progress: TellProgress,
+) -> _SearchedStages:
+    """Search each variant of the problem with a part of the budget. Raises `InfeasibleError` if
+    nothing fits in any.
+
+    simulated   what `_Steps` takes
+    """
+    progress("planning stages", 0.0, None)
+    best: _SearchedStages | None = None
+    first: InfeasibleError | None = None
+    rows: dict[str, float | None] = {}
+    is_exact = True
+    variants = problem.variants
+    for variant in variants:
+        budget = parse_budget(part_of_budget(budget_text, len(variants)))
+        steps = _Steps(variant, *simulated)
+        try:
+            with keeping_interrupts(budget):
+                outcome = search(variant, budget, steps.simulate)
+        except InfeasibleError as error:
+            first, is_exact = first or error, False
+            if not error.interrupted:
+                continue
+            if best is None:
+                raise
+            best = replace(best, budget=budget)
+            break
+        for name, seconds in outcome.baselines.items():
+            known = [s for s in (rows.get(name), seconds) if s is not None]
+            rows[name] = min(known, default=None)
+        is_exact &= outcome.is_exact
+        if best is None or outcome.simulated.value < best.outcome.simulated.value:
+            best = _SearchedStages(variant, steps, outcome, budget, False)
+        best = replace(best, budget=budget)
+        if budget.interrupted:
+            is_exact = len(variants) == 1 and is_exact
+            break
+    if best is None:
+        assert first is not None, "every variant was searched"
+        raise first
+    return replace(best, outcome=replace(best.outcome, baselines=rows), is_exact=is_exact)
+
+
+@dataclass(frozen=True, eq=False)
+class TowersDevices:
+    """The devices of each tower.
+
+    of   [towers, machine's devices] the device that stands in each tower for a device of tower 0's
+    firsts   tower 0's devices
+    """
+
+    of: NDArray[np.int32]
+    firsts: tuple[int, ...]
+
+
+def towers_devices(machine: Machine, replicas: int) -> TowersDevices:
+    """Split the machine's GPUs, or without GPUs its CPUs, into like sets, one for each tower: of
+    every kind of device each tower gets the same number, in the machine's order.
+
+    Raises `UsageError` if that cannot be.
+    """
+    everything = np.arange(len(machine.devices), dtype=np.int32)
+    if replicas == 1:
+        return TowersDevices(everything[None], tuple(everything.tolist()))
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index in computing_devices(machine):
+        device = machine.devices[index]
+        like = (device.model, device.memory_bytes, device.threads, len(device.cores))
+        kinds.setdefault(like, []).append(index)
+    of = np.repeat(everything[None], replicas, axis=0)
+    firsts: list[int] = []
+    for members in kinds.values():
+        if len(members) % replicas:
+            raise UsageError(
+                "replicas",
+                f"are {replicas}, and {machine.name} cannot be split into as many like sets of "
+                f"devices: it has {len(members)} like {machine.devices[members[0]].name}",
+            )
+        sets = np.array(members, dtype=np.int32).reshape(replicas, -1)
+        of[:, sets[0]] = sets
+        firsts += sets[0].tolist()
+    return TowersDevices(of, tuple(sorted(firsts)))
+
+
+def computing_devices(machine: Machine) -> list[int]:
+    """The machine's GPUs, or without GPUs its CPUs."""
+    kinds = [device.kind for device in machine.devices]
+    wanted = "gpu" if "gpu" in kinds else "cpu"
+    return [index for index, kind in enumerate(kinds) if kind == wanted]
+
+
+def pipelining_of(problem: PipelineProblem, cut: StageCut) -> Pipelining:
+    """The record of a cut that a plan keeps."""
+    return Pipelining(
+        problem.micro_batches,
+        cut.schedule,
+        tuple(cut.stages.tolist()),
+        cut.devices,
+        cut.recompute,
+        tuple(tuple(map(str, tasks)) for tasks in tasks_of(problem, cut)),
+    )
+
+
+def _never(_placements: NDArray[np.int32]) -> "BatchEvaluation":
+    raise AssertionError("a pipeline's stages are simulated as cuts, not as placements")
+
+
+def _costs(
+    step: Step,
+    machine: Machine,
+    counts: tuple[int, int],
+    progress: TellProgress,
+    notes: Notes,
+) -> tuple[Costs, dict[str, NDArray[np.float64]]]:
+    """(costs of one micro-batch's ops, signature -> seconds [devices] of what adds up gradients).
+
+    counts   (micro-batches, towers)
+
+    On this machine both are measured within a step of all micro-batches. Elsewhere the second is
+    empty.
+    """
+    graph = graph_of(step)
+    if not machine.local or not isinstance(step, Captured):
+        return costs_of(step, machine, progress, notes), {}
+    count, replicas = counts
+    whole_step = replicated(micro_batches(step, Pipelining(count)), replicas)
+    costs = costs_of(whole_step, machine, progress, notes)
+    whole = _unrolled(graph, count, None, None, replicas)
+    seconds = np.zeros((len(graph), len(machine.devices)))
+    kinds, micro = whole.rows.kinds, whole.rows.micro
+    first = ((kinds == SHARED) | ((kinds == COPY) & (micro == 0))) & (whole.towers <= 0)
+    rows = np.flatnonzero(first)
+    seconds[whole.rows.origins[rows]] = costs.compute_seconds[rows]
+    added = np.flatnonzero(whole.rows.origins < 0).tolist()
+    sums = {whole.graph.signatures[op]: costs.compute_seconds[op] for op in added}
+    return Costs(seconds, costs.source, None), sums
+
+
+@dataclass(frozen=True, eq=False)
+class _Unrolled:
+    """The graph of all micro-batches of all towers.
+
+    rows     what each op stands for; the mean of a gradient of all towers counts as a MEAN
+    ops      [ops] the op of one micro-batch with which each op goes
+    towers   [ops] the tower that has it for itself; -1: all share it
+    """
+
+    graph: Graph
+    rows: MicroBatchRows
+    ops: NDArray[np.int64]
+    towers: NDArray[np.int64]
+
+
+def _unrolled(
+    graph: Graph,
+    count: int,
+    stages: NDArray[np.integer] | None,
+    recompute: NDArray[np.bool_] | None,
+    replicas: int,
+) -> _Unrolled:
+    made = micro_batched(graph, count, stages, recompute)
+    rows = made.rows
+    ops = rows.origins.copy()
+    added = ops < 0
+    ops[added] = graph.producers[rows.summed[added]]
+    if replicas == 1:
+        return _Unrolled(made.graph, rows, ops, np.full(len(ops), -1, dtype=np.int64))
+    towers = replicate(made.graph, replicas)
+    averages = towers.origins < 0
+    kinds, origins, micro, summed = (
+        np.where(averages, of_average, column[towers.origins])
+        for column, of_average in zip(rows, (MEAN, -1, -1, -1), strict=True)
+    )
+    averaged = made.graph.producers[np.maximum(towers.averaged, 0)]
+    return _Unrolled(
+        towers.graph,
+        MicroBatchRows(kinds, origins, micro, summed),
+        np.where(averages, ops[averaged], ops[towers.origins]),
+        towers.towers.astype(np.int64),
+    )
+
+
+class _WholeStep:
+    """A graph of all micro-batches with its costs and simulator."""
+
+    def __init__(
+        self,
+        unrolled: _Unrolled,
+        problem: PipelineProblem,
+        costs: Costs,
+        sums: dict[str, NDArray[np.float64]],
+        mirror: TowersDevices,
+    ) -> None:
+        self.unrolled, self.mirror = unrolled, mirror
+        self.graph: Graph = unrolled.graph
+        origins = unrolled.rows.origins
+        seconds = costs.compute_seconds[np.maximum(origins, 0)]
+        added = np.flatnonzero(origins < 0)
+        seconds[added] = _added_seconds(self.graph, added, problem.machine, sums)
+        self.costs = Costs(seconds, costs.source, None)
+        self.simulator = Simulator(
+            self.graph, problem.machine, self.costs, capacities=problem.capacities
+        )
+
+
+def _added_seconds(
+    graph: Graph, ops: NDArray[np.integer], machine: Machine, sums: dict[str, NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """[ops, devices] seconds of adding up gradients and losses: as measured, else by data sheet."""
+    by_signature = dict(sums)
+    analytic: NDArray[np.float64] | None = None
+    seconds = np.zeros((len(ops), len(machine.devices)))
+    for index, op in enumerate(ops.tolist()):
+        row = by_signature.get(graph.signatures[op])
+        if row is None:
+            if analytic is None:
+                analytic = analytic_costs(graph, machine).compute_seconds
+            row = by_signature[graph.signatures[op]] = analytic[op]
+        seconds[index] = row
+    return seconds
+
+
+class _Steps:
+    """Simulates cuts op by op. Graphs of cuts that change the same are made once. The timeline of
+    the best cut is kept, as the plan needs it."""
+
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        costs: Costs,
+        sums: dict[str, NDArray[np.float64]],
+        mirror: TowersDevices,
+    ) -> None:
+        self.problem, self.costs, self.sums, self.mirror = problem, costs, sums, mirror
+        self._made: dict[bytes, _WholeStep] = {}
+        self._known: dict[tuple[object, ...], SimulatedCut] = {}
+        self._best: tuple[tuple[object, ...], float, _WholeStep, Timeline] | None = None
+
+    def simulate(self, cut: StageCut) -> SimulatedCut:
+        """What the cut's step takes; infeasible if its orders cannot complete."""
+        if cut.key not in self._known:
+            devices = len(self.problem.machine.devices)
+            try:
+                whole, timeline = self.timeline(cut)
+            except OrderError:
+                self._known[cut.key] = SimulatedCut(np.inf, np.zeros(devices, np.int64), False)
+                return self._known[cut.key]
+            peaks = timeline.peak_memory_bytes
+            fits = bool((peaks <= self.problem.capacities).all())
+            feasible = fits and bool(np.isfinite(timeline.step_seconds))
+            self._known[cut.key] = SimulatedCut(timeline.step_seconds, peaks, feasible)
+            if feasible and (self._best is None or timeline.step_seconds < self._best[1]):
+                self._best = cut.key, timeline.step_seconds, whole, timeline
+        return self._known[cut.key]
+
+    def timeline(self, cut: StageCut) -> tuple[_WholeStep, Timeline]:
+        """(the step of all micro-batches, its timeline)."""
+        if self._best is not None and self._best[0] == cut.key:
+            return self._best[2], self._best[3]
+        whole = self._graph(cut)
+        placement = placement_of(self.problem, cut, whole)
+        orders = op_orders(self.problem, cut, whole)
+        return whole, whole.simulator.timeline(placement, orders=orders)
+
+    def _graph(self, cut: StageCut) -> _WholeStep:
+        recompute = np.array(cut.recompute, dtype=bool)
+        graph, count = self.problem.graph, self.problem.micro_batches
+        key = changes_of(graph, count, cut.stages, recompute)
+        if key not in self._made:
+            # Each graph has all micro-batches' ops, so few are kept.
+            if len(self._made) > 3:
+                self._made.pop(next(iter(self._made)))
+            unrolled = _unrolled(graph, count, cut.stages, recompute, len(self.mirror.of))
+            self._made[key] = _WholeStep(unrolled, self.problem, self.costs, self.sums, self.mirror)
+        return self._made[key]
+
+
+def placement_of(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> Placement:
+    """[ops of all micro-batches] the device of each."""
+    unrolled = whole.unrolled
+    devices = np.array(cut.devices, dtype=np.int32)[np.maximum(cut.stages[unrolled.ops], 0)]
+    placement = whole.mirror.of[np.maximum(unrolled.towers, 0), devices]
+    return normalise(placement, whole.graph, problem.machine)
+
+
+def times_of(problem: PipelineProblem, cut: StageCut) -> StageTimes:
+    """What the stages of a cut take, summed over their ops."""
+    graph, seconds = problem.graph, problem.costs.compute_seconds
+    stages, count = cut.stages, len(cut.devices)
+    of_op = np.array(cut.devices)[np.maximum(stages, 0)]
+    each = np.where(stages >= 0, seconds[np.arange(len(graph)), of_op], 0.0)
+    is_weight = weight_ops(graph, stages)
+    phases = graph.phases
+
+    def summed(ops: NDArray[np.bool_], of: NDArray[np.integer], size: int) -> NDArray[np.float64]:
+        return np.bincount(of[ops], weights=each[ops], minlength=size).astype(np.float64)
+
+    backward = phases == Phase.BACKWARD
+    forward = summed(phases == Phase.FORWARD, stages, count)
+    inputs = summed(backward & ~is_weight, stages, count)
+    inputs = inputs + np.where(np.array(cut.recompute), forward, 0.0)
+    weights = summed(backward & is_weight, stages, count)
+    updates = summed(phases == Phase.UPDATE, of_op, len(problem.machine.devices))
+    of_element = np.full(problem.elements.count, -1, dtype=np.int64)
+    members = np.flatnonzero(stages >= 0)
+    of_element[problem.elements.of_op[members]] = stages[members]
+    return stage_times(problem, of_element, cut.devices, (forward, inputs, weights), updates)
+
+
+def tasks_of(problem: PipelineProblem, cut: StageCut) -> Orders:
+    """[devices] the tasks of each device in running order."""
+    return orders_of(cut.schedule, times_of(problem, cut), problem.micro_batches)
+
+
+def op_orders(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> list[tuple[int, ...]]:
+    """[devices] the ops of each device: those of its tasks in order, each task's ops in the graph's
+    order, and then what runs once a step."""
+    graph, count, unrolled = problem.graph, problem.micro_batches, whole.unrolled
+    kinds, _, micro, _ = unrolled.rows
+    op, tower = unrolled.ops, np.maximum(unrolled.towers, 0)
+    stage = cut.stages[op].astype(np.int64)
+    split = cut.schedule == "zero-bubble"
+    phases = graph.phases[op]
+    late = np.where(weight_ops(graph, cut.stages)[op], W, I) if split else np.full(len(op), B)
+    kind = np.where(phases == Phase.FORWARD, F, late)
+    # Buffers are updated with the forward ops that they wait for.
+    kind[(kinds == COPY) & (phases == Phase.UPDATE)] = F
+    kind[kinds == AGAIN] = I if split else B
+    kind[kinds == SUM] = W if split else B
+    runs = ~whole.graph.is_source
+    in_task = runs & ((kinds == COPY) | (kinds == AGAIN) | (kinds == SUM))
+    stages, towers = len(cut.devices), len(whole.mirror.of)
+    key = ((tower * stages + stage) * count + np.maximum(micro, 0)) * 4 + kind
+    members = np.flatnonzero(in_task)
+    members = members[np.argsort(key[members], kind="stable")]
+    begins = np.searchsorted(key[members], np.arange(4 * count * stages * towers + 1))
+    once = np.flatnonzero(runs & ~in_task)
+    device = whole.mirror.of[tower, np.array(cut.devices)[np.maximum(stage, 0)]]
+    parts: list[list[NDArray[np.int64]]] = [[] for _ in problem.machine.devices]
+    for first, tasks in enumerate(tasks_of(problem, cut)):
+        for turn in range(towers if tasks else 0):
+            parts[whole.mirror.of[turn, first]] += [
+                members[begins[k] : begins[k + 1]]
+                for k in (
+                    ((turn * stages + task.stage) * count + task.micro) * 4 + task.kind
+                    for task in tasks
+                )
+            ]
+    for index, of_device in enumerate(parts):
+        of_device.append(once[device[once] == index])
+    return [tuple(np.concatenate(of_device).tolist()) for of_device in parts]
+
+
+def _describe(problem: PipelineProblem, cut: StageCut, replicas: int) -> str:
+    """A sentence for the user: schedule, stages, and what recomputes."""
+    times = times_of(problem, cut)
+    names = problem.machine.device_names
+    each = times.forward + times.inputs + times.weights
+    parts = [
+        f"{names[device]} {format_seconds(seconds)}{' recomputing' if again else ''}"
+        for device, seconds, again in zip(cut.devices, each.tolist(), cut.recompute, strict=True)
+    ]
+    towers = f"{replicas} towers, each of " if replicas > 1 else ""
+    return (
+        f"{towers}{problem.micro_batches} micro-batches, schedule {cut.schedule}, stages for each "
+        f"micro-batch: {', '.join(parts)}"
+    )

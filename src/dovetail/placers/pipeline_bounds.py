@@ -1,0 +1,890 @@
+"""Proves a lower bound on the step of every pipeline of a problem.
+
+A pipeline here: stages along the edges of `StageElements`, each on a device of its own
+(interleaved: on a device with others), each device's tasks in the order of a schedule, the ops of a
+task together, and then its updates.
+
+*Load*. Some device computes at least what a linear programme says, for M micro-batches.
+
+*Fill, work, drain*. Before a stage can go on with its first micro-batch the stages before it must
+have passed it on, and after its last backward task the gradients must pass them all:
+
+    stage 0   F ─┐                              ┌─ B
+    stage 1      F ─┐                        ┌─ B
+    stage 2         F F F B F B F B F B B B B        head + M T + tail
+
+So with stages D_1, D_2, ... the step takes at least max over s of head_s + M T_s + tail_s, where
+head and tail grow from stage to stage. Its minimum over all stages is found by a dynamic programme
+over *ideals*, sets of elements that hold all that comes before their members (the states of
+Tarnawski et al., NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4; the recurrence is
+ours). For ideals I and I' = I + D:
+
+    V(I) = min over D of max(M T(D) - free(D), head(I, I') + tail(I, I') + V(I'))
+
+p(I) is the op of I whose value leaves I and comes last on the longest path. head(I, I') is what D
+computes from the first op that reads p(I)'s value to p(I'), one op after the other, and the sending
+of its value; tail is the same for gradients, with time running backwards. free(D) is what comes
+before the first reader in the order of D's ops, or behind the last gradient that it sends: it may
+be done while D waits, for one micro-batch. In zero-bubble the ops of B have no such order, so there
+only what lies on paths from one exit to the next counts, and W is free for all micro-batches.
+
+Where p(I') does not wait for p(I), or D does not, the value counts from the beginning of the step,
+which is no further away than all work up to p(I) (`most`). A stage's updates come behind all of its
+gradients. A second programme leaves the tail out and counts the updates of each stage.
+
+*Round trip*. In gpipe and 1f1b a device takes no more than w forward tasks before its first
+backward task, for which it waits until the first micro-batch has come back. So with R_s the seconds
+of one micro-batch from stage s through all later stages and back to it, the step takes at least
+
+    head_s + R_s + tail_s + (M - 1) T_s - (w_s - 1) F_s    w_s = S - s in 1f1b; in gpipe, 1 counts
+
+for every stage s. In gpipe all stages but the last wait as long for the last forward task. The
+second part, from (M - 1) T_s on, has a least maximum over all stages by a programme, and for each
+interval of it the first part by another. R_s lies in the middle of the step, where only what waits
+for a value counts.
+
+Every programme takes O(ideals^2 x sets of devices), and is left out with more than `MOST_IDEALS`
+ideals.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.graph import Graph, Phase
+from dovetail.graph.micro_batches import sums_of_gradients
+from dovetail.placers.pipelines import (
+    Bool,
+    Float64,
+    Int64,
+    PipelineProblem,
+    StageElements,
+    sum_seconds,
+)
+from dovetail.runtime.compiling import inlined, kernel
+from dovetail.simulator.bounds import LowerBound, load_balance_seconds
+
+MOST_IDEALS = 6_000
+"""With more ideals the programmes are left out: they would take a minute."""
+LEFT_OUT_SHARES = (0.0, 1e-5, 1e-4, 2e-4, 5e-4, 1e-3)
+"""Elements of less than such a share of the work are left out, in turn, while there are too many
+ideals."""
+MOST_STATES = 64
+"""Sets of devices, like ones counted, with which the programme still runs."""
+MOST_HALVINGS, LIMIT_SHARE = 60, 5e-4
+"""So many limits are tried in the bound of the round trip, until they differ by this share."""
+UNKNOWN = 1e30
+"""Seconds that stand for "any number of them"."""
+MOST_ENTRIES = 4e9
+"""All programmes with limits go over so many entries of their tables at most."""
+ROUNDING = 1e-9
+"""Bounds are lowered by this share, since sums round."""
+
+
+def pipeline_bound(
+    problem: PipelineProblem, value: float = np.inf, *, quick: bool = False
+) -> LowerBound:
+    """Return the best bound we can prove for every pipeline of the problem.
+
+    quick   True: without the dynamic programmes
+    value   the seconds of a pipeline that is known; stages that take longer are not looked at
+    """
+    # Sums of gradients run once a step with some stages. They count as nothing.
+    of_ops = problem.costs.compute_seconds.copy()
+    of_ops[sums_of_gradients(problem.graph)[:, None] & np.isfinite(of_ops)] = 0.0
+    problem = replace(problem, costs=replace(problem.costs, compute_seconds=of_ops))
+    elements, count = problem.elements, problem.micro_batches
+    bounds = [LowerBound(_critical_path(problem), "critical path of one micro-batch")]
+    work = count * (elements.forward + elements.backward) + elements.updates
+    if problem.costs.source == "analytic":
+        work += (count - 1) * elements.sums
+    work = np.where(elements.runs, work, np.inf)
+    loads = load_balance_seconds(work)
+    bounds.append(LowerBound(loads, "load balance of all micro-batches (LP)"))
+    if "interleaved" not in problem.schedules and not quick:
+        bounds += _of_stages(problem, value)
+    return max(bounds, key=lambda bound: bound.seconds)
+
+
+def _critical_path(problem: PipelineProblem) -> float:
+    """Seconds of the longest path through one micro-batch, each op on its fastest device."""
+    graph = problem.graph
+    seconds = problem.costs.compute_seconds.min(axis=1)
+    seconds = np.where(graph.is_source, 0.0, seconds)
+    ends = _depths(seconds, graph.input_offsets, graph.producers[graph.input_tensors])
+    return float(ends.max(initial=0.0)) * (1 - ROUNDING)
+
+
+@kernel
+def _longest(seconds: Float64, offsets: Int64, befores: Int64, ends: Float64) -> None:
+    for op in range(len(seconds)):
+        latest = 0.0
+        for entry in range(offsets[op], offsets[op + 1]):
+            latest = max(latest, ends[befores[entry]])
+        ends[op] = latest + seconds[op]
+
+
+def _depths(
+    seconds: Float64, offsets: NDArray[np.integer], befores: NDArray[np.integer]
+) -> Float64:
+    """Return [ops] the seconds of the longest path up to the end of each op."""
+    ends = np.zeros(len(seconds))
+    _longest(seconds, np.asarray(offsets, np.int64), np.asarray(befores, np.int64), ends)
+    return ends
+
+
+def _of_stages(problem: PipelineProblem, value: float) -> list[LowerBound]:
+    """Return the bounds of the dynamic programmes; none if there are too many ideals or sets of
+    devices."""
+    ideals = _ideals(problem.elements)
+    kinds = _device_kinds(problem)
+    states = int(np.prod([len(members) + 1 for members in kinds]))
+    if ideals is None or states > MOST_STATES:
+        return []
+    table = _BoundTable(problem, ideals, kinds)
+    seconds = max(table.solve(drain=True, value=value), table.solve(drain=False, value=value))
+    bounds = [LowerBound(seconds, "fill, work and drain (dynamic programme)")]
+    if table.backward.in_order:
+        bounds.append(LowerBound(table.round_trip(value), "round trip (dynamic programmes)"))
+    return bounds
+
+
+def _ideals(elements: StageElements) -> tuple[Int64, Bool] | None:
+    """Return (elements that count, ideals [ideals, those elements]), smaller ones first; None if
+    there are more than `MOST_IDEALS`.
+
+    If there are too many, elements of very little work are left out, as if they were anywhere and
+    took no time. Those that wait for each other through them still do.
+    """
+    work = elements.forward + elements.backward
+    work = np.where(np.isfinite(work), work, 0.0)
+    share = work.max(axis=1) / max(float(work.max(axis=1).sum()), 1e-300)
+    for least in LEFT_OUT_SHARES:
+        found = _ideals_of(elements, ~elements.loose & (share >= least))
+        if found is not None:
+            return found
+    return None
+
+
+def _edges_among(elements: StageElements, counts: Bool) -> Int64:
+    """Return [edges, 2] of the elements that count; a path through others is an edge, too."""
+    after: list[set[int]] = [set() for _ in range(elements.count)]
+    before: list[set[int]] = [set() for _ in range(elements.count)]
+    for first, second in elements.edges.tolist():
+        after[first].add(second)
+        before[second].add(first)
+    for element in np.flatnonzero(~counts).tolist():
+        for first in before[element]:
+            after[first].discard(element)
+            after[first] |= after[element]
+        for second in after[element]:
+            before[second].discard(element)
+            before[second] |= before[element]
+    pairs = [(f, s) for f in np.flatnonzero(counts).tolist() for s in after[f] if counts[s]]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def _ideals_of(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | None:
+    """Return what `_ideals` returns, for the elements that count."""
+    members = np.flatnonzero(counts)
+    if not len(members):
+        return None
+    place = np.full(elements.count, -1, dtype=np.int64)
+    place[members] = np.arange(len(members))
+    edges = place[_edges_among(elements, counts)]
+    needs = [0] * len(members)
+    after: list[list[int]] = [[] for _ in members]
+    for first, second in edges.tolist():
+        needs[second] |= 1 << first
+        after[first].append(second)
+    roots = [node for node in range(len(members)) if not needs[node]]
+    seen = {0: frozenset(roots)}
+    layer = [0]
+    found = [0]
+    while layer:
+        following: list[int] = []
+        for ideal in layer:
+            for node in seen[ideal]:
+                larger = ideal | 1 << node
+                if larger in seen:
+                    continue
+                free = set(seen[ideal]) - {node}
+                free.update(o for o in after[node] if needs[o] & larger == needs[o])
+                seen[larger] = frozenset(free)
+                following.append(larger)
+        if len(found) + len(following) > MOST_IDEALS:
+            return None
+        found += following
+        layer = following
+    return members, _bits(found, len(members))
+
+
+def _bits(masks: Iterable[int], size: int) -> Bool:
+    """[masks, size] the bits of integers."""
+    width = (size + 7) // 8
+    rows = [np.frombuffer(mask.to_bytes(width, "little"), np.uint8) for mask in masks]
+    return np.unpackbits(np.stack(rows), axis=1, bitorder="little")[:, :size].astype(bool)
+
+
+def _device_kinds(problem: PipelineProblem) -> list[list[int]]:
+    """Sets of devices that take equally long for every element; devices that can run none are left
+    out."""
+    elements = problem.elements
+    kinds: dict[bytes, list[int]] = {}
+    for device, record in enumerate(problem.machine.devices):
+        if record.kind == "host" or not elements.runs[:, device].any():
+            continue
+        column = np.stack([elements.forward, elements.backward, elements.updates])[:, :, device]
+        key = column.tobytes() + elements.runs[:, device].tobytes()
+        kinds.setdefault(key, []).append(device)
+    return list(kinds.values())
+
+
+class _Passage(NamedTuple):
+    """Where values of one direction pass from an ideal to the rest, and what is computed between.
+
+    For gradients time runs backwards: op 0 is the last one of the step, and a value "comes" from
+    the op that reads it.
+
+    in_order    True: a device runs the ops of a task by their numbers
+    exits       [ideals] the exit p(I), a place in `exit_places`; -1: none
+    exit_places [exits] the element of each
+    exit_ranks  [exits] the number of each exit's op
+    starts      [ideals] number of the first op outside that reads p(I)'s value; -1: none
+    start_places  [ideals] the element of that op
+    upto        [ideals, points, kinds] seconds of the ideal's ops with numbers up to a point's, and
+                of the sums of gradients that the last micro-batch has behind them
+    upto_bare   the same without sums, of which the first micro-batch has none
+    exit_points, start_points   [exits], [ideals] the points of an exit, and right before a start
+    total       [ideals, kinds] seconds of the ideal's ops
+    behind      [ideals, exits, kinds] seconds of those that come after an exit
+    between     [exits + 1, exits, kinds] seconds of what lies after the first and up to the second;
+                the last row is of what lies up to the second at all
+    send        [exits] least seconds of sending the value
+    updates     [ideals, kinds] seconds of the ideal's updates, which come behind all gradients: 0
+                for values
+    most        [ideals] no head (or tail) that the programme adds up for an ideal is longer
+    """
+
+    in_order: bool
+    exits: Int64
+    exit_places: Int64
+    exit_ranks: Int64
+    starts: Int64
+    start_places: Int64
+    upto: Float64
+    upto_bare: Float64
+    exit_points: Int64
+    start_points: Int64
+    total: Float64
+    behind: Float64
+    between: Float64
+    send: Float64
+    updates: Float64
+    most: Float64
+
+
+@dataclass(frozen=True, eq=False)
+class _BoundTable:
+    problem: PipelineProblem
+    ideals: tuple[Int64, Bool]
+    kinds: list[list[int]]
+
+    @cached_property
+    def devices(self) -> list[int]:
+        return [members[0] for members in self.kinds]
+
+    @cached_property
+    def place(self) -> Int64:
+        """[ops] the place of the op's element among those in stages; -1: none."""
+        elements, (members, _) = self.problem.elements, self.ideals
+        place = np.full(elements.count, -1, dtype=np.int64)
+        place[members] = np.arange(len(members))
+        return place[elements.of_op]
+
+    def passage(self, phase: Phase, *, in_order: bool) -> _Passage:
+        graph = self.problem.graph
+        ops = np.flatnonzero(graph.phases == phase)
+        index = np.full(len(graph), -1, dtype=np.int64)
+        index[ops] = np.arange(len(ops))
+        makers, readers, tensors = _edges(graph, index)
+        if phase == Phase.BACKWARD:
+            ops = ops[::-1]
+            makers, readers = len(ops) - 1 - readers, len(ops) - 1 - makers
+        order = np.lexsort((makers, readers))
+        makers, readers, tensors = makers[order], readers[order], tensors[order]
+        seconds = self.problem.costs.compute_seconds[ops][:, self.devices]
+        offsets = np.searchsorted(readers, np.arange(len(ops) + 1))
+        depth = _depths(seconds.min(axis=1), offsets, makers)
+        place = self.place[ops]
+        # Elements that are left out count as nothing, also on the way between others.
+        bare = np.where(np.isfinite(seconds) & (place[:, None] >= 0), seconds, 0.0)
+        seconds = bare
+        if phase == Phase.BACKWARD and in_order:
+            sums = np.where(place[:, None] >= 0, self.last_sums[ops][:, self.devices], 0.0)
+            seconds = bare + sums
+        reaching = np.concatenate([_through(makers, readers, place), [makers, readers]], axis=1)
+        exits, starts = self._exits(reaching[0], reaching[1], place, depth)
+        through = np.unique(exits[exits >= 0])
+        position = np.where(exits < 0, -1, np.searchsorted(through, exits))
+        points = np.unique(np.concatenate([through, starts - 1]))
+        before, behind = _closures(len(ops), makers, readers, through)
+        # The last row stands for the beginning, which everything comes after.
+        rows = np.concatenate([behind, np.ones((1, len(ops)), dtype=bool)]).astype(np.float64)
+        between = np.stack([rows @ (before * column).T for column in seconds.T], axis=2)
+        send = self._sends(through, makers, tensors, place[readers] < 0)
+        stages = sum(map(len, self.kinds))
+        every = np.arange(len(ops))
+        late = self._columns["updates"] * (phase == Phase.BACKWARD)
+        updates = self._sums(late)
+        counted = every[None] <= through[:, None] if in_order else before
+        return _Passage(
+            in_order=in_order,
+            exits=position,
+            exit_places=place[through],
+            exit_ranks=through,
+            starts=starts,
+            start_places=np.where(starts < 0, -1, place[starts]),
+            upto=self._within(every[None] <= points[:, None], place, seconds),
+            upto_bare=self._within(every[None] <= points[:, None], place, bare),
+            exit_points=np.searchsorted(points, through),
+            start_points=np.searchsorted(points, starts - 1),
+            total=self._within(np.ones((1, len(ops)), dtype=bool), place, seconds)[:, 0],
+            behind=self._within(behind, place, seconds),
+            between=between,
+            send=send,
+            updates=updates,
+            most=self._most(counted, place, seconds, position)
+            + stages * np.where(self.ideals[1][:, place[through]], send, 0).max(axis=1, initial=0)
+            + self._sums(late.max(axis=1)),
+        )
+
+    @cached_property
+    def last_sums(self) -> Float64:
+        """[ops, devices] seconds of the last sum of an op's gradients, for ops that make nothing
+        but gradients of parameters: the sum comes right behind such an op."""
+        graph, seconds = self.problem.graph, sum_seconds(self.problem)
+        if self.problem.costs.source != "analytic":
+            return np.zeros_like(seconds)
+        elsewhere = graph.phases[graph.readers] != Phase.UPDATE
+        seconds[graph.producers[graph.input_tensors[elsewhere]]] = 0.0
+        return seconds
+
+    def _most(self, counted: Bool, place: Int64, seconds: Float64, exits: Int64) -> Float64:
+        """[ideals] seconds of an ideal's ops that may count on the way to its exit, on the slowest
+        device.
+
+        counted   [exits, ops] the ops that may count on the way to an exit
+        """
+        if not len(counted):
+            return np.zeros(len(exits))
+        sums = self._within(counted, place, seconds.max(axis=1, keepdims=True))[:, :, 0]
+        return np.asarray(sums[np.arange(len(exits)), np.maximum(exits, 0)])
+
+    def _within(self, masks: Bool, place: Int64, seconds: Float64) -> Float64:
+        """[ideals, masks, kinds] seconds of the ops of each ideal that a mask [masks, ops] has."""
+        members, _ = self.ideals
+        there = place >= 0
+        sums = []
+        for column in seconds.T:
+            weights = np.zeros((len(members), len(masks)))
+            np.add.at(weights, place[there], (masks * column)[:, there].T)
+            sums.append(self._sums(weights))
+        return np.stack(sums, axis=2)
+
+    def _exits(
+        self, makers: Int64, readers: Int64, place: Int64, depth: Float64
+    ) -> tuple[Int64, Int64]:
+        """([ideals] the exit of each, [ideals] the first op outside that reads it); -1: none.
+
+        The exit is the deepest op whose value is read outside; ties: the last.
+        """
+        _, rows = self.ideals
+        crossing = (place[makers] >= 0) & (place[readers] >= 0) & (place[makers] != place[readers])
+        makers, readers = makers[crossing], readers[crossing]
+        exits = np.full(len(rows), -1, dtype=np.int64)
+        starts = np.full(len(rows), -1, dtype=np.int64)
+        for ideal, row in enumerate(rows):
+            leaves = row[place[makers]] & ~row[place[readers]]
+            if leaves.any():
+                leaving = np.unique(makers[leaves])
+                deepest = depth[leaving]
+                exits[ideal] = leaving[np.flatnonzero(deepest == deepest.max())[-1]]
+                starts[ideal] = readers[leaves & (makers == exits[ideal])].min()
+        return exits, starts
+
+    def _sends(self, through: Int64, firsts: Int64, tensors: Int64, by_others: Bool) -> Float64:
+        """[through] seconds of the smallest tensor that passes, over the fastest link.
+
+        by_others   [reads] True if an element that is left out reads, and may pass on any size
+        """
+        problem = self.problem
+        sizes = np.where(by_others, 0.0, problem.costs.sends_of(problem.graph)[tensors])
+        least = np.full(int(firsts.max(initial=-1)) + 1, np.inf)
+        np.minimum.at(least, firsts, sizes)
+        links = problem.machine.links
+        rate = max((link.bandwidth_bytes_per_second for link in links), default=np.inf)
+        latency = min((link.latency_seconds for link in links), default=0.0)
+        return np.asarray(latency + least[through] / rate)
+
+    @cached_property
+    def forward(self) -> _Passage:
+        return self.passage(Phase.FORWARD, in_order=True)
+
+    @cached_property
+    def backward(self) -> _Passage:
+        in_order = "zero-bubble" not in self.problem.schedules
+        return self.passage(Phase.BACKWARD, in_order=in_order)
+
+    def _sums(self, values: Float64) -> Float64:
+        """[ideals, ...] sums over each ideal's elements, of values [elements in stages, ...]."""
+        _, rows = self.ideals
+        flat = values.reshape(len(values), -1)
+        return np.asarray((rows.astype(np.float64) @ flat).reshape(len(rows), *values.shape[1:]))
+
+    @cached_property
+    def _columns(self) -> dict[str, Float64]:
+        """Name -> [elements, kinds] seconds of the elements that count, 0 where they may not be."""
+        problem, elements = self.problem, self.problem.elements
+        members, _ = self.ideals
+        finite = elements.runs[members][:, self.devices]
+        last = np.zeros((elements.count, len(problem.machine.devices)))
+        np.add.at(last, elements.of_op, self.last_sums)
+        # Sums that were measured are not known here.
+        sums = elements.sums if problem.costs.source == "analytic" else np.zeros_like(last)
+        columns = {
+            "forward": elements.forward, "backward": elements.backward, "sums": sums,
+            "updates": elements.updates, "last": last,
+        }  # fmt: skip
+        taken = {
+            name: np.where(finite, column[members][:, self.devices], 0)
+            for name, column in columns.items()
+        }
+        return {**taken, "barred": (~finite).astype(np.float64)}
+
+    @cached_property
+    def _order(self) -> tuple[NDArray[np.uint64], Int64, Int64, Int64]:
+        """(bits of the ideals, larger ones first, devices of each kind, strides of states)."""
+        _, rows = self.ideals
+        counts = np.array([len(kind) for kind in self.kinds], dtype=np.int64)
+        strides = np.concatenate([[1], np.cumprod(counts + 1)[:-1]]).astype(np.int64)
+        order = np.argsort(-rows.sum(axis=1), kind="stable")
+        return _words(rows), order, counts, strides
+
+    def solve(self, *, drain: bool, value: float) -> float:
+        """The least over all stages of the longest of head, work and, with `drain`, tail; without,
+        the updates count as work."""
+        of, count = self._columns, self.problem.micro_batches
+        in_order = self.backward.in_order
+        work = count * (of["forward"] + of["backward"])
+        if drain:
+            # The last sum may come after the last gradient was sent.
+            work = work + (max(0, count - 2) * of["sums"] + of["last"] if in_order else 0)
+        else:
+            work = work + (count - 1) * of["sums"] + of["updates"]
+        words, order, counts, strides = self._order
+        best = self._unsolved()
+        _solve(
+            words, order, self._sums(work), self._sums(of["barred"]), self.forward, self.backward,
+            1 if in_order else count, drain, counts, strides, best, value,
+        )  # fmt: skip
+        return self._found(best)
+
+    def round_trip(self, value: float) -> float:
+        """The bound of the round trip, for gpipe or 1f1b.
+
+        value   the seconds of a pipeline that is known
+
+        The least of the sum of both parts is sought over intervals of the second: stages of which
+        the largest second part lies in an interval take at least its lower end, and the shortest
+        way of such stages. The interval with the least sum is halved, again and again.
+        """
+        lowest = self._lowest_peak()
+        limits, ways = [lowest, np.inf], [self._shortest(lowest, np.inf)]
+        for _ in range(self._halvings):
+            least = int(np.argmin([low + way for low, way in zip(limits, ways, strict=False)]))
+            low, high = limits[least : least + 2]
+            middle = (low + high) / 2 if high < np.inf else min(2 * low, max(low, value))
+            if middle - low <= LIMIT_SHARE * low:
+                break
+            limits.insert(least + 1, middle)
+            ways[least : least + 1] = [self._shortest(low, middle), self._shortest(middle, high)]
+        return min(low + way for low, way in zip(limits, ways, strict=False))
+
+    @property
+    def _halvings(self) -> int:
+        """So many limits are tried as take a few seconds."""
+        states = int(np.prod(self._order[2] + 1))
+        return int(min(MOST_HALVINGS, MOST_ENTRIES / (len(self._order[1]) ** 2 * states)))
+
+    @cached_property
+    def _peaks(self) -> tuple[Float64, Float64, int]:
+        """(work [ideals, kinds] that counts in the second part, forward work [ideals, kinds], how
+        many forward tasks the first stage may do ahead)."""
+        of, count = self._columns, self.problem.micro_batches
+        work = (count - 1) * (of["forward"] + of["backward"]) + max(0, count - 2) * of["sums"]
+        ahead = 0 if self.problem.schedules == ("gpipe",) else int(self._order[2].sum()) - 1
+        return self._sums(work), self._sums(of["forward"]), ahead
+
+    def _shortest(self, low: float, high: float) -> float:
+        """The least of the first part, where the second part of no stage is above `high`, and that
+        of the stage that is waited for no less than `low`; inf if there are no such stages."""
+        of, after, best = self._columns, self._unsolved(), self._unsolved()
+        best[:] = np.inf
+        words, order, counts, strides = self._order
+        _shortest(
+            words, order, self._sums(of["forward"] + of["backward"]), self._sums(of["barred"]),
+            self.forward, self.backward, *self._peaks, low * (1 - ROUNDING),
+            high * (1 + ROUNDING), counts, strides, after, best,
+        )  # fmt: skip
+        # The second part alone is work of one device.
+        return max(0.0, float(best[0, order[-1]])) * (1 - ROUNDING)
+
+    def _lowest_peak(self) -> float:
+        """The least of the largest second part of a stage."""
+        best = self._unsolved()
+        words, order, counts, strides = self._order
+        barred = self._sums(self._columns["barred"])
+        _lowest_peak(words, order, *self._peaks, barred, counts, strides, best)
+        return self._found(best)
+
+    def _unsolved(self) -> Float64:
+        """[states, ideals] a table of the programmes, of which only the whole graph is known."""
+        _, order, counts, _ = self._order
+        best = np.full((int(np.prod(counts + 1)), len(order)), np.inf)
+        best[:, order[0]] = 0.0
+        return best
+
+    def _found(self, best: Float64) -> float:
+        """The entry of the empty ideal, lowered for rounding; 0 if there is none."""
+        found = float(best[0, self._order[1][-1]])
+        return found * (1 - ROUNDING) if np.isfinite(found) else 0.0
+
+
+def _edges(graph: Graph, index: Int64) -> tuple[Int64, Int64, Int64]:
+    """(makers, readers, tensors) of the reads among some ops, which `index` [ops] numbers."""
+    makers, readers = graph.producers[graph.input_tensors], graph.readers
+    taken = (index[makers] >= 0) & (index[readers] >= 0)
+    return index[makers[taken]], index[readers[taken]], graph.input_tensors[taken].astype(np.int64)
+
+
+def _through(makers: Int64, readers: Int64, place: Int64) -> Int64:
+    """[2, pairs] (maker, reader) of ops between whose values only ops of elements lie that are left
+    out. The reads are in order of their readers, whose numbers are above their makers'.
+
+    place   [ops] -1 for an op of an element that is left out
+    """
+    from_of: dict[int, int] = {}
+    pairs: dict[int, int] = {}
+    for maker, reader in zip(makers.tolist(), readers.tolist(), strict=True):
+        comes = from_of.get(maker, 0) if place[maker] < 0 else 1 << maker
+        if place[reader] < 0:
+            from_of[reader] = from_of.get(reader, 0) | comes
+        elif place[maker] < 0 and comes:
+            pairs[reader] = pairs.get(reader, 0) | comes
+    found = (
+        [
+            np.stack([(members := np.flatnonzero(row)), np.full(len(members), reader)])
+            for reader, row in zip(pairs, _bits(pairs.values(), len(place)), strict=True)
+        ]
+        if pairs
+        else []
+    )
+    return np.concatenate([np.zeros((2, 0), dtype=np.int64), *found], axis=1)
+
+
+def _closures(count: int, firsts: Int64, seconds: Int64, through: Int64) -> tuple[Bool, Bool]:
+    """([through, ops] the op and all before it, [through, ops] all after it)."""
+    before = [1 << op for op in range(count)]
+    for first, second in zip(firsts.tolist(), seconds.tolist(), strict=True):
+        before[second] |= before[first]
+    # Edges are taken by their reader, last first, so that a reader's own readers are known.
+    behind = [0] * count
+    for at in np.argsort(-seconds, kind="stable").tolist():
+        first, second = int(firsts[at]), int(seconds[at])
+        behind[first] |= behind[second] | 1 << second
+    chosen = through.tolist()
+    if not chosen:
+        return np.zeros((0, count), bool), np.zeros((0, count), bool)
+    return _bits([before[op] for op in chosen], count), _bits([behind[op] for op in chosen], count)
+
+
+def _words(rows: Bool) -> NDArray[np.uint64]:
+    """[ideals, words] the members of each as bits."""
+    packed = np.packbits(rows, axis=1, bitorder="little")
+    width = -(-packed.shape[1] // 8) * 8
+    padded = np.zeros((len(rows), width), dtype=np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    return padded.view(np.uint64)
+
+
+@kernel
+def _solve(  # noqa: PLR0913  one loop over ideals, stages and kinds of devices
+    words: NDArray[np.uint64],
+    order: Int64,
+    work: Float64,
+    barred: Float64,
+    forward: _Passage,
+    backward: _Passage,
+    free: int,
+    drain: bool,
+    counts: Int64,
+    strides: Int64,
+    best: Float64,
+    value: float,
+) -> None:
+    """Fill `best` [states, ideals]: V of the docstring above, for the devices that are used."""
+    for turn in range(1, len(order)):
+        ideal = order[turn]
+        for other_turn in range(turn):
+            larger = order[other_turn]
+            for kind in range(len(counts)):
+                if not _may_be_stage(words, barred, ideal, larger, kind):
+                    continue
+                # Work of the stage that is certainly done after the value came that fills it, and
+                # before the value goes that drains it.
+                term = work[larger, kind] - work[ideal, kind]
+                term -= _free(forward, words, ideal, larger, kind, 1)
+                if drain:
+                    term -= _free(backward, words, ideal, larger, kind, free)
+                if term > value:
+                    continue
+                added = 0.0
+                if other_turn > 0:
+                    added = _passed(forward, words, ideal, larger, kind)
+                    if drain:
+                        added += _passed(backward, words, ideal, larger, kind)
+                for state in range(len(best)):
+                    if not _is_used_up(state, strides, counts, kind):
+                        found = max(term, added + best[state + strides[kind], larger])
+                        best[state, ideal] = min(best[state, ideal], found)
+
+
+@kernel
+def _shortest(  # noqa: PLR0913  as above
+    words: NDArray[np.uint64],
+    order: Int64,
+    work: Float64,
+    barred: Float64,
+    forward: _Passage,
+    backward: _Passage,
+    second: Float64,
+    each: Float64,
+    ahead: int,
+    low: float,
+    high: float,
+    counts: Int64,
+    strides: Int64,
+    after: Float64,
+    best: Float64,
+) -> None:
+    """Fill [states, ideals] the least seconds from the coming of an ideal's value.
+
+    after   through all later stages and back, in the middle of the step
+    best    with the stage s of the docstring above among the later ones: to it at the beginning of
+            the step, through all stages behind it and back, and from it at the end of the step
+    low, high   limits of the second parts (see `_second_part`): that of s is not below the one, and
+            no stage's above the other
+    """
+    for turn in range(1, len(order)):
+        ideal = order[turn]
+        for other_turn in range(turn):
+            larger = order[other_turn]
+            for kind in range(len(counts)):
+                if not _may_be_stage(words, barred, ideal, larger, kind):
+                    continue
+                # The stage's own tasks come one after the other, whatever is between them.
+                own = work[larger, kind] - work[ideal, kind]
+                mine = own - _free(forward, words, ideal, larger, kind, 1)
+                mine -= _free(backward, words, ideal, larger, kind, 1)
+                between = own - _free_between(forward, words, ideal, larger, kind)
+                between = max(0.0, between - _free_between(backward, words, ideal, larger, kind))
+                passed, ends = 0.0, 0.0
+                if other_turn > 0:
+                    passed = _passed_between(forward, words, ideal, larger, kind)
+                    passed += _passed_between(backward, words, ideal, larger, kind)
+                    ends = _passed(forward, words, ideal, larger, kind)
+                    ends += _passed(backward, words, ideal, larger, kind)
+                if turn == len(order) - 1:
+                    # The first stage's updates come behind all its tasks.
+                    mine += backward.updates[larger, kind]
+                whole = second[larger, kind] - second[ideal, kind]
+                forward_work = each[larger, kind] - each[ideal, kind]
+                for state in range(len(best)):
+                    if _is_used_up(state, strides, counts, kind):
+                        continue
+                    part = _second_part(whole, forward_work, ahead, state, counts, strides)
+                    if part > high:
+                        continue
+                    used = state + strides[kind]
+                    back = passed + after[used, larger]
+                    found = max(between, back)
+                    after[state, ideal] = min(after[state, ideal], found)
+                    found = ends + best[used, larger]
+                    if part >= low:
+                        if turn == len(order) - 1:
+                            back += backward.updates[larger, kind]
+                        found = min(found, max(mine, back))
+                    best[state, ideal] = min(best[state, ideal], found)
+
+
+@kernel
+def _lowest_peak(  # noqa: PLR0913  as above
+    words: NDArray[np.uint64],
+    order: Int64,
+    work: Float64,
+    forward: Float64,
+    ahead: int,
+    barred: Float64,
+    counts: Int64,
+    strides: Int64,
+    best: Float64,
+) -> None:
+    """Fill `best` [states, ideals]: the least of the largest second part of a stage."""
+    for turn in range(1, len(order)):
+        ideal = order[turn]
+        for other_turn in range(turn):
+            larger = order[other_turn]
+            for kind in range(len(counts)):
+                if not _may_be_stage(words, barred, ideal, larger, kind):
+                    continue
+                whole = work[larger, kind] - work[ideal, kind]
+                each = forward[larger, kind] - forward[ideal, kind]
+                for state in range(len(best)):
+                    if _is_used_up(state, strides, counts, kind):
+                        continue
+                    term = _second_part(whole, each, ahead, state, counts, strides)
+                    found = max(term, best[state + strides[kind], larger])
+                    best[state, ideal] = min(best[state, ideal], found)
+
+
+@inlined
+def _second_part(
+    work: float, forward: float, ahead: int, state: int, counts: Int64, strides: Int64
+) -> float:
+    """A stage's `work`, less what it may do of its forward tasks before its first backward task:
+    `ahead` tasks on the first device, and one less on each later one."""
+    used = 0
+    for kind in range(len(counts)):
+        used += state // strides[kind] % (counts[kind] + 1)
+    return work - max(0, ahead - used) * forward
+
+
+@inlined
+def _may_be_stage(
+    words: NDArray[np.uint64], barred: Float64, ideal: int, larger: int, kind: int
+) -> bool:
+    """True if the one ideal holds the other, and a device of the kind may run what is between."""
+    if barred[larger, kind] > barred[ideal, kind]:
+        return False
+    for word in range(words.shape[1]):  # noqa: SIM110  numba compiles no generators
+        if words[ideal, word] & ~words[larger, word]:
+            return False
+    return True
+
+
+@inlined
+def _is_used_up(state: int, strides: Int64, counts: Int64, kind: int) -> bool:
+    return bool(state // strides[kind] % (counts[kind] + 1) == counts[kind])
+
+
+@inlined
+def _holds(words: NDArray[np.uint64], ideal: int, place: int) -> bool:
+    return bool((words[ideal, place >> 6] >> np.uint64(place & 63)) & np.uint64(1) != 0)
+
+
+@inlined
+def _free(
+    way: _Passage, words: NDArray[np.uint64], ideal: int, larger: int, kind: int, times: int
+) -> Any:
+    """Seconds of the stage's work that need not come after the value that leaves `ideal`."""
+    at = way.exits[ideal]
+    if at < 0:
+        return 0.0
+    if way.in_order:
+        if not _holds(words, larger, way.start_places[ideal]):
+            return way.most[ideal]
+        point = way.start_points[ideal]
+        before = way.upto[larger, point, kind] - way.upto[ideal, point, kind]
+        # The value comes no later than `most` after the beginning, so no more is done before.
+        return min(times * before, way.most[ideal])
+    behind = way.behind[larger, at, kind] - way.behind[ideal, at, kind]
+    if behind <= 0:
+        return way.most[ideal]
+    before = way.total[larger, kind] - way.total[ideal, kind] - behind
+    return min(times * before, way.most[ideal])
+
+
+@inlined
+def _free_between(
+    way: _Passage, words: NDArray[np.uint64], ideal: int, larger: int, kind: int
+) -> Any:
+    """As `_free`, of one task in the middle of the step: nothing limits how long before the value
+    comes the step has begun."""
+    at = way.exits[ideal]
+    if at < 0:
+        return 0.0
+    if not _holds(words, larger, way.start_places[ideal]):
+        return UNKNOWN
+    point = way.start_points[ideal]
+    return way.upto_bare[larger, point, kind] - way.upto_bare[ideal, point, kind]
+
+
+@inlined
+def _passed_between(
+    way: _Passage, words: NDArray[np.uint64], ideal: int, larger: int, kind: int
+) -> Any:
+    """As `_passed`, in the middle of the step: -`UNKNOWN` where the next value does not wait for
+    the first."""
+    at, following = way.exits[ideal], way.exits[larger]
+    if at == following:
+        return 0.0
+    if following < 0 or _holds(words, ideal, way.exit_places[following]):
+        return -UNKNOWN
+    last = way.exit_points[following]
+    before = way.upto_bare[larger, last, kind] - way.upto_bare[ideal, last, kind]
+    if at < 0:
+        return before + way.send[following]
+    start = way.starts[ideal]
+    if start > way.exit_ranks[following] or not _holds(words, larger, way.start_places[ideal]):
+        return -UNKNOWN
+    first = way.start_points[ideal]
+    ahead = way.upto_bare[larger, first, kind] - way.upto_bare[ideal, first, kind]
+    return before - ahead + way.send[following]
+
+
+@inlined
+def _passed(way: _Passage, words: NDArray[np.uint64], ideal: int, larger: int, kind: int) -> Any:
+    """Seconds from the coming of one exit's value to that of the next; less than 0 where the next
+    does not wait for the first."""
+    at, following = way.exits[ideal], way.exits[larger]
+    if at == following:
+        return 0.0
+    updates = way.updates[larger, kind] - way.updates[ideal, kind]
+    if at < 0 and way.in_order:
+        last = way.exit_points[following]
+        before = way.upto[larger, last, kind] - way.upto[ideal, last, kind]
+        return updates + before + way.send[following]
+    if at < 0:
+        # The last row stands for the beginning.
+        return updates + way.between[-1, following, kind] + way.send[following]
+    if following < 0 or _holds(words, ideal, way.exit_places[following]):
+        return -way.most[ideal]
+    if way.in_order:
+        last = way.exit_points[following]
+        before = way.upto[larger, last, kind] - way.upto[ideal, last, kind]
+        seconds = updates + before - way.most[ideal]
+        start = way.starts[ideal]
+        waits = start <= way.exit_ranks[following]
+        if waits and _holds(words, larger, way.start_places[ideal]):
+            first = way.start_points[ideal]
+            ahead = way.upto[larger, first, kind] - way.upto[ideal, first, kind]
+            seconds = max(seconds, before - ahead)
+        return seconds + way.send[following]
+    if way.between[at, following, kind] <= 0:
+        return -way.most[ideal]
+    return way.between[at, following, kind] + way.send[following]

@@ -1,0 +1,1368 @@
+"""Cuts a training step into stages for a pipeline of micro-batches, and chooses the schedule.
+
+    graph ──► elements ──► orders of elements ──► cuts ──► tasks of each device ──► simulated step
+              (what must    (several)             (dynamic       (a schedule)
+               stay together)                      programme,
+                                                   then moved)
+
+A *stage* holds forward ops, their backward ops and their parameters. Activations go from a stage to
+later ones only, gradients to earlier ones only; they may leap over stages (skips). A parameter that
+several stages read (tied weights) lives in one of them and is sent to the others once a step.
+
+The cuts come from dynamic programmes over an order of the elements. With T the seconds of a
+stage's tasks for one micro-batch and C those of sending its activations, 1F1B takes about
+
+    sum of (T_i + 2 C_i) + (M - 1) max T_i                                       (M micro-batches)
+
+(Narayanan et al., SC 2021, https://arxiv.org/abs/2104.04473, section 2.2, for equal stages). For
+each of several limits of max T_i the programme finds the least sum over cuts and devices, such that
+each stage fits its device's memory. A second programme takes into account that a stage waits only
+for those before it, so that earlier stages may have more work: `_fill`. The step of each solution
+is simulated task by task, and cuts are moved while that helps. The best are simulated op by op,
+which gives the plan's value.
+
+If a graph has at most `MOST_TRIED` cuts, all are simulated op by op, and the result is exact.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from dovetail.costs import Costs
+from dovetail.errors import InfeasibleError, OutOfMemoryError
+from dovetail.graph import EVERYWHERE, Graph, Groups, Phase
+from dovetail.graph.micro_batches import ACCUMULATE
+from dovetail.graph.topological import topological_order
+from dovetail.machine import Machine
+from dovetail.methods import PIPELINE_SCHEDULES
+from dovetail.placers.budget import Budget
+from dovetail.placers.pipeline_schedules import (
+    StageTimes,
+    in_flight,
+    orders_of,
+    step_seconds,
+)
+from dovetail.runtime.compiling import inlined, kernel
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+Int32 = NDArray[np.int32]
+Bool = NDArray[np.bool_]
+
+MOST_CELLS = 192
+"""The dynamic programme cuts between so many runs of elements at most; cuts move by elements."""
+MOST_SEQUENCES = 24
+"""Orders of unlike devices that are tried."""
+FILLS = (0.0, 0.25, 0.5, 1.0, 2.0)
+"""The second programme runs with M, and with so many times the stages more, micro-batches."""
+LIMITS = 24
+"""Limits of the longest stage for which cuts are found."""
+MOST_MERGED_SHARE = 0.6
+"""Readers of one parameter become one element if it then has at most this share of the work."""
+MOST_MERGES = 200
+"""Parameters with several readers that are looked at one by one."""
+MOST_TRIED = 2_000
+"""If a graph has no more ways to be cut, all are simulated op by op."""
+MOST_TRIED_ELEMENTS = 12
+"""Cuts are counted for graphs of at most so many elements."""
+SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
+"""Shares of the memory with which cuts are sought, in turn, while those found do not fit: what a
+stage needs is estimated."""
+FINALISTS = 12
+"""So many of the best cuts are simulated op by op, as the budget allows."""
+CHUNKS = (2, 3, 4)
+"""Numbers of stages on each device that are tried for the interleaved schedule."""
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineProblem:
+    """A step of one micro-batch to cut into stages.
+
+    costs            of the ops of one micro-batch
+    allowed          [groups, devices] where each group may go
+    capacities       [devices] bytes
+    micro_batches    of a step, 2 or more
+    schedules        the schedules that may be chosen
+    recompute        True: stages may compute forward ops again, to need less memory
+    tied_by_work     a parameter that several elements read goes with the one that works most;
+                     False: with the first
+    """
+
+    graph: Graph
+    machine: Machine
+    costs: Costs
+    groups: Groups
+    allowed: Bool
+    capacities: Int64
+    micro_batches: int
+    schedules: tuple[str, ...] = PIPELINE_SCHEDULES
+    recompute: bool = True
+    tied_by_work: bool = False
+
+    @property
+    def variants(self) -> "tuple[PipelineProblem, ...]":
+        """The problem, and the one with tied parameters elsewhere, if that is another."""
+        other = replace(self, tied_by_work=not self.tied_by_work)
+        same = np.array_equal(self.elements.of_op, other.elements.of_op)
+        return (self,) if same else (self, other)
+
+    @cached_property
+    def elements(self) -> "StageElements":
+        return elements_of(self)
+
+    @cached_property
+    def routes(self) -> list[list[tuple[int, float, float]]]:
+        """[from, to] (channel, latency seconds, bytes per second) of a transfer; through the host
+        if there is no link, over the channel of the first hop. A device is on channel -1 with
+        itself."""
+        return _routes(self.machine)
+
+
+@dataclass(frozen=True, eq=False)
+class StageCut:
+    """Stages, their devices and the schedule.
+
+    stages       [ops] -1 for sources
+    devices      [stages]
+    recompute    [stages]
+    seconds      of a step, simulated task by task
+    """
+
+    schedule: str
+    stages: Int32
+    devices: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    seconds: float = math.inf
+    name: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal cuts."""
+        return self.schedule, self.stages.tobytes(), self.devices, self.recompute
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedCut:
+    """What simulating a cut op by op gives."""
+
+    value: float
+    peak_memory_bytes: Int64
+    feasible: bool
+
+
+Simulate = Callable[[StageCut], SimulatedCut]
+
+
+# --- StageElements: what is in one stage whatever the cuts are ---
+
+
+@dataclass(frozen=True, eq=False)
+class StageElements:
+    """Sets of groups that are in one stage, and what they take. Seconds are [elements, devices].
+
+    of_op            [ops] the element of each op
+    edges            [edges, 2] the second may not be in an earlier stage than the first
+    forward, inputs, weights   seconds of F, I and W for one micro-batch, without `sums`
+    sums             seconds of adding a micro-batch's gradients to those of the ones before it
+    updates          seconds of the updates, once a step
+    kept_bytes       [elements] parameters, their state and the sums of their gradients
+    saved_bytes      [elements] what the forward ops of one micro-batch leave for the backward ops
+    runs             [elements, devices] True where it may be
+    sent, returned   [pairs, 3] (tensor, its element, an element that reads it), of forward and of
+                     backward tensors
+    loose            [elements] True for updates that no order of stages concerns
+    """
+
+    of_op: Int32
+    count: int
+    edges: Int64
+    forward: Float64
+    inputs: Float64
+    weights: Float64
+    sums: Float64
+    updates: Float64
+    kept_bytes: Float64
+    saved_bytes: Float64
+    runs: Bool
+    sent: Int64
+    returned: Int64
+    loose: Bool
+    firsts: Int64 = field(repr=False)
+
+    @property
+    def backward(self) -> Float64:
+        return self.inputs + self.weights
+
+
+def elements_of(problem: PipelineProblem) -> StageElements:
+    """Return the elements of a problem. Near-linear in ops and reads, for each merged parameter."""
+    graph, groups = problem.graph, problem.groups
+    edges = _group_edges(graph, groups.of_op)
+    merged = _merge_readers(problem, edges)
+    of_group = _components(groups.count, edges, merged)
+    of_op = of_group[groups.of_op].astype(np.int32)
+    count = int(of_op.max(initial=-1)) + 1
+    ends = np.unique(of_group[edges], axis=0)
+    ends = ends[ends[:, 0] != ends[:, 1]]
+    seconds = problem.costs.compute_seconds
+    phases = graph.phases
+    is_weight = weight_ops(graph, of_op)
+
+    def summed(ops: Bool) -> Float64:
+        sums = np.zeros((count, seconds.shape[1]))
+        np.add.at(sums, of_op[ops], seconds[ops])
+        return sums
+
+    backward = phases == Phase.BACKWARD
+    runs = np.ones((count, seconds.shape[1]), dtype=bool)
+    np.logical_and.at(runs, of_group, problem.allowed)
+    works = np.zeros(count, dtype=bool)
+    works[of_op[(phases == Phase.FORWARD) | backward]] = True
+    firsts = np.full(count, len(graph), dtype=np.int64)
+    ops = np.flatnonzero((phases == Phase.FORWARD) | backward)
+    np.minimum.at(firsts, of_op[ops], ops)
+    kept, saved = _bytes_of(graph, of_op, count)
+    added = np.zeros((count, seconds.shape[1]))
+    np.add.at(added, of_op, sum_seconds(problem))
+    return StageElements(
+        of_op=of_op,
+        count=count,
+        edges=ends,
+        forward=summed(phases == Phase.FORWARD),
+        inputs=summed(backward & ~is_weight),
+        weights=summed(backward & is_weight),
+        sums=added,
+        updates=summed(phases == Phase.UPDATE),
+        kept_bytes=kept,
+        saved_bytes=saved,
+        runs=runs,
+        sent=_pairs(graph, of_op, Phase.FORWARD),
+        returned=_pairs(graph, of_op, Phase.BACKWARD),
+        loose=~works,
+        firsts=firsts,
+    )
+
+
+def _group_edges(graph: Graph, of_op: Int32) -> Int64:
+    """Return [edges, 2] pairs of groups: the second may not be in an earlier stage."""
+    makers, readers = graph.producers[graph.input_tensors], graph.readers
+    before, after = graph.control[:, 0], graph.control[:, 1]
+    befores, afters = np.concatenate([makers, before]), np.concatenate([readers, after])
+    forward = (graph.phases[befores] == Phase.FORWARD) & (graph.phases[afters] == Phase.FORWARD)
+    backward = (graph.phases[befores] == Phase.BACKWARD) & (graph.phases[afters] == Phase.BACKWARD)
+    pairs = np.concatenate(
+        [
+            np.stack([of_op[befores[forward]], of_op[afters[forward]]], axis=1),
+            np.stack([of_op[afters[backward]], of_op[befores[backward]]], axis=1),
+        ]
+    ).astype(np.int64)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    return np.unique(pairs, axis=0).reshape(-1, 2)
+
+
+def _components(count: int, edges: Int64, unions: Sequence[Int64]) -> Int64:
+    """Return [groups] the set of each group: groups on a circle of edges, and those of a union, are
+    in one set."""
+    ties = [np.stack([union[:-1], union[1:]], axis=1) for union in unions if len(union) > 1]
+    both = np.concatenate([np.concatenate([tie, tie[:, ::-1]]) for tie in ties] or [edges[:0]])
+    ends = np.concatenate([edges, both])
+    matrix = coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(count, count))
+    _, labels = connected_components(matrix, directed=True, connection="strong")
+    return np.asarray(labels, dtype=np.int64)
+
+
+def _merge_readers(problem: PipelineProblem, edges: Int64) -> list[Int64]:
+    """Return sets of groups that are in one stage, because a parameter or buffer ties them.
+
+    A parameter goes with all that reads it if what then is one element is not too large: with its
+    layer, over all time steps. Otherwise it goes with its first reader: later stages wait for their
+    first micro-batch while they are sent it, and have made its gradient before the first stage has.
+    Or it goes with the reader that works most, which may need less memory.
+    """
+    graph, groups = problem.graph, problem.groups
+    of_op, count = groups.of_op, groups.count
+    work = np.zeros(count)
+    # A view of a parameter is no work of its own: it goes where the parameter goes.
+    of_source = np.zeros(graph.tensors, dtype=bool)
+    of_source[graph.storages[graph.is_source[graph.producers]]] = True
+    others = np.bincount(graph.producers[~of_source[graph.storages]], minlength=len(graph))
+    passes = np.isin(graph.phases, (Phase.FORWARD, Phase.BACKWARD)) & (others > 0)
+    np.add.at(work, of_op[passes], problem.costs.compute_seconds[passes].min(axis=1))
+    has_passes = np.zeros(count, dtype=bool)
+    has_passes[of_op[passes]] = True
+    firsts = np.full(count, len(graph), dtype=np.int64)
+    np.minimum.at(firsts, of_op[passes], np.flatnonzero(passes))
+    # Who reads what is written, in the forward pass.
+    home_of = np.full(graph.tensors, -1, dtype=np.int64)
+    written = np.flatnonzero(graph.is_source & (graph.residences >= 0))
+    for op in written.tolist():
+        for tensor in graph.outputs_of(op):
+            home_of[graph.storages[tensor]] = of_op[graph.residences[op]]
+    homes = home_of[graph.storages[graph.input_tensors]]
+    reads = (homes >= 0) & (graph.phases[graph.readers] == Phase.FORWARD) & passes[graph.readers]
+    readers_of: dict[int, set[int]] = {}
+    for home, reader in zip(
+        homes[reads].tolist(), of_op[graph.readers[reads]].tolist(), strict=True
+    ):
+        readers_of.setdefault(home, set()).add(reader)
+    unions: list[Int64] = []
+    views = (homes >= 0) & ~passes[graph.readers] & (graph.phases[graph.readers] == Phase.FORWARD)
+    ties = np.stack([homes[views], of_op[graph.readers[views]]], axis=1).astype(np.int64)
+    unions += list(np.unique(ties[ties[:, 0] != ties[:, 1]], axis=0))
+    several: dict[tuple[int, ...], list[int]] = {}
+    for home, reading in readers_of.items():
+        away = tuple(sorted(reading - {home}))
+        if len(away) == 1 and not has_passes[home]:
+            unions.append(np.array([home, away[0]]))
+        elif away:
+            several.setdefault(away, []).append(home)
+    limit = MOST_MERGED_SHARE * float(work.sum())
+    by_work = sorted(several, key=lambda others: (-work[list(others)].sum(), others))
+    everything = [*unions, *(np.array([*several[o], *o]) for o in by_work)]
+    if _largest(_components(count, edges, everything), work) <= limit:
+        return everything
+    for index, away in enumerate(by_work):
+        tied = several[away]
+        together = [*unions, np.array([*tied, *away])]
+        fits = index < MOST_MERGES
+        fits = fits and _largest(_components(count, edges, together), work) <= limit
+        if fits:
+            unions = together
+            continue
+        rank = -work if problem.tied_by_work else firsts
+        chosen = min(away, key=lambda group: (rank[group], group))
+        unions += [np.array([home, chosen]) for home in tied if not has_passes[home]]
+    return unions
+
+
+def _largest(labels: Int64, work: Float64) -> float:
+    return float(np.bincount(labels, weights=work).max(initial=0.0))
+
+
+def weight_ops(graph: Graph, part_of: NDArray[np.integer]) -> Bool:
+    """Return [ops] True for backward ops from which no gradient goes to another part.
+
+    part_of   [ops] the element or stage of each op
+    """
+    backward = graph.phases == Phase.BACKWARD
+    reaches = np.zeros(len(graph), dtype=bool)
+    _reach(
+        graph.output_offsets, graph.consumer_offsets, graph.consumers, backward,
+        np.asarray(part_of, dtype=np.int64), reaches,
+    )  # fmt: skip
+    return np.asarray(backward & ~reaches)
+
+
+@kernel
+def _reach(
+    outputs: Int32, offsets: Int32, consumers: Int32, backward: Bool, part_of: Int64, reaches: Bool
+) -> None:
+    for turn in range(len(backward)):
+        op = len(backward) - 1 - turn
+        if not backward[op]:
+            continue
+        for tensor in range(outputs[op], outputs[op + 1]):
+            for entry in range(offsets[tensor], offsets[tensor + 1]):
+                reader = consumers[entry]
+                if backward[reader] and (part_of[reader] != part_of[op] or reaches[reader]):
+                    reaches[op] = True
+
+
+def sum_seconds(problem: PipelineProblem) -> Float64:
+    """Return [ops, devices] seconds of adding the gradients that an op makes for updates to those
+    of the micro-batches before, by the data sheets of the devices."""
+    graph = problem.graph
+    once = (graph.phases == Phase.UPDATE)[graph.readers]
+    makers = graph.producers[graph.input_tensors]
+    tensors = np.unique(graph.input_tensors[once & (graph.phases[makers] == Phase.BACKWARD)])
+    seconds = np.zeros(problem.costs.compute_seconds.shape)
+    if problem.costs.source == "given":
+        return seconds
+    sizes = np.array([math.prod(graph.shapes[t]) for t in tensors.tolist()], dtype=np.float64)
+    dtypes = [graph.dtypes[t] for t in tensors.tolist()]
+    for index, device in enumerate(problem.machine.devices):
+        if device.kind == "host":
+            continue
+        rates = np.array([device.flops_per_second.get(dtype, math.inf) for dtype in dtypes])
+        arithmetic = sizes / (rates * device.efficiency(ACCUMULATE))
+        memory = 3 * graph.tensor_bytes[tensors] / device.bandwidth_bytes_per_second
+        each = np.maximum(arithmetic, memory) + device.op_overhead_seconds
+        np.add.at(seconds[:, index], graph.producers[tensors], each)
+    return seconds
+
+
+def _bytes_of(graph: Graph, of_op: Int32, count: int) -> tuple[Float64, Float64]:
+    """Return [elements] (bytes that stay for the step, bytes saved for each micro-batch)."""
+    producers, sizes = graph.producers, graph.tensor_bytes
+    home = graph.residences[producers]
+    lives = graph.is_source[producers] & (home >= 0)
+    kept = np.bincount(of_op[home[lives]], weights=sizes[lives], minlength=count)
+    # What is not written lives with all that read it. The first reader counts.
+    frozen = (
+        graph.is_source[producers] & (home == EVERYWHERE) & (np.diff(graph.consumer_offsets) > 0)
+    )
+    readers = graph.consumers[graph.consumer_offsets[:-1][frozen]]
+    kept = kept + np.bincount(of_op[readers], weights=sizes[frozen], minlength=count)
+    once = (graph.phases == Phase.UPDATE)[graph.readers]
+    makers = producers[graph.input_tensors]
+    gradients = np.unique(graph.input_tensors[once & (graph.phases[makers] == Phase.BACKWARD)])
+    kept += np.bincount(of_op[producers[gradients]], weights=sizes[gradients], minlength=count)
+    late = (graph.phases == Phase.BACKWARD)[graph.readers]
+    read = np.zeros(graph.tensors, dtype=bool)
+    read[graph.storages[graph.input_tensors[late]]] = True
+    saved = read[graph.storages] & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
+    freed = np.bincount(of_op[producers[saved]], weights=sizes[saved], minlength=count)
+    return kept.astype(np.float64), freed.astype(np.float64)
+
+
+def _pairs(graph: Graph, of_op: Int32, phase: Phase) -> Int64:
+    """Return [pairs, 3] (tensor, its element, another element that reads it in the same phase)."""
+    tensors = graph.input_tensors
+    makers, readers = graph.producers[tensors], graph.readers
+    taken = (graph.phases[makers] == phase) & (graph.phases[readers] == phase)
+    taken &= of_op[makers] != of_op[readers]
+    rows = np.stack([tensors[taken], of_op[makers[taken]], of_op[readers[taken]]], axis=1)
+    return np.unique(rows.astype(np.int64), axis=0).reshape(-1, 3)
+
+
+# --- Orders of elements ---
+
+
+def element_orders(problem: PipelineProblem) -> list[Int64]:
+    """Return distinct topological orders of the elements that are in stages."""
+    elements = problem.elements
+    members = np.flatnonzero(~elements.loose)
+    place = np.full(elements.count, -1, dtype=np.int64)
+    place[members] = np.arange(len(members))
+    edges = place[elements.edges]
+    edges = edges[(edges >= 0).all(axis=1)]
+    firsts = elements.firsts[members]
+    levels = _levels(len(members), edges, firsts)
+    late = -_levels(len(members), edges[:, ::-1], -firsts)
+    layer = np.array(_layers_of(problem))[members]
+    orders: list[Int64] = []
+    for keys in (firsts, layer * len(problem.graph) + firsts, levels, late):
+        order = members[_ordered(len(members), edges, keys, firsts)]
+        if not any(np.array_equal(order, other) for other in orders):
+            orders.append(order)
+    return orders
+
+
+def _ordered(count: int, edges: Int64, keys: Int64, firsts: Int64) -> Int64:
+    """Return the topological order that takes, of what is free, the least key, then the first."""
+    rank = np.empty(count)
+    rank[np.lexsort((firsts, keys))] = np.arange(count)
+    return np.array(topological_order(count, edges, rank.tolist()), dtype=np.int64)
+
+
+def _levels(count: int, edges: Int64, firsts: Int64) -> Int64:
+    """Return [nodes] the number of nodes on the longest path to each."""
+    levels = np.zeros(count, dtype=np.int64)
+    after: list[list[int]] = [[] for _ in range(count)]
+    for first, second in edges.tolist():
+        after[first].append(second)
+    for node in _ordered(count, edges, firsts, firsts).tolist():
+        for other in after[node]:
+            levels[other] = max(levels[other], levels[node] + 1)
+    return levels
+
+
+_LAYER = re.compile(r".*?\.?\d+(?=\.|$)")
+"""Finds a module's path up to its first index: "transformer.h.3", "cells_1"."""
+
+
+def layer_names(graph: Graph) -> list[str]:
+    """Return [ops] the layer of each forward op: its module's path up to the first index.
+
+    What is in no such module belongs to the layer before it, if there is one before it and one
+    behind it, and is else a layer by the first name of its path, such as an embedding.
+    """
+    indexed = {}
+    for module in set(graph.modules):
+        found = _LAYER.match(module)
+        indexed[module] = found[0] if found else ""
+    names = [indexed[module] for module in graph.modules]
+    forward = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
+    with_index = [op for op in forward if names[op]]
+    last, current = max(with_index, default=-1), ""
+    for op in forward:
+        current = names[op] or current
+        if not names[op]:
+            inside = current and op < last
+            names[op] = current if inside else graph.modules[op].split(".", 1)[0]
+    return names
+
+
+def _layers_of(problem: PipelineProblem) -> list[int]:
+    """Return [elements] the number of each element's layer, in the order of forward passes.
+
+    The layer of most forward seconds counts; an element without forward ops is in the last layer of
+    those that come before it.
+    """
+    graph, elements = problem.graph, problem.elements
+    forward = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
+    names = layer_names(graph)
+    number: dict[str, int] = {}
+    for op in forward:
+        number.setdefault(names[op], len(number))
+    seconds = problem.costs.compute_seconds.min(axis=1)
+    votes: list[dict[int, float]] = [{} for _ in range(elements.count)]
+    for op in forward:
+        vote = votes[elements.of_op[op]]
+        layer = number[names[op]]
+        vote[layer] = vote.get(layer, 0.0) + float(seconds[op]) + 1e-12
+    layers = [max(vote, key=lambda k: (vote[k], -k)) if vote else -1 for vote in votes]
+    before: list[list[int]] = [[] for _ in range(elements.count)]
+    for first, second in elements.edges.tolist():
+        before[second].append(first)
+    for element in _ordered(
+        elements.count, elements.edges, elements.firsts, elements.firsts
+    ).tolist():
+        if layers[element] < 0:
+            layers[element] = max((layers[other] for other in before[element]), default=0)
+    return layers
+
+
+# --- The step of a cut, task by task ---
+
+
+@dataclass(frozen=True, eq=False)
+class _Cutting:
+    """An order of elements, which is cut at places: element i is in the stage of its place."""
+
+    problem: PipelineProblem
+    order: Int64
+
+    @cached_property
+    def sums(self) -> tuple[Float64, ...]:
+        """Prefix sums [places + 1, devices] of F, I, W and updates."""
+        elements = self.problem.elements
+        # There is one sum less than micro-batches.
+        count = self.problem.micro_batches
+        weights = elements.weights + elements.sums * (count - 1) / count
+        columns = (elements.forward, elements.inputs, weights, elements.updates)
+        # What cannot run somewhere is barred there, and counts as nothing.
+        return tuple(
+            _prefix(np.where(np.isfinite(column), column, 0.0)[self.order]) for column in columns
+        )
+
+    @cached_property
+    def barred(self) -> Int64:
+        """Prefix sums [places + 1, devices] of elements that may not be on a device."""
+        runs = self.problem.elements.runs[self.order]
+        return _prefix((~runs).astype(np.int64))
+
+    def stages_of(self, cuts: Sequence[int]) -> Int64:
+        """Return [elements] the stage of each; loose ones follow what they read."""
+        count = self.problem.elements.count
+        stages = np.full(count, -1, dtype=np.int64)
+        stages[self.order] = np.searchsorted(np.array(cuts), np.arange(len(self.order)), "right")
+        return stages
+
+    def times(
+        self, cuts: Sequence[int], devices: Sequence[int], recompute: Sequence[bool]
+    ) -> StageTimes:
+        """Return what the stages between cuts take on their devices."""
+        stages = self.stages_of(cuts)
+        bounds = np.array([0, *cuts, len(self.order)])
+        of = np.array(devices, dtype=np.int64)
+        forward, inputs, weights, updates = (
+            column[bounds[1:], of] - column[bounds[:-1], of] for column in self.sums
+        )
+        again = np.array(recompute, dtype=bool)
+        inputs = inputs + np.where(again, forward, 0.0)
+        by_device = np.zeros(len(self.problem.machine.devices))
+        np.add.at(by_device, of, updates)
+        return stage_times(self.problem, stages, devices, (forward, inputs, weights), by_device)
+
+
+def _prefix(values: NDArray[Any]) -> NDArray[Any]:
+    """Return [n + 1, ...] sums of the first 0 to n rows."""
+    return np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
+
+
+def stage_times(
+    problem: PipelineProblem,
+    stages: Int64,
+    devices: Sequence[int],
+    seconds: tuple[Float64, Float64, Float64],
+    updates: Float64,
+) -> StageTimes:
+    """Return the times of stages [elements], with what they send to each other."""
+    count = len(devices)
+    of = np.array(devices, dtype=np.int64)
+    channels = np.full((count, count), -1, dtype=np.int64)
+    latency, rate = np.zeros((count, count)), np.full((count, count), np.inf)
+    for a in range(count):
+        for b in range(count):
+            if of[a] != of[b]:
+                channels[a, b], latency[a, b], rate[a, b] = problem.routes[int(of[a])][int(of[b])]
+    sends = _transfers(problem, problem.elements.sent, stages, latency, rate)
+    returns = _transfers(problem, problem.elements.returned, stages, latency, rate)
+    return StageTimes(*seconds, updates, sends, returns, channels, of)
+
+
+def _routes(machine: Machine) -> list[list[tuple[int, float, float]]]:
+    """Return what `PipelineProblem.routes` holds."""
+    channel_of = {name: index for index, name in enumerate(machine.channels)}
+    host = machine.host_index
+    routes = []
+    for source in range(len(machine.devices)):
+        row = []
+        for target in range(len(machine.devices)):
+            if source == target:
+                row.append((-1, 0.0, math.inf))
+                continue
+            link = int(machine.link_index[source, target])
+            hops = [link]
+            if link < 0:
+                hops = [
+                    int(machine.link_index[source, host]), int(machine.link_index[host, target])
+                ]  # fmt: skip
+            links = [machine.links[hop] for hop in hops]
+            rate = 1 / sum(1 / one.bandwidth_bytes_per_second for one in links)
+            latency = sum(one.latency_seconds for one in links)
+            row.append((channel_of[links[0].channel], latency, rate))
+        routes.append(row)
+    return routes
+
+
+def _transfers(
+    problem: PipelineProblem, pairs: Int64, stages: Int64, latency: Float64, rate: Float64
+) -> Float64:
+    """Return [stages, stages] seconds of what one stage sends to another for a micro-batch; nan:
+    nothing."""
+    count = len(latency)
+    seconds = np.full((count, count), np.nan)
+    source, target = stages[pairs[:, 1]], stages[pairs[:, 2]]
+    away = (source != target) & (source >= 0) & (target >= 0)
+    if not away.any():
+        return seconds
+    keys = np.unique(pairs[away, 0] * count + target[away])
+    tensors, targets = keys // count, keys % count
+    sources = stages[problem.elements.of_op[problem.graph.producers[tensors]]]
+    sizes = problem.costs.sends_of(problem.graph)[tensors]
+    total, number = np.zeros((count, count)), np.zeros((count, count))
+    np.add.at(total, (sources, targets), sizes)
+    np.add.at(number, (sources, targets), 1)
+    sent = number > 0
+    seconds[sent] = number[sent] * latency[sent] + total[sent] / rate[sent]
+    return seconds
+
+
+# --- Cuts by dynamic programming ---
+
+
+class _CutTables(NamedTuple):
+    """What the dynamic programmes know of an order's cells and a sequence of devices.
+
+    totals, again    [cells + 1, devices] prefix sums of T, and of the forward pass alone
+    barred           [cells + 1, devices] prefix counts of what may not be there
+    kept, saved      [cells + 1] prefix sums of bytes
+    boundary, send   [cells + 1] bytes and seconds of what crosses a cut
+    devices, flights [sequence] a device, and the micro-batches that a stage there holds
+    room             [devices] bytes
+    """
+
+    totals: Float64
+    again: Float64
+    barred: Int64
+    kept: Float64
+    saved: Float64
+    boundary: Float64
+    send: Float64
+    devices: Int64
+    flights: Int64
+    room: Float64
+
+
+@inlined
+def _stage_seconds(tables: _CutTables, turn: int, begin: int, end: int, may_again: bool) -> Any:
+    """(seconds of a stage for one micro-batch, True if it recomputes); inf if it cannot be."""
+    device, flight = tables.devices[turn], tables.flights[turn]
+    if tables.barred[end, device] > tables.barred[begin, device]:
+        return np.inf, False
+    seconds = tables.totals[end, device] - tables.totals[begin, device]
+    stays = tables.kept[end] - tables.kept[begin]
+    activations = tables.saved[end] - tables.saved[begin]
+    if stays + flight * (activations + tables.boundary[begin]) <= tables.room[device]:
+        return seconds, False
+    needed = stays + flight * tables.boundary[begin] + activations
+    if not may_again or needed > tables.room[device]:
+        return np.inf, False
+    return seconds + tables.again[end, device] - tables.again[begin, device], True
+
+
+@kernel
+def _cut(
+    tables: _CutTables, limit: float, may_again: bool, best: Float64, choice: Int64, repeats: Bool
+) -> float:
+    """Least sum of (T + 2 C) over cuts of cells into one run for each device of the sequence, or
+    none, such that no run takes more than `limit` and each fits.
+
+    best, choice, repeats   [sequence + 1, cells + 1] by the number of devices and the end of their
+                            cells: the sum, where the last run begins, and whether it recomputes
+    """
+    cells, turns = len(tables.kept) - 1, len(tables.devices)
+    best[:] = np.inf
+    best[0, 0] = 0.0
+    for turn in range(turns):
+        for end in range(cells + 1):
+            # The device may be left out.
+            best[turn + 1, end], choice[turn + 1, end] = best[turn, end], end
+            repeats[turn + 1, end] = False
+        for begin in range(cells):
+            if best[turn, begin] == np.inf:
+                continue
+            for end in range(begin + 1, cells + 1):
+                seconds, repeat = _stage_seconds(tables, turn, begin, end, may_again)
+                if seconds > limit:
+                    continue
+                value = best[turn, begin] + seconds
+                value += 0.0 if end == cells else 2 * tables.send[end]
+                if value < best[turn + 1, end]:
+                    best[turn + 1, end], choice[turn + 1, end] = value, begin
+                    repeats[turn + 1, end] = repeat
+    return float(best[turns, cells])
+
+
+@kernel
+def _fill(
+    tables: _CutTables,
+    micro_batches: float,
+    may_again: bool,
+    best: Float64,
+    choice: Int64,
+    repeats: Bool,
+) -> float:
+    """Least max over stages of what fills the stages before, and their own work:
+
+        V(begin) = min over end of max(M T, T + 2 C + V(end))
+
+    best, choice, repeats   [sequence + 1, cells + 1] by the number of devices that are used and the
+                            first cell of the others: V, where the next run ends, and whether it
+                            recomputes
+    """
+    cells, turns = len(tables.kept) - 1, len(tables.devices)
+    best[:] = np.inf
+    best[turns, cells] = 0.0
+    for back in range(turns):
+        turn = turns - 1 - back
+        for begin in range(cells + 1):
+            best[turn, begin], choice[turn, begin] = best[turn + 1, begin], begin
+            repeats[turn, begin] = False
+            for end in range(begin + 1, cells + 1):
+                if best[turn + 1, end] == np.inf:
+                    continue
+                seconds, repeat = _stage_seconds(tables, turn, begin, end, may_again)
+                send = 0.0 if end == cells else 2 * tables.send[end]
+                value = max(micro_batches * seconds, seconds + send + best[turn + 1, end])
+                if value < best[turn, begin]:
+                    best[turn, begin], choice[turn, begin] = value, end
+                    repeats[turn, begin] = repeat
+    return float(best[0, 0])
+
+
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """Runs of an order's elements, and what the dynamic programme needs of them."""
+
+    cutting: _Cutting
+    ends: Int64  # [cells + 1] places in the order
+
+    @cached_property
+    def tables(self) -> tuple[NDArray[Any], ...]:
+        problem, elements = self.cutting.problem, self.cutting.problem.elements
+        forward, inputs, weights, _ = self.cutting.sums
+        ends = self.ends
+        order = self.cutting.order
+        kept = _prefix(elements.kept_bytes[order])[ends]
+        saved = _prefix(elements.saved_bytes[order])[ends]
+        crossing = self._crossing(elements.sent)[ends]
+        returned = self._crossing(elements.returned)[ends]
+        routes = [r for row in problem.routes for r in row if r[0] >= 0]
+        rate = max((r[2] for r in routes), default=math.inf)
+        latency = min((r[1] for r in routes), default=0.0)
+        send = latency + (crossing + returned) / 2 / rate
+        totals = (forward + inputs + weights)[ends]
+        return totals, forward[ends], self.cutting.barred[ends], kept, saved, crossing, send
+
+    def _crossing(self, pairs: Int64) -> Float64:
+        """Return [places + 1] bytes of tensors that cross a cut at each place."""
+        problem, order = self.cutting.problem, self.cutting.order
+        place = np.full(problem.elements.count, -1, dtype=np.int64)
+        place[order] = np.arange(len(order))
+        one, other = place[pairs[:, 1]], place[pairs[:, 2]]
+        there = (one >= 0) & (other >= 0)
+        low, high = np.minimum(one, other)[there], np.maximum(one, other)[there]
+        tensors = pairs[there, 0]
+        # Of a tensor that several elements read, the furthest counts at every cut before it.
+        unique, inverse = np.unique(tensors, return_inverse=True)
+        first, last = np.full(len(unique), len(order)), np.zeros(len(unique), dtype=np.int64)
+        np.minimum.at(first, inverse, low)
+        np.maximum.at(last, inverse, high)
+        sizes = problem.costs.sends_of(problem.graph)[unique]
+        change = np.zeros(len(order) + 2)
+        np.add.at(change, first + 1, sizes)
+        np.add.at(change, last + 1, -sizes)
+        return np.cumsum(change)[: len(order) + 1]
+
+
+def _cells_of(cutting: _Cutting) -> _Cells:
+    """Return at most `MOST_CELLS` runs of about equal work."""
+    forward, inputs, weights, _ = cutting.sums
+    total = np.where(np.isfinite(forward + inputs + weights), forward + inputs + weights, 0).max(
+        axis=1
+    )
+    places = len(cutting.order)
+    if places <= MOST_CELLS:
+        return _Cells(cutting, np.arange(places + 1))
+    marks = np.searchsorted(total, np.linspace(0, total[-1], MOST_CELLS + 1))
+    ends = np.unique(np.concatenate([[0], marks, [places]]))
+    return _Cells(cutting, ends.astype(np.int64))
+
+
+def device_sequences(problem: PipelineProblem) -> list[tuple[int, ...]]:
+    """Return orders of devices for stages: all devices, and those of the fastest model; of unlike
+    devices several orders, of like ones one."""
+    machine = problem.machine
+    devices = stage_devices(problem)
+    seconds = problem.costs.compute_seconds[~problem.graph.is_source]
+    total = np.where(np.isfinite(seconds), seconds, 0.0).sum(axis=0)
+    runs = np.isfinite(seconds).sum(axis=0)
+    best = min(devices, key=lambda d: (-runs[d], total[d], d))
+    model = machine.devices[best].model
+    like = [d for d in devices if machine.devices[d].model == model]
+    gpus = [d for d in devices if machine.devices[d].kind == "gpu"]
+    sequences: list[tuple[int, ...]] = []
+    for chosen in (like, gpus, devices):
+        # Devices of one model differ where a pin or a cap names one of them.
+        numbers: dict[tuple[bytes, int], int] = {}
+        names = {}
+        for d in chosen:
+            own = problem.allowed[:, d].tobytes(), int(problem.capacities[d])
+            names[d] = f"{machine.devices[d].model} {numbers.setdefault(own, len(numbers))}"
+        by_model: dict[str, list[int]] = {}
+        for device in chosen:
+            by_model.setdefault(names[device], []).append(device)
+        for pattern in _patterns([names[d] for d in chosen]):
+            left = {name: iter(members) for name, members in by_model.items()}
+            sequence = tuple(next(left[name]) for name in pattern)
+            if sequence and sequence not in sequences:
+                sequences.append(sequence)
+    return sequences
+
+
+def stage_devices(problem: PipelineProblem) -> list[int]:
+    """Return the devices that may have a stage."""
+    return [
+        index
+        for index, device in enumerate(problem.machine.devices)
+        if device.kind != "host" and problem.allowed[:, index].any()
+    ]
+
+
+def _patterns(models: list[str]) -> Iterator[tuple[str, ...]]:
+    """Orders of models: as given, reversed, grouped, and then all others, up to a limit."""
+    if not models:
+        return
+    seen: set[tuple[str, ...]] = set()
+    grouped = sorted(models)
+    firsts = (tuple(models), tuple(models[::-1]), tuple(grouped), tuple(grouped[::-1]))
+    rest = _distinct_orders(grouped) if len(models) <= 8 else iter(())
+    for pattern in itertools.chain(firsts, rest):
+        if len(seen) == MOST_SEQUENCES:
+            return
+        if pattern not in seen:
+            seen.add(pattern)
+            yield pattern
+
+
+def _distinct_orders(models: list[str]) -> Iterator[tuple[str, ...]]:
+    """Distinct orders of a list with repeats, in lexicographic order."""
+    counts = {name: models.count(name) for name in dict.fromkeys(models)}
+
+    def extend(done: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        if len(done) == len(models):
+            yield done
+            return
+        for name, left in counts.items():
+            if left:
+                counts[name] -= 1
+                yield from extend((*done, name))
+                counts[name] += 1
+
+    return extend(())
+
+
+# --- The search ---
+
+
+@dataclass(eq=False)
+class _Search:
+    """Collects cuts, the best first, and moves their places while that helps."""
+
+    problem: PipelineProblem
+    budget: Budget
+    found: dict[tuple[object, ...], tuple[StageCut, _Cutting, tuple[int, ...]]] = field(
+        default_factory=dict
+    )
+    seconds: dict[tuple[object, ...], float] = field(default_factory=dict)
+    share: float = 1.0
+
+    def consider(
+        self, cutting: _Cutting, cuts: tuple[int, ...], devices: tuple[int, ...],
+        schedule: str, recompute: tuple[bool, ...],
+    ) -> float:  # fmt: skip
+        """Return the seconds of a cut, and keep it."""
+        asked = schedule, cutting.order.tobytes(), cuts, devices, recompute
+        if asked in self.seconds:
+            return self.seconds[asked]
+        self.seconds[asked] = math.inf
+        # Task by task a cut is simulated much faster than op by op.
+        self.budget.charge(0.01)
+        if _are_barred(self.problem, cutting, cuts, devices):
+            return math.inf
+        times = cutting.times(cuts, devices, recompute)
+        if not np.isfinite(times.forward + times.inputs + times.weights).all():
+            return math.inf
+        micro_batches = self.problem.micro_batches
+        seconds = step_seconds(orders_of(schedule, times, micro_batches), times, micro_batches)
+        if math.isfinite(seconds):
+            stages = stages_of_ops(self.problem, cutting.stages_of(cuts))
+            cut = StageCut(schedule, stages, devices, recompute, seconds)
+            self.found.setdefault(cut.key, (cut, cutting, cuts))
+        self.seconds[asked] = seconds
+        return seconds
+
+    def by_programme(self, cells: _Cells, sequence: tuple[int, ...], schedule: str) -> None:
+        """Consider the cuts of the dynamic programmes: of the first one for each of several limits
+        of the longest stage, and of the second one for several numbers of micro-batches, as a
+        schedule lets a device wait in between."""
+        problem = self.problem
+        totals, again, barred, kept, saved, crossing, send = cells.tables
+        stages, count = len(sequence), len(kept) - 1
+        flights = [
+            in_flight(schedule, s, stages, len(set(sequence)), problem.micro_batches)
+            for s in range(stages)
+        ]
+        room = self.share * problem.capacities.astype(np.float64)
+        tables = _CutTables(
+            totals, again, barred, kept, saved, crossing, send,
+            np.array(sequence), np.array(flights), room,
+        )  # fmt: skip
+        shape = (stages + 1, count + 1)
+        best, choice = np.empty(shape), np.zeros(shape, dtype=np.int64)
+        repeats = np.zeros(shape, dtype=bool)
+
+        def solve(limit: float) -> bool:
+            return math.isfinite(_cut(tables, limit, problem.recompute, best, choice, repeats))
+
+        if not solve(math.inf):
+            return
+        whole = totals[-1][list(sequence)]
+        high = 2 * float(whole[np.isfinite(whole)].max(initial=0.0)) or math.inf
+        low = high / 32 / stages
+        # The least limit for which there are cuts, to .1 %.
+        while math.isfinite(high) and high > low * 1.001:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if solve(middle) else (middle, high)
+        for limit in [*(high * np.geomspace(1, 1.6, LIMITS)).tolist(), math.inf]:
+            if solve(limit):
+                self._follow(cells, sequence, schedule, choice, repeats, forwards=False)
+        for more in FILLS:
+            micro_batches = problem.micro_batches + more * stages
+            if math.isfinite(
+                _fill(tables, micro_batches, problem.recompute, best, choice, repeats)
+            ):
+                self._follow(cells, sequence, schedule, choice, repeats, forwards=True)
+
+    def _follow(
+        self, cells: _Cells, sequence: tuple[int, ...], schedule: str,
+        choice: Int64, repeats: Bool, *, forwards: bool,
+    ) -> None:  # fmt: skip
+        """Consider the cuts that a programme chose."""
+        ends, devices, recompute = [], [], []
+        at = 0 if forwards else len(cells.ends) - 1
+        turns = range(len(sequence)) if forwards else range(len(sequence), 0, -1)
+        for turn in turns:
+            other = int(choice[turn, at])
+            if other != at:
+                ends.append(int(cells.ends[other]))
+                devices.append(sequence[turn if forwards else turn - 1])
+                recompute.append(bool(repeats[turn, at]))
+            at = other
+        if not forwards:
+            ends, devices, recompute = ends[::-1], devices[::-1], recompute[::-1]
+        # The programmes name the ends of stages, or their beginnings.
+        places = tuple(ends[:-1] if forwards else ends[1:])
+        self.consider(cells.cutting, places, tuple(devices), schedule, tuple(recompute))
+
+    def move(self, entry: tuple[StageCut, _Cutting, tuple[int, ...]]) -> None:
+        """Move single cuts while the step gets shorter."""
+        cut, cutting, cuts = entry
+        best, places = cut.seconds, len(cutting.order)
+        step = max(1, places // 32)
+        while step >= 1 and not self.budget.exhausted:
+            improved = False
+            for index in range(len(cuts)):
+                for change in (step, -step):
+                    low = cuts[index - 1] + 1 if index else 1
+                    high = cuts[index + 1] - 1 if index + 1 < len(cuts) else places - 1
+                    place = min(max(cuts[index] + change, low), high)
+                    if place == cuts[index]:
+                        continue
+                    moved = (*cuts[:index], place, *cuts[index + 1 :])
+                    seconds = self.consider(
+                        cutting, moved, cut.devices, cut.schedule, cut.recompute
+                    )
+                    if seconds < best * (1 - 1e-9):
+                        best, cuts, improved = seconds, moved, True
+            if not improved:
+                step //= 2
+
+    def ranked(self) -> list[tuple[StageCut, _Cutting, tuple[int, ...]]]:
+        return sorted(self.found.values(), key=lambda entry: entry[0].seconds)
+
+
+def stages_of_ops(problem: PipelineProblem, stages: Int64) -> Int32:
+    """Return [ops] the stage of each op, -1 for sources.
+
+    stages   [elements] -1 for loose ones, which go where most of what they read comes from
+    """
+    graph, elements = problem.graph, problem.elements
+    of_op = stages[elements.of_op]
+    loose = np.flatnonzero(elements.loose)
+    if len(loose):
+        count = int(stages.max(initial=0)) + 1
+        votes = np.zeros((elements.count, count))
+        makers = graph.producers[graph.input_tensors]
+        known = (of_op[graph.readers] < 0) & (of_op[makers] >= 0) & ~graph.is_source[makers]
+        sizes = graph.tensor_bytes[graph.input_tensors][known] + 1.0
+        readers = elements.of_op[graph.readers[known]]
+        np.add.at(votes, (readers, of_op[makers[known]]), sizes)
+        stages = stages.copy()
+        stages[loose] = votes[loose].argmax(axis=1)
+        of_op = stages[elements.of_op]
+    return np.where(graph.is_source, -1, of_op).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineOutcome:
+    """What a search found.
+
+    simulated   what simulating `cut` op by op gave
+    baselines   method -> seconds of usual cuts; None: none fits
+    is_exact    True: every cut was simulated, so none is better
+    """
+
+    cut: StageCut
+    simulated: SimulatedCut
+    baselines: dict[str, float | None]
+    is_exact: bool
+
+
+def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> PipelineOutcome:
+    """Return the best cut that is found within the budget, or a little after it.
+
+    simulate   a cut -> its step, simulated op by op
+
+    Raises `InfeasibleError` if no cut that was simulated fits.
+    """
+    tried = _TriedCuts(problem, budget, simulate)
+    for name, cut in usual_cuts(problem):
+        tried.baseline(name, cut)
+    for share in SHARES:
+        cuts = _by_search(problem, budget, share)
+        over = not cuts
+        for cut in cuts:
+            over |= not tried.add(cut).feasible
+            if budget.exhausted and tried.best is not None:
+                break
+        if not over or (tried.best is not None and budget.exhausted):
+            break
+    every, is_exact = _every_cut(problem, budget), False
+    if every is not None:
+        is_exact = "interleaved" not in problem.schedules
+        for cut in every:
+            if budget.exhausted and tried.best is not None:
+                is_exact = False
+                break
+            tried.add(cut)
+    if tried.best is None:
+        raise _infeasible(problem, tried)
+    return PipelineOutcome(*tried.best, tried.baselines, is_exact)
+
+
+class _TriedCuts:
+    """The best of the cuts that were simulated op by op."""
+
+    def __init__(self, problem: PipelineProblem, budget: Budget, simulate: Simulate) -> None:
+        self.problem, self.budget, self.simulate = problem, budget, simulate
+        self.best: tuple[StageCut, SimulatedCut] | None = None
+        self.baselines: dict[str, float | None] = {}
+        self.peaks = np.full(len(problem.capacities), np.iinfo(np.int64).max)
+        """[devices] of what came closest to fitting."""
+        self.is_any = False
+        """True once a cut was simulated to its end."""
+
+    def add(self, cut: StageCut) -> SimulatedCut:
+        outcome = self.simulate(cut)
+        self.budget.charge(1)
+        if not np.isfinite(outcome.value):
+            return outcome
+        self.is_any = True
+        if outcome.feasible and (self.best is None or outcome.value < self.best[1].value):
+            self.best = cut, outcome
+        if self._lacking(outcome.peak_memory_bytes) < self._lacking(self.peaks):
+            self.peaks = outcome.peak_memory_bytes
+        return outcome
+
+    def baseline(self, name: str, cut: StageCut) -> None:
+        outcome = self.add(replace(cut, name=name))
+        known = self.baselines.setdefault(name, None)
+        if outcome.feasible and (known is None or outcome.value < known):
+            self.baselines[name] = outcome.value
+
+    def _lacking(self, peaks: Int64) -> int:
+        return int(np.maximum(peaks - self.problem.capacities, 0).max())
+
+
+def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[StageCut]:
+    """Return the best cuts, first those of each schedule in turn."""
+    search = _Search(problem, budget, share=share)
+    cuttings = [_cells_of(_Cutting(problem, order)) for order in element_orders(problem)]
+    for sequence in device_sequences(problem):
+        for schedule in problem.schedules:
+            for cells in cuttings:
+                if budget.exhausted and search.found:
+                    break
+                if schedule != "interleaved":
+                    search.by_programme(cells, sequence, schedule)
+                    continue
+                for chunks in CHUNKS:
+                    if len(sequence) > 1:
+                        search.by_programme(cells, sequence * chunks, schedule)
+    for schedule in problem.schedules:
+        mine = [entry for entry in search.ranked() if entry[0].schedule == schedule]
+        for entry in mine[:3]:
+            search.move(entry)
+    ranked = search.ranked()
+    firsts = [
+        next((entry for entry in ranked if entry[0].schedule == schedule), None)
+        for schedule in problem.schedules
+    ]
+    chosen = sorted((e for e in firsts if e is not None), key=lambda entry: entry[0].seconds)
+    chosen += [entry for entry in ranked if all(entry is not other for other in chosen)]
+    return [entry[0] for entry in chosen[:FINALISTS]]
+
+
+def _every_cut(problem: PipelineProblem, budget: Budget) -> list[StageCut] | None:
+    """Every cut of a small graph: stages x devices x schedules x recomputation, without those of
+    the interleaved schedule; None if there are more than `MOST_TRIED`, or the budget is spent."""
+    elements = problem.elements
+    members = np.flatnonzero(~elements.loose)
+    if len(members) > MOST_TRIED_ELEMENTS:
+        return None
+    devices = stage_devices(problem)
+    kinds: list[list[int]] = []
+    for device in devices:
+        like = next((kind for kind in kinds if _are_alike(problem, kind[0], device)), None)
+        if like is None:
+            kinds.append([device])
+        else:
+            like.append(device)
+    cuts: list[StageCut] = []
+    for stages in _monotone(problem, members, len(devices)):
+        count = int(stages.max()) + 1
+        of_op = stages_of_ops(problem, stages)
+        for order in _orders_of(kinds, count):
+            if budget.exhausted or len(cuts) > MOST_TRIED:
+                return None
+            if not _runs(problem, stages, order):
+                continue
+            options = (False, True) if problem.recompute else (False,)
+            for schedule in problem.schedules:
+                if schedule != "interleaved":
+                    for again in itertools.product(options, repeat=count):
+                        cuts.append(StageCut(schedule, of_op, order, again))
+    return None if len(cuts) > MOST_TRIED else cuts
+
+
+def _orders_of(kinds: list[list[int]], count: int) -> Iterator[tuple[int, ...]]:
+    """Orders of so many devices. Of like devices the first ones stand for all."""
+
+    def extend(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(done) == count:
+            yield done
+            return
+        for members in kinds:
+            device = next((d for d in members if d not in done), None)
+            if device is not None:
+                yield from extend((*done, device))
+
+    return extend(())
+
+
+def _are_alike(problem: PipelineProblem, one: int, other: int) -> bool:
+    """True if exchanging two devices changes nothing: costs, memory, what may be there, and links
+    with channels of their own. The host is like no other device."""
+    machine = problem.machine
+    if machine.host_index in (one, other):
+        return False
+    for column in (problem.costs.compute_seconds, problem.allowed):
+        if not np.array_equal(column[:, one], column[:, other]):
+            return False
+    if problem.capacities[one] != problem.capacities[other]:
+        return False
+    channels = [link.channel for link in machine.links]
+
+    def link(a: int, b: int) -> tuple[object, ...]:
+        index = int(machine.link_index[a, b])
+        if index < 0:
+            return ()
+        record = machine.links[index]
+        shared = record.channel if channels.count(record.channel) > 1 else ""
+        return record.bandwidth_bytes_per_second, record.latency_seconds, shared
+
+    swapped = {one: other, other: one}
+    return all(
+        link(a, b) == link(swapped.get(a, a), swapped.get(b, b))
+        for a in range(len(machine.devices))
+        for b in (one, other)
+        for a, b in ((a, b), (b, a))
+        if a != b
+    )
+
+
+def _are_barred(
+    problem: PipelineProblem, cutting: _Cutting, cuts: Sequence[int], devices: Sequence[int]
+) -> bool:
+    """True if a stage has an element that may not be on its device."""
+    bounds, of = np.array([0, *cuts, len(cutting.order)]), np.array(devices)
+    return bool((cutting.barred[bounds[1:], of] > cutting.barred[bounds[:-1], of]).any())
+
+
+def _runs(problem: PipelineProblem, stages: Int64, order: Sequence[int]) -> bool:
+    """True if every element may be where its stage is."""
+    members = np.flatnonzero(stages >= 0)
+    devices = np.array(order)[stages[members]]
+    return bool(problem.elements.runs[members, devices].all())
+
+
+def _monotone(problem: PipelineProblem, members: Int64, most: int) -> Iterator[Int64]:
+    """Every assignment of elements to stages 0 to at most `most` - 1, none empty, along edges."""
+    elements = problem.elements
+    order = element_orders(problem)[0].tolist()
+    before: dict[int, list[int]] = {element: [] for element in order}
+    for first, second in elements.edges.tolist():
+        if first in before and second in before:
+            before[second].append(first)
+    stages = np.full(elements.count, -1, dtype=np.int64)
+
+    def assign(index: int) -> Iterator[Int64]:
+        if index == len(order):
+            used = set(stages[order].tolist())
+            if used == set(range(len(used))):
+                yield stages.copy()
+            return
+        element = order[index]
+        low = max((int(stages[other]) for other in before[element]), default=0)
+        for stage in range(low, most):
+            stages[element] = stage
+            yield from assign(index + 1)
+        stages[element] = -1
+
+    yield from assign(0)
+
+
+def usual_cuts(problem: PipelineProblem) -> Iterator[tuple[str, StageCut]]:
+    """The cuts that people make by hand, with every schedule: equal numbers of layers, and equal
+    numbers of parameters (DeepSpeed's `uniform` and `parameters`,
+    https://deepspeed.readthedocs.io/en/latest/pipeline.html)."""
+    elements = problem.elements
+    layers = np.array(_layers_of(problem))
+    order = element_orders(problem)
+    members = np.flatnonzero(~elements.loose)
+    present = np.unique(layers[members])
+    weights = [
+        np.bincount(layers, weights=kept, minlength=int(layers.max()) + 1)[present]
+        for kept in (elements.kept_bytes, _read_bytes(problem))
+    ]
+    sequence = device_sequences(problem)[0]
+    by_layer = min(order, key=lambda o: int((np.diff(layers[o]) < 0).sum()))
+    for schedule in problem.schedules:
+        if schedule == "interleaved":
+            continue
+        for name, part in (
+            ("equal layers", _equal(np.ones(len(present)), len(sequence))),
+            *(("equal parameters", _equal(weight, len(sequence))) for weight in weights),
+        ):
+            wanted = np.zeros(int(layers.max()) + 1, dtype=np.int64)
+            wanted[present] = part
+            stages = np.full(elements.count, -1, dtype=np.int64)
+            stages[by_layer] = np.maximum.accumulate(wanted[layers[by_layer]])
+            used = np.unique(stages[by_layer])
+            stages[by_layer] = np.searchsorted(used, stages[by_layer])
+            devices = sequence[: len(used)]
+            if not _runs(problem, stages, devices):
+                continue
+            cut = StageCut(schedule, stages_of_ops(problem, stages), devices, (False,) * len(used))
+            yield name, cut
+
+
+def _read_bytes(problem: PipelineProblem) -> Float64:
+    """Return [elements] the bytes of the parameters that each reads in the forward pass. One that
+    several read counts for each, as DeepSpeed counts tied layers."""
+    graph, elements = problem.graph, problem.elements
+    makers = graph.producers[graph.input_tensors]
+    parameters = np.array([kind == "parameter" for kind in graph.kinds], dtype=bool)
+    reads = parameters[makers] & (graph.phases[graph.readers] == Phase.FORWARD)
+    readers = elements.of_op[graph.readers[reads]].astype(np.int64)
+    pairs = np.unique(np.stack([readers, graph.input_tensors[reads]], axis=1), axis=0)
+    sizes = graph.tensor_bytes[pairs[:, 1]].astype(np.float64)
+    return np.bincount(pairs[:, 0], weights=sizes, minlength=elements.count).astype(np.float64)
+
+
+def _equal(weights: Float64, parts: int) -> Int64:
+    """Return [items] the part of each, such that the heaviest of contiguous parts is lightest."""
+    count = len(weights)
+    parts = min(parts, count)
+    sums = np.concatenate([[0.0], np.cumsum(weights)])
+    best = np.full((parts + 1, count + 1), np.inf)
+    choice = np.zeros((parts + 1, count + 1), dtype=np.int64)
+    best[0, 0] = 0.0
+    for part in range(parts):
+        for end in range(1, count + 1):
+            values = np.maximum(best[part, :end], sums[end] - sums[:end])
+            choice[part + 1, end] = int(values.argmin())
+            best[part + 1, end] = values[choice[part + 1, end]]
+    of = np.zeros(count, dtype=np.int64)
+    end = count
+    for part in range(parts, 0, -1):
+        begin = int(choice[part, end])
+        of[begin:end] = part - 1
+        end = begin
+    return of
+
+
+def _infeasible(problem: PipelineProblem, tried: _TriedCuts) -> InfeasibleError:
+    over = tried.peaks - problem.capacities
+    device = int(over.argmax())
+    if tried.is_any and over[device] > 0:
+        name = problem.machine.device_names[device]
+        return OutOfMemoryError(name, int(tried.peaks[device]), int(problem.capacities[device]))
+    return InfeasibleError(
+        f"no stages for schedule {' or '.join(problem.schedules)} on {problem.machine.name}: "
+        "the pins, the kinds of devices or their number leave none; use fewer pins, another "
+        "schedule or machine"
+    )

@@ -1,0 +1,219 @@
+"""Both ends of a remote worker's connection: the worker itself, and its stand-in beside the server.
+
+    rank k                                    rank 0
+    worker ── turn, vector ── TCP ──► stand-in ══ packets, shared memory ══► server
+           ◄─ reply, center ────────          ◄═════════════════════════════
+
+To the server a stand-in is a worker of its own machine, by the same link (`WorkerLink`). So the
+server knows no network. When it is started again, the stand-in joins it again and repeats the turn,
+and the worker sees nothing of that. If the connection breaks, both ends die, and the supervisor
+starts another worker.
+"""
+
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dovetail.runtime.parcels import Parcel, unpack_parcel
+from dovetail.runtime.processes import Channel
+from dovetail.runtime.shared import Block
+from dovetail.training.backends.contract import WorkerPlan
+from dovetail.training.backends.processes import frames
+from dovetail.training.backends.processes.memory import WorkerMemory
+from dovetail.training.backends.processes.messages import Finished, WorkerStart
+from dovetail.training.backends.processes.worker import WorkerLink
+from dovetail.training.backends.ranks.connections import Connection, Octets, connect
+from dovetail.training.backends.ranks.messages import TrainingMessage
+from dovetail.training.liveness import LOOKS, on_alive
+from dovetail.training.records import Job
+from dovetail.training.wire import Wire, make_wire
+from dovetail.training.worker import Ask, Told, drive, work
+
+
+@dataclass(frozen=True)
+class RemoteStart:
+    """A remote worker's first message; the descriptor of the learner's block follows.
+
+    address   where rank 0 listens
+    token     what all ranks of this run know
+    ticket    number of this start of a worker
+    """
+
+    plan: WorkerPlan
+    learner: Parcel
+    address: tuple[str, int]
+    token: bytes
+    ticket: int
+
+
+@dataclass(frozen=True)
+class LinkLost:
+    """The last message of a worker or a stand-in whose connection broke."""
+
+    said: str
+
+
+def vector_bytes(job: Job) -> int:
+    return job.size * np.dtype(job.dtype).itemsize
+
+
+# ── On the worker's rank ──
+
+
+def serve(channel: Channel) -> None:
+    """Works until no sample is left, then ends when its rank closes the channel."""
+    start: RemoteStart = channel.receive()
+    plan = start.plan
+    make_learner = unpack_parcel(start.learner, channel.receive_descriptor())
+    try:
+        link = _RemoteLink(connect(start.address, start.token), plan, start.ticket)
+    except OSError as error:
+        channel.send(LinkLost(f"it did not reach rank 0: {error}"))
+        return
+    # Making a learner may take long, so `alive()` works from here on.
+    on_alive(link.show_life)
+    learner = make_learner(plan.worker)
+    try:
+        sequence = link.join()
+        rule = plan.make_rule()
+        steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
+        drive(steps, link.ask, link.show_life)
+        link.leave()
+    except _LinkBroken as error:
+        channel.send(LinkLost(str(error)))
+        return
+    channel.send(Finished(plan.worker))
+    channel.receive()  # until the other end is closed
+
+
+class _LinkBroken(Exception):
+    """The connection with the stand-in broke. Code of the user's that fails by a connection of its
+    own raises other exceptions."""
+
+
+class _RemoteLink:
+    """The worker's end of the connection."""
+
+    def __init__(self, connection: Connection, plan: WorkerPlan, ticket: int) -> None:
+        self._connection, self._plan = connection, plan
+        self._wire = make_wire(plan.wire, plan.job.size, plan.job.dtype)
+        self._octets = np.empty(self._wire.size_bytes, np.uint8)
+        self._ahead_seconds = 0.0  # this process's clock minus the run's clock
+        self._beat_seconds = time.monotonic()  # of the last sign of life
+        connection.send(TrainingMessage.WORKER, {"ticket": ticket})
+
+    def seconds(self) -> float:
+        """Seconds since the run began. The run's clock was read when this worker joined."""
+        return time.perf_counter() - self._ahead_seconds
+
+    def show_life(self) -> None:
+        """Sends a sign of life, if the last one was sent long enough ago."""
+        now = time.monotonic()
+        if now - self._beat_seconds > self._plan.lease_seconds / LOOKS:
+            self._beat_seconds = now
+            # The next turn says that the connection broke: this may be called by the user's code.
+            with suppress(ConnectionError):
+                self._connection.send(TrainingMessage.ALIVE, {})
+
+    def join(self) -> int:
+        """Joins the server and returns the number of the worker's last applied commit."""
+        content, _ = self._exchange(TrainingMessage.JOIN, {}, np.zeros(0, np.uint8))
+        # The run's clock was read right before the answer was sent.
+        self._ahead_seconds = time.perf_counter() - float(content["seconds"])
+        return int(content["sequence"])
+
+    def ask(self, ask: Ask) -> Told:
+        """Sends the turn and returns the answer to it."""
+        octets = self._octets[:0]
+        if ask.vector is not None and ask.turn.commit is not None:
+            octets = self._octets
+            self._wire.encode(ask.vector, octets)
+        content, body = self._exchange(TrainingMessage.TURN, asdict(ask.turn), octets)
+        self._beat_seconds = time.monotonic()  # the turn was a sign of life
+        center = body.view(self._plan.job.dtype) if ask.turn.pull and body.size else None
+        return Told(frames.reply_of(content), center)
+
+    def leave(self) -> None:
+        """Tells the server that the worker has ended."""
+        try:
+            self._connection.send(TrainingMessage.LEAVE, {})
+        except ConnectionError as error:
+            raise _LinkBroken(str(error)) from error
+
+    def _exchange(
+        self, kind: str, content: dict[str, Any], octets: Octets
+    ) -> tuple[dict[str, Any], Octets]:
+        try:
+            self._connection.send(kind, content, octets)
+            _, answer, body = self._connection.receive(vector_bytes(self._plan.job))
+        except ConnectionError as error:
+            raise _LinkBroken(str(error)) from error
+        return answer, body
+
+
+# ── On rank 0 ──
+
+
+def stand_in(channel: Channel) -> None:
+    """Does for the server what the remote worker does, until that has left or its connection
+    broke."""
+    start: WorkerStart = channel.receive()
+    memory = WorkerMemory(Block(channel.receive_descriptor()), start.plan.job)
+    for _ in range(2):  # the center's and the learner's, which the worker would need
+        os.close(channel.receive_descriptor())
+    connection = Connection(socket.socket(fileno=channel.receive_descriptor()))
+    try:
+        _StandIn(channel, start.plan, memory, connection).run()
+    except ConnectionError as error:
+        channel.send(LinkLost(str(error)))
+        return
+    channel.send(Finished(start.plan.worker))
+    channel.receive()  # until the other end is closed
+
+
+class _StandIn:
+    def __init__(
+        self, channel: Channel, plan: WorkerPlan, memory: WorkerMemory, connection: Connection
+    ) -> None:
+        self._plan, self._memory, self._connection = plan, memory, connection
+        self._wire: Wire = make_wire(plan.wire, plan.job.size, plan.job.dtype)
+        # What the worker has encoded is decoded here, and goes to the server as it is.
+        self._link = WorkerLink(channel, replace(plan, wire="none"), memory, None)
+        self._vector = np.empty(plan.job.size, plan.job.dtype)
+
+    def run(self) -> None:
+        """Raises `ConnectionError` when the connection breaks, or the worker sends nonsense."""
+        while True:
+            kind, content, body = self._connection.receive(self._wire.size_bytes)
+            match kind:
+                case TrainingMessage.ALIVE:
+                    self._memory.show_life()
+                case TrainingMessage.JOIN:
+                    sequence = self._link.join()
+                    joined = {"sequence": sequence, "seconds": self._link.seconds()}
+                    self._connection.send(TrainingMessage.JOINED, joined)
+                case TrainingMessage.TURN:
+                    self._take(content, body)
+                case TrainingMessage.LEAVE:
+                    self._link.leave()
+                    return
+                case _:
+                    raise ConnectionError("it sent what is no frame of ours")
+
+    def _take(self, content: dict[str, Any], body: Octets) -> None:
+        understood = frames.turn_of({"turn": content, "payload": None})
+        if understood is None or understood[0].worker != self._plan.worker:
+            raise ConnectionError("it sent a turn that cannot be read")
+        turn, vector = understood[0], None
+        if body.size:
+            if turn.commit is None or not self._wire.decode(body, self._vector):
+                raise ConnectionError("it sent a vector that cannot be read")
+            vector = self._vector
+        told = self._link.ask(Ask(turn, vector))
+        center = told.center if told.center is not None else np.zeros(0, np.uint8)
+        self._connection.send(TrainingMessage.REPLY, asdict(told.reply), center)

@@ -1,0 +1,338 @@
+"""Plans on several hosts. All ranks of these tests are on this machine, over its loopback."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from dovetail.cli import using
+from dovetail.errors import FileFormatError, UsageError
+from dovetail.executors.hosts import deal
+from dovetail.executors.placed import part_bytes
+from dovetail.executors.rank_checkpoints import (
+    INDEX,
+    file_of,
+    latest_in,
+    load_tensors,
+    save_index,
+    save_part,
+)
+from dovetail.executors.shares import share_out
+from dovetail.frontends import Adam, resolve
+from dovetail.machine import Device, load_machine, local_machine, save_machine
+from dovetail.pipeline import timeline_of
+from dovetail.runtime.ranks import place_of_ranks
+from tests.executors.test_placed import training_step
+from tests.support.hosts import (
+    LSTM,
+    core_devices,
+    drawn_plan,
+    is_there,
+    machine_of,
+    program,
+)
+from tests.support.own_loops import Ranks, environment
+
+FILE = file_of(0, 1)
+
+# ── Which rank runs which device ──
+
+
+def test_without_hosts_each_rank_runs_one_device_in_order():
+    assert deal(machine_of(*core_devices(3)), ["a", "a", "b"]) == (0, 1, 2)
+
+
+def test_a_rank_runs_all_devices_of_its_host():
+    assert deal(machine_of(*core_devices(3, "bab")), ["a", "b"]) == (1, 0, 1)
+
+
+def test_a_host_may_have_a_rank_for_each_of_its_devices():
+    assert deal(machine_of(*core_devices(3, "bab")), ["b", "a", "b"]) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "says"),
+    [
+        ((), ["a"] * 3, "there are 3 ranks, but ranks has 2 devices"),
+        ("ab", ["a", "c"], "rank 1 is on host 'c', but ranks has a, b"),
+        ("ab", ["a", "a"], "host 'a' has 1 devices and 2 ranks"),
+        ("ab", ["a"], "host 'b' has 1 devices and 0 ranks"),
+        (["a", ""], ["a", "b"], "device 'cpu1' of ranks names no host"),
+    ],
+)
+def test_devices_that_do_not_deal_out_are_an_error(hosts, ranks, says):
+    with pytest.raises(UsageError, match=says):
+        deal(machine_of(*core_devices(2, hosts)), ranks)
+
+
+def test_a_host_that_runs_nothing_has_no_rank():
+    host, device = Device("host", "host", "host", 1), core_devices(1)[0]
+    linked = machine_of(host, device)
+    with pytest.raises(UsageError, match="device 'host' of ranks runs nothing"):
+        deal(replace(linked, host="host"), ["a", "b"])
+
+
+def test_a_machine_file_names_hosts(tmp_path):
+    machine = machine_of(*core_devices(2, "ab"))
+    save_machine(machine, tmp_path / "two.toml")
+    assert load_machine(tmp_path / "two.toml") == machine
+    assert 'host = "a"' in (tmp_path / "two.toml").read_text()
+
+
+def test_a_rank_needs_memory_for_its_own_part_of_the_block_alone():
+    captured = training_step()
+    shares = share_out(drawn_plan(captured, machine_of(*core_devices(2)), 0), captured.graph)
+    parts = [part_bytes(shares, [share], {t for t, _ in share.sources}) for share in shares.shares]
+    assert all(0 < part < shares.size_bytes for part in parts)
+    assert max(parts) < part_bytes(shares, shares.shares, None) <= shares.size_bytes
+
+
+# ── What they compute ──
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def compared(request, checkpoints):
+    """What each rank found to differ from one process, over random placements; and of two ranks
+    also what differs after going on from a checkpoint."""
+    text = program(
+        "with join(f'box{rank}') as ranks:\n"
+        f"  machine = machine_of(*core_devices({request.param}))\n"
+        "  result = {'lstm': differing(an_lstm(), machine, range(2), ranks)}\n"
+        "  tied = training_step(momentum=0.9)\n"
+        "  result['tied'] = differing(tied, machine, range(2), ranks)\n"
+        "  result['pipelines'] = differing_pipelines(an_lstm(), ranks)\n"
+        "  if ranks.ranks == 2:\n"
+        f"    result['resumed'] = resumed(tied, ranks, {str(checkpoints)!r})\n"
+        "    result['gpus'] = on_gpus(tied, ranks)\n"
+    )
+    with Ranks(request.param, text) as ranks:
+        return ranks.results()
+
+
+def test_random_placements_on_ranks_change_no_bit(compared):
+    assert [found["lstm"] for found in compared] == [[]] * len(compared)
+
+
+def test_views_ties_buffers_and_random_ops_survive_any_placement_on_ranks(compared):
+    assert [found["tied"] for found in compared] == [[]] * len(compared)
+
+
+def test_pipelines_on_ranks_change_no_bit(compared):
+    assert [found["pipelines"] for found in compared] == [[]] * len(compared)
+
+
+@pytest.mark.parametrize("compared", [2], indirect=True)
+def test_a_cpu_and_a_gpu_that_is_played_on_each_of_two_hosts_train_alike(compared):
+    for found in compared:
+        expected, losses = found["gpus"]
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_ranks_on_one_machine_listen_on_its_loopback_alone(compared):
+    found = [what for rank in compared for name in ("lstm", "tied") for what in rank[name]]
+    assert not any("listens" in what for what in found)
+
+
+@pytest.mark.parametrize("compared", [2], indirect=True)
+def test_a_plan_with_other_devices_goes_on_from_a_checkpoint_to_the_bit(compared):
+    assert [found["resumed"] for found in compared] == [[2, [], []]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("compared", [2], indirect=True)
+def test_other_tools_read_a_checkpoint(compared, checkpoints):
+    captured = training_step(momentum=0.9)
+    weights = {name: torch.zeros_like(p) for name, p in captured.module.named_parameters()}
+    load(weights, storage_reader=HuggingFaceStorageReader(str(latest_in(checkpoints))))
+    assert all(value.abs().sum() > 0 for value in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: (folder / "latest").unlink(), "no checkpoint there"),
+        (lambda folder: (folder / "latest").write_text("../step-2"), "names no checkpoint"),
+        (lambda folder: (folder / "step-2" / FILE).write_bytes(b"short"), "header"),
+        (lambda folder: _point(folder, "../other.safetensors"), "it has no file for 'bias'"),
+        (lambda folder: save_part(folder, 2, FILE, {"bias": torch.ones(4)}), "of shape (4,)"),
+    ],
+)
+def test_a_broken_checkpoint_is_an_error_that_names_it(damage, says, tmp_path):
+    save_part(tmp_path, 2, FILE, {"bias": torch.ones(3)})
+    save_index(tmp_path, 2, {FILE: ["bias"]})
+    damage(tmp_path)
+    with pytest.raises(FileFormatError, match=re.escape(says)):
+        load_tensors(latest_in(tmp_path), {"bias": torch.zeros(3)})
+
+
+def _point(folder, file):
+    """Have the index name another file."""
+    index = folder / "step-2" / INDEX
+    index.write_text(index.read_text().replace(FILE, file))
+
+
+def test_older_checkpoints_are_removed(tmp_path):
+    for step in range(1, 6):
+        save_part(tmp_path, step, FILE, {"bias": torch.full((3,), float(step))})
+        save_index(tmp_path, step, {FILE: ["bias"]})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-4", "step-5"]
+    found = torch.zeros(3)
+    assert load_tensors(latest_in(tmp_path), {"bias": found}) == 5
+    assert found.tolist() == [5, 5, 5]
+
+
+# ── The command ──
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    """A plan of a small network on two devices of this machine."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("a plan on two devices needs two cores")
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    machine = local_machine("here/2")
+    step = resolve(LSTM, train=Adam(lr=1e-3))
+    plan = replace(drawn_plan(step, machine, 0), source=replace(step.source, model=LSTM))
+    # Opening a plan checks its promises.
+    timeline = timeline_of(plan, step.graph)
+    peaks = tuple(timeline.peak_memory_bytes.tolist())
+    replace(plan, value=timeline.step_seconds, lower_bound=0.0, peak_memory_bytes=peaks).save(path)
+    return path
+
+
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "-m", "dovetail", *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_torchrun_runs_a_plan_and_rank_0_tells_of_it(plan_file, tmp_path):
+    folder = str(tmp_path / "kept")
+    words = ["--json", "--steps", "4", "--checkpoint", folder, "--every", "5"]
+    ended = torchrun("run", str(plan_file), *words)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["steps"] == 4
+    assert told["median_seconds"] > 0
+    # torchrun's own lines aside, rank 1 says nothing.
+    assert "error" not in ended.stderr
+    # Two steps warm up, four count, and three are stamped.
+    assert latest_in(tmp_path / "kept").name == "step-5"
+
+
+def test_going_on_needs_a_folder_and_several_ranks(plan_file, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match="--resume: goes on from --checkpoint DIR"):
+        using.run(plan_file, resume=True)
+    with pytest.raises(UsageError, match="--checkpoint: is of a run on several ranks"):
+        using.run(plan_file, checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: is 2, but RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: must be a whole number, not 'two'"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "1"},
+            "RANK: is 2, but WORLD_SIZE is 2",
+        ),
+    ],
+)
+def test_variables_of_a_launcher_that_make_no_sense_are_refused(variables, says, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        place_of_ranks("box")
+
+
+def test_one_rank_is_a_run_without_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert place_of_ranks("box") is None
+
+
+# ── What happens when a rank is lost ──
+
+FAULTS = {
+    "raises": "raise ValueError('a fault')",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+SAID = {"raises": "ValueError('a fault')", "is killed": "connection", "is stopped": "silent"}
+
+
+@pytest.fixture(scope="module")
+def lost():
+    """Fault of rank 1 -> (how each rank ended, whether a process was left)."""
+    found = {}
+    for fault, code in FAULTS.items():
+        text = program(
+            f"def fault():\n  {code}\n"
+            "with join(f'box{rank}') as ranks:\n  until_lost(training_step(), ranks, fault)\n"
+            "result = 0\n"
+        )
+        # A third one must name the rank that was lost, not one that ended because of it.
+        with Ranks(3 if fault == "is killed" else 2, text) as ranks:
+            ends = ranks.ends()
+            pids = [pid for _, out, _ in ends for pid in json.loads(out.splitlines()[0])]
+            deadline = time.monotonic() + 10
+            while any(map(is_there, pids)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            found[fault] = ends, any(map(is_there, pids))
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lost_rank_ends_the_run_on_all_with_one_error(fault, lost):
+    ends, is_left = lost[fault]
+    for status, _, said in (ends[0], *ends[2:]):
+        assert status == 1
+        assert said.startswith("dovetail.errors.RankLostError: rank 1 on host box1 was lost")
+        assert SAID[fault] in said
+    assert ends[1][0] != 0
+    assert not is_left
+
+
+@pytest.mark.parametrize(
+    ("stops", "says"),
+    [(True, "was stopped for 6 s"), (False, "was lost in op 'sigmoid': it has run for")],
+)
+def test_a_device_that_hangs_ends_the_run_on_all(stops, says):
+    """The rank itself is alive, and shows it."""
+    text = program(
+        "with join(f'box{rank}') as ranks:\n"
+        f"  until_hung(training_step(), ranks, {stops})\n"
+        "result = 0\n"
+    )
+    with Ranks(2, text) as ranks:
+        ends = ranks.ends()
+    assert [status for status, _, _ in ends] == [1, 1]
+    for _, _, said in ends:
+        assert "rank 1 on host box1 was lost" in said
+        assert says in said
+    pids = [pid for _, out, _ in ends for pid in json.loads(out.splitlines()[0])]
+    deadline = time.monotonic() + 10
+    while any(map(is_there, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_there, pids))
