@@ -508,6 +508,18 @@ class WorkerDiedError(RunError):
         self.status = status
 
 
+class PeerLostError(RunError):
+    """The connection of a GPU with one of another rank has failed.
+
+    rank   the other rank
+    """
+
+    def __init__(self, rank: int, said: str) -> None:
+        super().__init__(f"the connection with rank {rank} failed: {said}")
+        self.rank = rank
+        self.said = said
+
+
 class RankLostError(RunError):
     """A rank of a run on several hosts has ended, failed or gone silent, and so the run ends on
     all.

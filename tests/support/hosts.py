@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dovetail.executors import Workers
+from dovetail.executors import Workers, run
 from dovetail.executors.hosts import deal, run_on_ranks
 from dovetail.frontends import Adam, example_values, initial_values, resolve, run_step
 from dovetail.frontends.micro_batches import micro_batches
@@ -162,17 +162,45 @@ def differing_pipelines(captured, ranks):
     return found
 
 
-def on_gpus(captured, ranks):
-    """Losses of one process, and of a CPU and a played GPU on each of two hosts."""
+def gpu_machines():
+    """Machines of two hosts that the CPU plays, by what they have."""
+    found = {
+        "a CPU and a GPU each": [cpu(0), gpu(0), cpu(1), gpu(1)],
+        "GPUs alone": [gpu(0), gpu(1), gpu(2)],
+    }
+    return {
+        name: machine_of(
+            *(replace(d, host=f"box{int(i >= len(devices) / 2)}") for i, d in enumerate(devices))
+        )
+        for name, devices in found.items()
+    }
+
+
+def differing_on_gpus(captured, ranks):
+    """Runs random placements on played GPUs of two hosts, also when launches are graphs. Returns
+    what differs from the same plan in one process, on rank 0, and between how many pairs of GPUs
+    tensors went straight."""
     torch.set_num_threads(1)
+    found, pairs, count = [], 0, STEPS + 2
     inputs, targets = example_values(captured)
-    values = initial_values(captured, 7)
-    losses = [run_step(captured, values, inputs, targets, seed=7, step=i) for i in range(STEPS)]
-    devices = [replace(kind(i), host=f"box{i}") for i in range(2) for kind in (cpu, gpu)]
-    plan = drawn_plan(captured, machine_of(*devices), 0)
-    with run_on_ranks(plan, captured, ranks, seed=7) as network:
-        found = [network.step(*inputs, *targets) for _ in range(STEPS)]
-    return [float(loss) for loss in losses], [float(loss) for loss in found]
+    for name, machine in gpu_machines().items():
+        for seed in range(2):
+            plan = drawn_plan(captured, machine, seed)
+            with run_on_ranks(plan, captured, ranks, seed=7) as network:
+                pairs += len(network._local._direct)
+                mine = [network.step(*inputs, *targets) for _ in range(count)]
+                network.timeline()
+                state = network.state_dict() | network.optimizer_state_dict()
+            if ranks.rank:
+                continue
+            with run(plan, captured, seed=7) as network:
+                losses = [network.step(*inputs, *targets) for _ in range(count)]
+                network.timeline()
+                alone = network.state_dict() | network.optimizer_state_dict()
+            kind = f"{name} {seed}"
+            found += [f"{kind} loss" for a, b in zip(mine, losses, strict=True) if not a.equal(b)]
+            found += [f"{kind} {key}" for key in alone if not state[key].equal(alone[key])]
+    return found, pairs
 
 
 def resumed(captured, ranks, folder):
@@ -198,12 +226,15 @@ def resumed(captured, ranks, folder):
     return step, [i for i in range(2) if not found[i].equal(expected[i])], names
 
 
-def until_lost(captured, ranks, fault):
-    """Runs steps for ever on two or more ranks, of which rank 1 has a fault at the fifth. Prints
-    the processes of this rank first."""
-    machine = machine_of(*core_devices(ranks.ranks))
+def until_lost(captured, ranks, fault, gpus=False):
+    """Runs steps for ever on two or more ranks, of which rank 1 has a fault at the fifth; with
+    `gpus` on two ranks of a played GPU each. Prints the processes of this rank first."""
+    on_gpus = replace(gpu(0), host="box0"), replace(gpu(1), host="box1")
+    devices = on_gpus if gpus else core_devices(ranks.ranks)
+    plan = drawn_plan(captured, machine_of(*devices), 0)
     inputs, targets = example_values(captured)
-    with run_on_ranks(drawn_plan(captured, machine, 0), captured, ranks) as network:
+    with run_on_ranks(plan, captured, ranks) as network:
+        assert gpus == bool(network._local._direct)
         print(json.dumps([os.getpid(), *children()]), flush=True)
         for number in itertools.count():
             if ranks.rank == 1 and number == 5:

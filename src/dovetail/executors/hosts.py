@@ -11,6 +11,9 @@ both. Messages of a pair are sent in the order of the sender's share, which is t
 simulator. All receives of a step are posted before it begins, into the slots themselves. So no send
 waits for a receive, and no pair of devices for another pair.
 
+Between GPUs of two ranks tensors go straight, over NCCL (`executors.gpus.peers`). What goes from or
+to a CPU goes through the block, and so do control edges.
+
 A step begins on all ranks at one moment, by clocks that are compared when the plan is loaded. The
 bridge has a seat in the block's barrier: it lets a rank's devices begin, and ends the step once
 what they sent has left.
@@ -20,6 +23,7 @@ What lives on one host and is set from outside (inputs, weights) is rank 0's, on
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections import defaultdict
@@ -36,8 +40,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.errors import FileFormatError, UsageError
+from dovetail.errors import FileFormatError, PeerLostError, UsageError
+from dovetail.executors.gpus.peers import PeerPair
 from dovetail.executors.placed import (
+    HostPart,
     Measurement,
     PlacedNetwork,
     measure_steps,
@@ -68,15 +74,17 @@ from dovetail.executors.shares import (
 from dovetail.executors.workers import Workers
 from dovetail.frontends.program import Captured
 from dovetail.frontends.runners import SKEW
-from dovetail.machine import Machine
+from dovetail.machine import Device, Machine
 from dovetail.machine.files import machine_to_dict
+from dovetail.machine.gpus import card_of
 from dovetail.plans import Plan, check
 from dovetail.runtime.formats import to_file
 from dovetail.runtime.neighbours import Neighbours
+from dovetail.runtime.played_cuda import PLAYED
 from dovetail.runtime.ranks import Ranks
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 from dovetail.runtime.stopped import state_of
-from dovetail.runtime.torch_versions import broadcast
+from dovetail.runtime.torch_versions import broadcast, has_nccl
 from dovetail.runtime.waiting import ABORTED, SPIN_NS, barrier, publish, wait
 from dovetail.timeline import Timeline
 from dovetail.units import format_seconds
@@ -368,7 +376,10 @@ class HostsNetwork:
         kept = None if ranks.rank == 0 else set(self._sources[ranks.rank])
         owns = workers is None
         workers = workers or Workers(plan.machine, own)
-        self._local = PlacedNetwork(plan, captured, workers, owns, seed, self._shares, kept)
+        self._pairs = messages_of(self._shares, self.rank_of)
+        direct = self._take_direct()
+        part = HostPart(self._shares, kept, [*direct])
+        self._local = PlacedNetwork(plan, captured, workers, owns, seed, part)
         self._block = self._local.block
         self._watch = _HangWatch(self._local, plan, captured)
         self._steps, self._fed = 0, False
@@ -378,8 +389,8 @@ class HostsNetwork:
             ranks.doing = self._doing
             ranks.watch(self._watch.look)
             self._all = ranks.group("all", tuple(range(ranks.ranks)))
-            self._pairs = messages_of(self._shares, self.rank_of)
             self._bridge = _Bridge(self._local, list(self._make_pairs()), ranks)
+            self._connect_peers(direct)
             # [ranks] a rank's clock less that of rank 0, and the slowest message, in ns
             self._offsets, self._slowest = ranks.wait_for(self._compare_clocks)
             self._spread(self._shares.sources)
@@ -537,6 +548,48 @@ class HostsNetwork:
                 kind, other = (_Sender, ends[1]) if me == ends[0] else (_Receiver, ends[0])
                 yield kind(self._block, messages, group, other)
 
+    def _take_direct(self) -> dict[tuple[int, int], str]:
+        """(source, destination) -> name of the group, for the GPUs of two ranks between which
+        tensors go straight. These are taken out of what the bridge carries."""
+        devices, me = self.plan.machine.devices, self.ranks.rank
+        pairs = [
+            (source, destination)
+            for (source, destination), messages in self._pairs.items()
+            if devices[source].torch_device and devices[destination].torch_device
+            if any(message.slot is not None for message in messages)
+        ]
+        if not pairs:
+            return {}
+        own = {
+            str(device): card_of(devices[device])
+            for device in {end for pair in pairs for end in pair}
+            if self.rank_of[device] == me and _may_be_direct(devices[device])
+        }
+        told = self.ranks.gather("cards", own)
+        cards = {int(device): str(card) for part in told for device, card in part.items()}
+        found = {}
+        for pair in pairs:
+            # NCCL does not connect a GPU with itself.
+            if len({cards[end] for end in pair if end in cards}) < 2:
+                continue
+            source, destination = (devices[end].name for end in pair)
+            found[pair] = self.ranks.numbered(f"nccl/{source}->{destination}")
+            self._pairs[pair] = [m for m in self._pairs[pair] if m.slot is None]
+        self._pairs = {pair: messages for pair, messages in self._pairs.items() if messages}
+        return found
+
+    def _connect_peers(self, direct: dict[tuple[int, int], str]) -> None:
+        pairs = []
+        for (source, destination), name in direct.items():
+            ends = self.rank_of[source], self.rank_of[destination]
+            if self.ranks.rank in ends:
+                sends = self.ranks.rank == ends[0]
+                pairs.append(PeerPair(name, source, destination, sends, ends[int(sends)]))
+        try:
+            self.ranks.wait_for(lambda: self._local.connect_peers(self.ranks.place, pairs))
+        except PeerLostError as error:
+            raise self.ranks.lost_behind(error.said, error.rank) from error
+
     def _advance(self, timed: bool = False) -> float:
         """Run one step on all ranks. Returns seconds, from the first device's start to the last
         device's end."""
@@ -548,8 +601,11 @@ class HostsNetwork:
         ready = self._gather([time.perf_counter_ns() - self._offset])
         begin = max(row[0] for row in ready) + self._slowest * self.ranks.ranks + _MARGIN_NS
         self._bridge.run(self._steps, begin + self._offset)
-        with self.ranks.waiting():
-            self._local.advance(timed)
+        try:
+            with self.ranks.waiting():
+                self._local.advance(timed)
+        except PeerLostError as error:
+            raise self.ranks.lost_behind(error.said, error.rank) from error
         # A lost rank aborts the step, which its devices do not count as a failure.
         self.ranks.check()
         own = self._local.own_shares
@@ -815,6 +871,14 @@ def run_on_ranks(
     """
     check(plan, captured.graph)
     return HostsNetwork(plan, captured, ranks, seed, workers)
+
+
+def _may_be_direct(device: Device) -> bool:
+    """True if this GPU could send to one of another rank by NCCL. `DOVETAIL_NCCL=0`, as where NCCL
+    does not work, has its tensors go through memory."""
+    if not device.torch_device or os.environ.get("DOVETAIL_NCCL") == "0":
+        return False
+    return device.torch_device.startswith(PLAYED) or has_nccl()
 
 
 def _is_input(name: str) -> bool:

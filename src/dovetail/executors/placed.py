@@ -25,6 +25,7 @@ from torch import Tensor
 from dovetail.errors import (
     DovetailError,
     OutOfMemoryError,
+    PeerLostError,
     ProcessDiedError,
     ProcessError,
     RunError,
@@ -32,6 +33,7 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from dovetail.executors.gpus.peers import ConnectPeers, PeerPair
 from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadGpus, ReadSources, SaveSources
 from dovetail.executors.shares import (
@@ -57,6 +59,7 @@ from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.processes import Worker, ready
+from dovetail.runtime.ranks import RankPlace
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block
 from dovetail.runtime.timers import summarise
 from dovetail.runtime.waiting import address_of, publish
@@ -213,6 +216,21 @@ DRAIN_SECONDS = 10.0
 """After a failed step, borrowed workers have this long to answer before they are killed."""
 
 
+@dataclass(frozen=True)
+class HostPart:
+    """What one host of several has of a run (`executors.hosts`).
+
+    shares    of all devices of the plan
+    sources   tensors of the sources that this host keeps; None: all
+    direct    (source, destination) GPUs of two ranks between which tensors go straight, once
+              `connect_peers` was called
+    """
+
+    shares: Shares
+    sources: Collection[int] | None = None
+    direct: Collection[tuple[int, int]] = ()
+
+
 class PlacedNetwork:
     """A loaded plan, ready to run steps; a context manager. `executors.run` makes it.
 
@@ -233,14 +251,10 @@ class PlacedNetwork:
         workers: Workers,
         owns_workers: bool,
         seed: int,
-        shares: Shares | None = None,
-        sources: Collection[int] | None = None,
+        part: HostPart | None = None,
     ) -> None:
-        """The plan, loaded on those of its devices that `workers` serve.
-
-        shares    of all devices of a run on several hosts (`executors.hosts`)
-        sources   tensors of the sources that this host keeps; all by default
-        """
+        """The plan, loaded on those of its devices that `workers` serve: all of them, or a host's
+        part of a run on several."""
         self.plan = plan
         self.captured = captured
         self.workers = workers
@@ -249,11 +263,12 @@ class PlacedNetwork:
         self._closed = ""
         self.steps = 0
         self._key = workers.new_key()
-        self.shares = shares or share_out(plan, captured.graph, captured.program)
+        part = part or HostPart(share_out(plan, captured.graph, captured.program))
+        self.shares, self._direct = part.shares, part.direct
         self.own_shares = tuple(s for s in self.shares.shares if s.device in workers.devices)
         needed_bytes = self.shares.size_bytes
-        if shares is not None:
-            needed_bytes = part_bytes(self.shares, self.own_shares, sources)
+        if len(self.own_shares) < len(self.shares.shares):
+            needed_bytes = part_bytes(self.shares, self.own_shares, part.sources)
         _check_memory(plan.machine.name, needed_bytes)
         for share in self.own_shares:
             _check_gpu_memory(plan.machine.devices[share.device], share, captured)
@@ -262,7 +277,7 @@ class PlacedNetwork:
         self.sources = {
             tensor: tensor_at(self.block, slot)
             for tensor, slot in self.shares.sources.items()
-            if sources is None or tensor in sources
+            if part.sources is None or tensor in part.sources
         }
         self.by_name = _source_tensors(captured)
         self._held = _fill(captured, self.sources, seed)
@@ -421,7 +436,7 @@ class PlacedNetwork:
         devices = self.plan.machine.devices
         # Of each process the share by which it is named in errors: all GPUs have one process.
         own = self.workers.devices
-        on_gpus = [share for share in self.own_shares if devices[share.device].torch_device]
+        on_gpus = [share for share in self.own_shares if self._is_on_gpu(share)]
         self._of_processes = [s for s in self.own_shares if s not in on_gpus[1:]]
         gpus = next((d for d in own if devices[d].torch_device), -1)
         if devices[self.plan.machine.host_index].torch_device:
@@ -447,7 +462,9 @@ class PlacedNetwork:
                     ops = [op for each in on_gpus for op in each.ops]
                     number, calls = self._unsent(gpus, ops)
                     random = self.captured.program.random_ops
-                    steps = steps_of(self.plan, graph, self.shares.shares, random, own)
+                    steps = steps_of(
+                        self.plan, graph, self.shares.shares, random, own, self._direct
+                    )
                     limits: dict[str, int] = {}
                     for device in (devices[d] for d in own):
                         if name := device.torch_device:
@@ -471,6 +488,9 @@ class PlacedNetwork:
             self._release("its devices could not be started")
             raise
 
+    def _is_on_gpu(self, share: Share) -> bool:
+        return bool(self.plan.machine.devices[share.device].torch_device)
+
     def _unsent(self, device: int, ops: Sequence[int]) -> tuple[int, dict[int, Call]]:
         """(key of the program, those calls of the ops that the device's process does not have)."""
         program = self.captured.program
@@ -486,11 +506,19 @@ class PlacedNetwork:
         wanted = None if tensors is None else frozenset(tensors)
         self._with_gpus(ReadSources(self._key, wanted))
 
-    def _with_gpus(self, request: SaveSources | ReadSources) -> None:
-        """Have the GPUs' process bring their sources and the block into agreement."""
+    def connect_peers(self, place: RankPlace, pairs: Sequence[PeerPair]) -> None:
+        """Connect GPUs with those of other ranks, which call this as well. Raises
+        `PeerLostError`."""
+        if pairs:
+            self._with_gpus(ConnectPeers(self._key, place, tuple(pairs)))
+
+    def _with_gpus(self, request: SaveSources | ReadSources | ConnectPeers) -> None:
+        """Have the GPUs' process bring their sources and the block into agreement, or connect."""
         if self._gpus is not None:
             self._gpus.send(request)
-            self._gpus.receive()
+            if isinstance(reply := self._gpus.receive(), Failed):
+                share = next(s for s in self.own_shares if self._is_on_gpu(s))
+                raise self._error_of(reply, share)
 
     def _send(self, request: Step, waiting: dict[Worker, Share]) -> None:
         for process, share in waiting.items():
@@ -526,6 +554,8 @@ class PlacedNetwork:
         if reply.op >= 0 and self.plan.machine.devices[share.device].torch_device:
             # All GPUs have one process.
             device = self.plan.machine.device_names[self.plan.placement[reply.op]]
+        if reply.peer is not None:
+            return PeerLostError(reply.peer, reply.said)
         if reply.lacking is not None:
             return OutOfMemoryError(device, *reply.lacking)
         return WorkerError(device, self._op_name(reply.op), reply.traceback, reply.said)

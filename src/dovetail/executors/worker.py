@@ -93,12 +93,14 @@ class Failed:
 
     said      the exception in one line
     lacking   (bytes that a GPU was asked for, bytes that it had free), if that is why
+    peer      the rank with which the connection failed, if that is why
     """
 
     op: int
     traceback: str
     said: str = ""
     lacking: tuple[int, int] | None = None
+    peer: int | None = None
 
 
 class Aborted(Exception):

@@ -1,5 +1,7 @@
 """The GPUs of the machine that the program runs on. `machine/gpu_rates.py` measures them."""
 
+import os
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +68,16 @@ def gpus_here(logical: int = 1) -> tuple[Device, ...]:
         else:
             found += [replace(device, name=f"gpu{number}.{part}") for part in range(logical)]
     return tuple(found)
+
+
+def card_of(device: Device) -> str:
+    """What tells the hardware of a GPU from all other, also on other hosts. One that the CPU plays
+    is a piece of hardware of its own in each process."""
+    if device.torch_device.startswith("played:"):
+        return f"{device.torch_device} {os.getpid()} {socket.gethostname()}"
+    import torch
+
+    return str(torch.cuda.get_device_properties(device.torch_device).uuid)
 
 
 def check_gpu(device: Device) -> None:

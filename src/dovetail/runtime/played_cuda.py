@@ -314,6 +314,53 @@ class PlayedEvent:
         return 1e3 * (end._seconds - self._seconds)
 
 
+class PlayedNccl:
+    """What `ProcessGroupNCCL` has of sends and receives, over a group of gloo.
+
+    A message is a work of a stream of the group's own, which starts after the current one. The host
+    waits until it has arrived. So ranks that do not have their messages in one order wait for ever,
+    as they may with NCCL.
+    """
+
+    def __init__(self, cuda: PlayedCuda, group: Any) -> None:
+        self._cuda, self._group = cuda, group
+        self._stream = cuda.Stream()
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> "PlayedMessage":
+        return self._issue("send", lambda: self._group.send(tensors, rank, tag).wait(), tensors, ())
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> "PlayedMessage":
+        return self._issue(
+            "receive", lambda: self._group.recv(tensors, rank, tag).wait(), (), tensors
+        )
+
+    def _issue(
+        self, name: str, work: Callable[[], object], reads: object, writes: object
+    ) -> "PlayedMessage":
+        before, after = self._cuda.Event(), self._cuda.Event()
+        before.record(self._cuda._current)
+        self._stream.wait_event(before)
+        with self._cuda.stream(self._stream):
+            self._cuda.issue(name, work, reads, writes)
+        after.record(self._stream)
+        return PlayedMessage(self._cuda, after)
+
+    def abort(self) -> None:
+        """Gloo closes its connections with the group."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedMessage:
+    """A message that was issued, and the event of its end."""
+
+    cuda: PlayedCuda
+    ended: PlayedEvent
+
+    def wait(self) -> None:
+        """Have the current stream go on after the message."""
+        self.cuda._current.wait_event(self.ended)
+
+
 @dataclass(frozen=True, eq=False)
 class _Captured:
     """A work of a graph: what it is called, how it runs again, and what it reads and writes."""

@@ -145,7 +145,7 @@ class Ranks:
 
         Raises `RankLostError`, also if a rank says nothing for `JOIN_SECONDS`.
         """
-        name = self._numbered(name)
+        name = self.numbered(name)
         deadline = time.monotonic() + JOIN_SECONDS
         try:
             self._store.set(f"{name}/{self.rank}", json.dumps(value))
@@ -154,8 +154,9 @@ class Ranks:
         except RuntimeError as error:
             raise self._store_lost(error) from error
 
-    def _numbered(self, name: str) -> str:
-        """The name, which may be used again, with how often it was."""
+    def numbered(self, name: str) -> str:
+        """The name, which may be used again, with how often it was. All ranks call this in one
+        order."""
         self._told[name] = self._told.get(name, -1) + 1
         return f"{name}.{self._told[name]}"
 
@@ -174,20 +175,11 @@ class Ranks:
         # Imported here, because a command without ranks has no use for it.
         from dovetail.runtime.torch_versions import gloo_group, named_store
 
-        store = named_store(self._numbered(f"group/{name}"), self._store)
+        store = named_store(self.numbered(f"group/{name}"), self._store)
         self._groups += 1
         place, timeout = members.index(self.rank), timedelta(days=30)
-        device = self._device()
+        device = interface_of(self.place)
         return self.wait_for(lambda: gloo_group(store, place, len(members), device, timeout))
-
-    def _device(self) -> Any:
-        """The interface that gloo listens on: what the user named, else the one that leads to the
-        store, so that a run on one machine stays on its loopback."""
-        from dovetail.runtime.torch_versions import gloo_device
-
-        if interface := os.environ.get("GLOO_SOCKET_IFNAME", ""):
-            return gloo_device("", interface)
-        return gloo_device(address_towards(self.place.address))
 
     def wait_for(self, task: Callable[[], Any]) -> Any:
         """What the task returns, which waits for other ranks. Raises `RankLostError` as soon as one
@@ -203,12 +195,16 @@ class Ranks:
             return value
         if not isinstance(value, RuntimeError):
             raise value
-        # Gloo says that the other end is closed before the beats say whose it is.
-        self.suspect(str(value))
+        raise self.lost_behind(str(value))
+
+    def lost_behind(self, said: str, rank: int | None = None) -> RankLostError:
+        """The error of the rank that was lost, which is waited for: that a connection failed is
+        known before the beats say whose fault it is. See `suspect`."""
+        self.suspect(said, rank)
         with self.waiting():
             while self.lost is None:
                 time.sleep(_NAP_SECONDS)
-        raise self.lost
+        return self.lost
 
     def suspect(self, said: str, rank: int | None = None) -> None:
         """Say that the connection with a rank failed, or with one that is not known."""
@@ -430,6 +426,16 @@ def connect_store(place: RankPlace, *, keeps: bool, timeout_seconds: float) -> A
         said = f"torch's store at {host}:{port} cannot be reached: {_one_line(str(error))}"
         raise UsageError("MASTER_ADDR", said) from error
     return named_store(f"dovetail/{place.attempt}", store)
+
+
+def interface_of(place: RankPlace) -> Any:
+    """The interface that gloo listens on: what the user named, else the one that leads to the
+    store, so that a run on one machine stays on its loopback."""
+    from dovetail.runtime.torch_versions import gloo_device
+
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", ""):
+        return gloo_device("", interface)
+    return gloo_device(address_towards(place.address))
 
 
 def host_name() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -54,9 +55,11 @@ __all__ = [
     "gloo_device",
     "gloo_group",
     "has_composite_kernel",
+    "has_nccl",
     "in_kernel_invocation_manager",
     "is_traceable_wrapper_subclass",
     "named_store",
+    "nccl_group",
     "open_archive",
     "pytree",
     "run_backward",
@@ -367,6 +370,24 @@ def gloo_group(store: Any, rank: int, ranks: int, device: Any, timeout: timedelt
     options = made._Options()
     options._devices, options._timeout = [device], timeout
     return made(store, rank, ranks, options)
+
+
+def has_nccl() -> bool:
+    """True if this torch can send between GPUs by NCCL."""
+    made: Any = torch.distributed
+    return bool(made.is_available() and made.is_nccl_available())
+
+
+def nccl_group(store: Any, rank: int, timeout: timedelta) -> Any:
+    """A group of two ranks over NCCL, otherwise as `gloo_group`. It connects with the first
+    message."""
+    # What a lost rank leaves behind is ended by us, and by nobody before us.
+    for variable in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        os.environ.setdefault(variable, "0")
+    made: Any = torch.distributed.ProcessGroupNCCL
+    options = made.Options()
+    options._timeout = timeout
+    return made(store, rank, 2, options)
 
 
 # GPUs.

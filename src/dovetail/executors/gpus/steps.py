@@ -9,11 +9,16 @@ list must have each step after all that it stands on, also through other devices
 thread waits for never waits for a step that was not issued. The order is that of a simulation in
 which each device takes its own instructions in order, so it is near to the order of time.
 
+Between GPUs of two ranks tensors may go straight. The simulation is of all ranks and alike on all,
+so a tensor is received at the place of the list where it is sent: each rank has the sends and
+receives in one order, and none waits for one that stands further back.
+
 Memory: what a launch no longer needs is freed after it, on its own stream. A copy to another device
 may still read it then. So such tensors are freed only behind a wait for the copy, and that wait
 stands where the copy is expected to have ended (`ReleasePushed`).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -23,6 +28,7 @@ import numpy as np
 
 from dovetail.executors.shares import (
     AwaitFlag,
+    BlockSlot,
     Instruction,
     ReadSource,
     RunCompiled,
@@ -64,6 +70,20 @@ class PushTensor:
 
 
 @dataclass(frozen=True)
+class ReceiveTensor:
+    """Receive a tensor that a GPU of another rank sends straight to `device`.
+
+    source, flag   the device that sends it, and the flag of the message
+    """
+
+    device: int
+    source: int
+    flag: int
+    tensor: int
+    slot: BlockSlot
+
+
+@dataclass(frozen=True)
 class PullSource:
     """Copy a source from the block to a GPU."""
 
@@ -92,7 +112,7 @@ class ReleasePushed:
     tensors: tuple[int, ...]
 
 
-IssueStep = LaunchWorks | PushTensor | PullSource | TakeArrived | ReleasePushed
+IssueStep = LaunchWorks | PushTensor | ReceiveTensor | PullSource | TakeArrived | ReleasePushed
 
 
 def steps_of(
@@ -101,15 +121,19 @@ def steps_of(
     shares: tuple[Share, ...],
     random: Container[int] = (),
     own: Container[int] | None = None,
+    direct: Container[tuple[int, int]] = (),
 ) -> tuple[IssueStep, ...]:
     """The steps that the GPUs' thread issues, for the shares of all devices of a checked plan.
 
     random   ops that draw random numbers: they are launched apart from others
     own      devices of this host. The steps are those of its GPUs; None: of all GPUs
+    direct   (source, destination) GPUs of two ranks between which tensors go straight. Each such
+             tensor is received where the simulation sends it, so that all ranks issue sends and
+             receives in one order
 
     Sources that GPUs read from the block come first, in the order in which they are needed.
     """
-    return _Merging(plan, graph, shares, random, own).steps()
+    return _Merging(plan, graph, shares, random, own, direct).steps()
 
 
 class _Merging:
@@ -128,9 +152,12 @@ class _Merging:
         shares: tuple[Share, ...],
         random: Container[int],
         own: Container[int] | None,
+        direct: Container[tuple[int, int]],
     ) -> None:
+        self.direct = direct
         self.graph, self.shares, self.machine = graph, shares, plan.machine
         self.random = random
+        self.places = {share.device: place for place, share in enumerate(shares)}
         self.seconds = plan.compute_seconds
         self.on_gpu = [
             plan.machine.devices[share.device].kind == "gpu"
@@ -204,6 +231,10 @@ class _Merging:
         assert not now, "what is sent is held until the copy has ended"
         self.kept[place] += later
         self._add(place, PushTensor(share.device, index, replace(send, frees=())))
+        ends = share.device, send.destination
+        if send.slot is not None and ends in self.direct:
+            received = ReceiveTensor(ends[1], ends[0], send.flag, send.tensor, send.slot)
+            self._add(self.places[ends[1]], received)
 
     def _seconds_of_send(self, source: int, send: SendTensor) -> float:
         machine, host = self.machine, self.machine.host_index
@@ -230,7 +261,8 @@ class _Merging:
             self.kept[place] += later
             works.append(replace(instruction, frees=now))
             ops = np.array(ops_of(instruction), dtype=np.intp)
-            self.clock[place] += float(self.seconds[ops, share.device].sum())
+            # Summed exactly, since all ranks must find one order, whatever their processors are.
+            self.clock[place] += math.fsum(self.seconds[ops, share.device].tolist())
         self.heads[place] += len(works)
         random = self._draws(works[0])
         self._add(place, LaunchWorks(share.device, first, tuple(works), random))

@@ -39,11 +39,13 @@ import torch
 from torch import Tensor
 
 from dovetail.executors.compiling import CompileTarget, load_code
+from dovetail.executors.gpus.peers import ConnectPeers, Peer, PeerError, connect_peers
 from dovetail.executors.gpus.steps import (
     IssueStep,
     LaunchWorks,
     PullSource,
     PushTensor,
+    ReceiveTensor,
     ReleasePushed,
     TakeArrived,
     Work,
@@ -158,6 +160,8 @@ def serve(channel: Channel) -> None:
                 case ReadSources(key=key, tensors=tensors):
                     loaded[key].read_sources(tensors)
                     channel.send("ready")
+                case ConnectPeers(key=key):
+                    channel.send(loaded[key].connect(request))
                 case Unload(key=key):
                     loaded.pop(key).close()
                     gc.collect()
@@ -281,12 +285,16 @@ class LoadedGpus:
         self.uncaptured: set[tuple[int, int]] = set()
         self.capture_from = _CAPTURED_STEP
         self._bind_launches()
+        # Pairs of GPUs of two ranks, and the flags of what comes straight from them.
+        self.peers: dict[tuple[int, int], Peer] = {}
+        self.peer_streams: dict[int, Any] = {}
+        self.received = {step.flag for step in load.steps if isinstance(step, ReceiveTensor)}
         self.waits = {
             step.wait.flag: (step.device, step.wait)
             for step in load.steps
             if isinstance(step, TakeArrived)
             and isinstance(step.wait, AwaitFlag)
-            and step.wait.source not in self.gpus
+            and not self._comes_on_gpus(step.wait)
         }
         self.failed = -1
         self.read_sources()
@@ -316,7 +324,22 @@ class LoadedGpus:
                     _copy(self._tensor_at(slot), gpu.sources[tensor], slot)
         self._synchronize()
 
+    def connect(self, request: ConnectPeers) -> str | Failed:
+        """Connect with GPUs of other ranks."""
+        try:
+            self.peers = connect_peers(request, self.cuda)
+            for (source, destination), peer in self.peers.items():
+                own = source if source in self.gpus else destination
+                with self.cuda.stream(self._peer_stream(own)):
+                    peer.greet(self.gpus[own].torch_device)
+            self._synchronize()
+        except Exception as error:
+            return _failed(-1, error)
+        return "ready"
+
     def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
         for publisher in self.publishers.values():
             publisher.close()
         self.unpin()
@@ -373,6 +396,8 @@ class LoadedGpus:
                 self._launch(step, running)
             case PushTensor():
                 self._push(step, running)
+            case ReceiveTensor():
+                self._receive(step, running)
             case PullSource(device=device, read=read):
                 value = self._tensor_at(read.slot)
                 into = self.gpus[device].arriving[read.tensor]
@@ -490,8 +515,19 @@ class LoadedGpus:
             for tensor, value in reads.items():
                 gpu.runner.set(tensor, value)
 
+    def _receive(self, step: ReceiveTensor, running: _Running) -> None:
+        stream = self._peer_stream(step.device)
+        with self.cuda.stream(stream):
+            into = self.gpus[step.device].arriving[step.tensor]
+            self.peers[step.source, step.device].receive(into, step.slot)
+        running.events[step.flag] = event = self.cuda.Event()
+        event.record(stream)
+
     def _push(self, step: PushTensor, running: _Running) -> None:
         gpu, send = self.gpus[step.device], step.send
+        if send.slot is not None and (step.device, send.destination) in self.peers:
+            self._send(step, send.slot, running)
+            return
         there = self.gpus.get(send.destination)
         if send.slot is None:
             event = self.cuda.Event(blocking=there is None)
@@ -515,8 +551,29 @@ class LoadedGpus:
                 event, self.base + send.flag, running.now
             )
 
+    def _send(self, step: PushTensor, slot: BlockSlot, running: _Running) -> None:
+        """Send a tensor straight to a GPU of another rank."""
+        gpu, send = self.gpus[step.device], step.send
+        before, after = self.cuda.Event(), self.cuda.Event()
+        before.record(gpu.compute)
+        value = gpu.runner.get(send.tensor)
+        assert value is not None, "the step has made it"
+        stream = self._peer_stream(step.device)
+        stream.wait_event(before)
+        begin = None if running.spans is None else self._timing(stream)
+        with self.cuda.stream(stream):
+            self.peers[step.device, send.destination].send(value, slot)
+        if running.spans is not None:
+            running.spans.append((step.device, step.index, begin, self._timing(stream)))
+        after.record(stream)
+        running.events[send.flag] = after
+
+    def _comes_on_gpus(self, waiting: AwaitFlag) -> bool:
+        """True if events say when it is there, and no flag in the block does."""
+        return waiting.source in self.gpus or waiting.flag in self.received
+
     def _take(self, device: int, waiting: AwaitFlag, running: _Running) -> None:
-        if waiting.source not in self.gpus:
+        if not self._comes_on_gpus(waiting):
             reached = wait(self.base + waiting.flag, running.now, self.abort, _SPIN_NS)
             if reached == ABORTED:
                 raise Aborted
@@ -570,6 +627,13 @@ class LoadedGpus:
             gpu = self.gpus[source if source in self.gpus else destination]
             self.copying[pair] = self.cuda.Stream(device=gpu.torch_device)
         return self.copying[pair]
+
+    def _peer_stream(self, device: int) -> Any:
+        """The stream of all that a GPU sends to, and receives from, GPUs of other ranks."""
+        if device not in self.peer_streams:
+            own = self.gpus[device].torch_device
+            self.peer_streams[device] = self.cuda.Stream(device=own)
+        return self.peer_streams[device]
 
     def _copy_across(
         self, source: int, destination: int, into: Tensor, value: Tensor, slot: BlockSlot
@@ -830,10 +894,13 @@ def _set_stream(cuda: Any, stream: Any) -> tuple[()]:
 
 def _failed(op: int, error: Exception) -> Failed:
     """The reply for an error that is being handled."""
-    lacking = None
+    lacking = peer = None
+    said = line_of(error)
     if isinstance(error, torch.OutOfMemoryError):
         lacking = _asked_bytes(str(error)), _free_bytes(str(error))
-    return Failed(op, traceback.format_exc(), line_of(error), lacking)
+    elif isinstance(error, PeerError):
+        peer, said = error.rank, str(error)
+    return Failed(op, traceback.format_exc(), said, lacking, peer)
 
 
 _SIZE = re.compile(r"allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")

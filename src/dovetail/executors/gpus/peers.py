@@ -1,0 +1,138 @@
+"""Sends tensors straight from a GPU of one rank to a GPU of another, over NCCL.
+
+    GPU of rank 0                                    GPU of rank 1
+    compute stream ── x ──┐                          ┌─► take x ── compute stream
+    peer stream           └─ send x ══ NCCL ══ receive x ── peer stream
+
+Each directed pair of GPUs has a group of two ranks. All that a GPU sends and receives runs on one
+stream, in the order in which it was issued, which is the same on all ranks (`gpus.steps`). NCCL
+asks for that: kernels of several communicators that wait for each other may hold up a GPU for ever,
+and CUDA does not promise that two streams of a GPU both go on
+(https://github.com/NVIDIA/nccl/issues/783, https://github.com/pytorch/pytorch/pull/48872). So
+receives are not posted ahead, as they are between CPUs.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.executors.shares import BlockSlot
+from dovetail.frontends.runners import distinct
+from dovetail.runtime.played_cuda import PlayedNccl
+from dovetail.runtime.ranks import JOIN_SECONDS, RankPlace, connect_store, interface_of
+from dovetail.runtime.torch_versions import gloo_group, named_store, nccl_group
+
+_NEVER = timedelta(days=30)
+"""Who waits for a lost rank is ended by `runtime.ranks`."""
+
+
+class PeerError(Exception):
+    """Raised where the connection with another rank's GPU failed.
+
+    rank   the other rank
+    """
+
+    def __init__(self, rank: int, said: str) -> None:
+        super().__init__(said)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class PeerPair:
+    """One end of the messages from a GPU of one rank to a GPU of another.
+
+    name    of the pair's group, the same on both ranks
+    sends   this rank has the source
+    other   the rank of the other end
+    """
+
+    name: str
+    source: int
+    destination: int
+    sends: bool
+    other: int
+
+
+@dataclass(frozen=True)
+class ConnectPeers:
+    """Asks the process to connect with the GPUs of other ranks, whose processes are asked as well;
+    reply: "ready" or `Failed`.
+
+    pairs   in the order in which all ranks connect them
+    """
+
+    key: int
+    place: RankPlace
+    pairs: tuple[PeerPair, ...]
+
+
+class Peer:
+    """A connected end of a pair. What is issued runs on the current stream, which goes on once it
+    has ended; the host does not wait. Raises `PeerError`."""
+
+    def __init__(self, pair: PeerPair, store: Any, place: RankPlace, cuda: Any) -> None:
+        self._pair = pair
+        store, end = named_store(pair.name, store), 0 if pair.sends else 1
+        try:
+            if cuda is torch.cuda:
+                self._group = nccl_group(store, end, _NEVER)
+            else:
+                gloo = gloo_group(store, end, 2, interface_of(place), _NEVER)
+                self._group = PlayedNccl(cuda, gloo)
+        except RuntimeError as error:
+            raise PeerError(pair.other, str(error)) from error
+
+    def greet(self, device: torch.device) -> None:
+        """Send or receive a byte: NCCL connects with the first message."""
+        self._exchange(torch.zeros(1, dtype=torch.uint8, device=device))
+
+    def send(self, value: Tensor, slot: BlockSlot) -> None:
+        """Send a tensor with the shape and strides of the slot."""
+        if slot.bytes:
+            self._exchange(_laid_out(value.resolve_conj().resolve_neg(), slot).contiguous())
+
+    def receive(self, into: Tensor, slot: BlockSlot) -> None:
+        """Receive a tensor with the shape and strides of the slot."""
+        if not slot.bytes:
+            return
+        place = _laid_out(into, slot)
+        if place.is_contiguous():
+            self._exchange(place)
+        else:
+            arrived = torch.empty_like(place, memory_format=torch.contiguous_format)
+            self._exchange(arrived)
+            place.copy_(arrived)
+
+    def _exchange(self, tensor: Tensor) -> None:
+        # NCCL does not know all dtypes. The stride of a single element may be 0.
+        raw = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        try:
+            if self._pair.sends:
+                self._group.send([raw], 1, 0).wait()
+            else:
+                self._group.recv([raw], 0, 0).wait()
+        except RuntimeError as error:
+            raise PeerError(self._pair.other, str(error)) from error
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def connect_peers(request: ConnectPeers, cuda: Any) -> dict[tuple[int, int], Peer]:
+    """(source, destination) -> this rank's end of each pair. Raises `PeerError`, and `UsageError`
+    if torch's store cannot be reached."""
+    store = connect_store(request.place, keeps=False, timeout_seconds=JOIN_SECONDS)
+    return {
+        (pair.source, pair.destination): Peer(pair, store, request.place, cuda)
+        for pair in request.pairs
+    }
+
+
+def _laid_out(tensor: Tensor, slot: BlockSlot) -> Tensor:
+    """A view of the tensor whose dimensions are in the order in which they lie in memory, without
+    those along which it repeats itself."""
+    once = distinct(tensor, slot.strides)
+    return once.permute(sorted(range(once.ndim), key=lambda d: -slot.strides[d]))
