@@ -28,6 +28,7 @@ from dovetail.executors.rank_checkpoints import (
 from dovetail.executors.shares import share_out
 from dovetail.frontends import Adam, resolve
 from dovetail.machine import Device, load_machine, local_machine, save_machine
+from dovetail.machine.files import machine_from_dict
 from dovetail.pipeline import timeline_of
 from dovetail.runtime.ranks import place_of_ranks
 from tests.executors.test_placed import training_step
@@ -240,10 +241,48 @@ def test_torchrun_runs_a_plan_and_rank_0_tells_of_it(plan_file, tmp_path):
     assert latest_in(tmp_path / "kept").name == "step-5"
 
 
+def test_torchrun_measures_the_ranks_of_one_host_and_the_links_between_them(tmp_path):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two ranks share the cores of a host")
+    path = tmp_path / "machine.toml"
+    ended = torchrun("machine", "--hosts", "--out", str(path))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("GB/s") > 0
+    machine = load_machine(path)
+    assert len(machine.devices) == 2
+    assert len({device.host for device in machine.devices}) == 1
+    assert not {*machine.devices[0].cores} & {*machine.devices[1].cores}
+    assert {link.channel for link in machine.links} == {"rank 0 -> rank 1", "rank 1 -> rank 0"}
+
+
+def test_a_machine_of_two_hosts_has_what_each_has_and_links_that_were_measured():
+    text = program(
+        "from dovetail.pipeline.hosts import machine_of_hosts\n"
+        "from dovetail.machine.files import machine_to_dict\n"
+        "with join(f'box{rank}') as ranks:\n"
+        "  result = machine_to_dict(machine_of_hosts('here', ranks))\n"
+    )
+    with Ranks(2, text) as ranks:
+        found, other = (machine_from_dict(result) for result in ranks.results())
+    assert found == other
+    assert [device.host for device in found.devices] == ["box0", "box1"]
+    assert found.devices[0].cores == found.devices[1].cores == local_machine().devices[0].cores
+    assert {(link.source, link.destination) for link in found.links} == {
+        ("box0/cpu0", "box1/cpu0"),
+        ("box1/cpu0", "box0/cpu0"),
+    }
+    for link in found.links:
+        # Loopback is slower than memory, and a message takes less than a second.
+        assert 1e6 < link.bandwidth_bytes_per_second < 1e12
+        assert 0 < link.latency_seconds < 1
+
+
 def test_going_on_needs_a_folder_and_several_ranks(plan_file, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match="--resume: goes on from --checkpoint DIR"):
         using.run(plan_file, resume=True)
+    with pytest.raises(UsageError, match="--every: says how often --checkpoint DIR is written"):
+        using.run(plan_file, every=5)
     with pytest.raises(UsageError, match="--checkpoint: is of a run on several ranks"):
         using.run(plan_file, checkpoint=tmp_path)
 

@@ -21,6 +21,9 @@ from dovetail.errors import UsageError
 if TYPE_CHECKING:
     from dovetail.runtime.ranks import Ranks
 
+EVERY = 10
+"""Steps between two checkpoints."""
+
 
 def run(  # noqa: PLR0913  one argument an option
     plan: PlanFile,
@@ -42,7 +45,9 @@ def run(  # noqa: PLR0913  one argument an option
         Path | None,
         typer.Option(help="Under torchrun: keep the state of a training step in this folder"),
     ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints")] = 10,
+    every: Annotated[
+        int | None, typer.Option(min=1, help=f"Steps between two checkpoints; else {EVERY}")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint")
     ] = False,
@@ -57,6 +62,8 @@ def run(  # noqa: PLR0913  one argument an option
 
     if resume and checkpoint is None:
         raise UsageError("--resume", "goes on from --checkpoint DIR; name it as well")
+    if every is not None and checkpoint is None:
+        raise UsageError("--every", "says how often --checkpoint DIR is written; name it as well")
     check_folder(checkpoint)
     with launched_ranks() as ranks:
         tells = ranks is None or ranks.rank == 0
@@ -68,7 +75,7 @@ def run(  # noqa: PLR0913  one argument an option
             progress("running", 0.0, None)
             with pipeline.run(opened, captured, seed=seed, ranks=ranks) as placed:
                 if checkpoint is not None:
-                    _keep(placed, checkpoint, every, resume)
+                    _keep(placed, checkpoint, every or EVERY, resume)
                 measurement = placed.measure(steps=steps)
         if not tells:
             return
