@@ -250,9 +250,14 @@ def plain():
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_pipeline_on_processes_computes_what_accumulation_in_one_does(schedule, plain):
     step = step_of_one()
-    plan = dt.plan(step, "here/2", micro_batches=MICRO, schedule=schedule, budget="1s")
+    options = {"micro_batches": MICRO, "schedule": schedule, "pins": ON_BOTH, "budget": "1s"}
+    plan = dt.plan(step, "here/2", **options)
     assert plan.source.pipelining.schedule == schedule
     check_numbers(plan, step, plain)
+
+
+ON_BOTH = [("first", "cpu0"), ("second", "cpu1")]
+"""Where one device would be as fast, which one is taken depends on what is measured."""
 
 
 def check_numbers(plan, step, plain):
@@ -269,16 +274,19 @@ def check_numbers(plan, step, plain):
 
 def test_recomputing_stages_compute_the_same(plain):
     step = step_of_one()
-    kept = dt.plan(
-        step, "here/2", micro_batches=MICRO, schedule="gpipe", recompute="never", budget="1s"
-    )
+    options = {"micro_batches": MICRO, "schedule": "gpipe", "pins": ON_BOTH, "budget": "20s"}
+    kept = dt.plan(step, "here/2", recompute="never", **options)
     assert not any(kept.source.pipelining.recompute)
-    caps = [
-        (device, int(0.9 * peak))
-        for device, peak in zip(kept.machine.device_names, kept.peak_memory_bytes, strict=True)
-    ]
-    options = {"micro_batches": MICRO, "schedule": "gpipe", "caps": caps, "budget": "20s"}
-    plan = dt.plan(step, "here/2", **options)
+    # Other stages may do with less memory; which ones are found depends on what is measured.
+    plan = kept
+    for share in np.arange(0.95, 0.4, -0.05):
+        caps = [
+            (device, int(share * peak))
+            for device, peak in zip(kept.machine.device_names, kept.peak_memory_bytes, strict=True)
+        ]
+        plan = dt.plan(step, "here/2", caps=caps, **options)
+        if any(plan.source.pipelining.recompute):
+            break
     assert any(plan.source.pipelining.recompute)
     check_numbers(plan, step, plain)
 
