@@ -27,6 +27,7 @@ PLANS = (
     ("zoo:rnnlm?layers=2&hidden=256&steps=8&batch=16&vocabulary=1000", "sgd", "expert"),
     ("zoo:inception_v3?width=0.25&size=149&batch=2", "", "balanced"),
     ("zoo:inception_v3?width=0.25&size=149&batch=2", "", "etf"),
+    ("zoo:inception_v3?width=0.25&size=149&batch=2", "sgd", "balanced"),
 )
 """(model, optimizer of a training step or "", placer) of each plan."""
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from dovetail.cli import using
 from dovetail.errors import FileFormatError, UsageError
-from dovetail.executors.hosts import deal
+from dovetail.executors.hosts import _Parcel, deal
 from dovetail.executors.placed import part_bytes
 from dovetail.executors.rank_checkpoints import (
     INDEX,
@@ -25,12 +25,14 @@ from dovetail.executors.rank_checkpoints import (
     save_index,
     save_part,
 )
-from dovetail.executors.shares import share_out
+from dovetail.executors.shares import BlockSlot, share_out, tensor_at
 from dovetail.frontends import Adam, resolve
+from dovetail.frontends.runners import distinct
 from dovetail.machine import Device, load_machine, local_machine, save_machine
 from dovetail.machine.files import machine_from_dict
 from dovetail.pipeline import timeline_of
 from dovetail.runtime.ranks import place_of_ranks
+from dovetail.runtime.shared import Block
 from tests.executors.test_placed import training_step
 from tests.support.hosts import (
     LSTM,
@@ -94,6 +96,41 @@ def test_a_rank_needs_memory_for_its_own_part_of_the_block_alone():
     parts = [part_bytes(shares, [share], {t for t, _ in share.sources}) for share in shares.shares]
     assert all(0 < part < shares.size_bytes for part in parts)
     assert max(parts) < part_bytes(shares, shares.shares, None) <= shares.size_bytes
+
+
+GRID = torch.arange(48, dtype=torch.float32).reshape(4, 12)
+
+
+@pytest.mark.parametrize(
+    ("value", "sent_bytes"),
+    [
+        (GRID[:, 3:6], 48),
+        (GRID.bfloat16()[::2, ::3], 16),
+        (GRID.cfloat()[1:3, ::4], 48),
+        (GRID[:1].expand(4, 12)[:, ::2], 24),
+    ],
+    ids=["a part", "bfloat16", "complex", "expanded"],
+)
+@pytest.mark.parametrize("skew", [0, 16, 63 & ~15])
+def test_a_tensor_with_gaps_is_sent_without_them(value, sent_bytes, skew):
+    shape, strides = tuple(value.shape), tuple(value.stride())
+    size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+    dtype = str(value.dtype).removeprefix("torch.")
+    slot = BlockSlot(0, size * value.element_size(), shape, strides, dtype)
+    blocks = [Block.create(4096) for _ in range(2)]
+    distinct(tensor_at(blocks[0], slot, skew), strides).copy_(distinct(value, strides))
+    sent, received = (_Parcel(block, slot) for block in blocks)
+    sent.pack(skew)
+    assert sent.bytes.numel() == sent_bytes + 1
+    received.bytes.copy_(sent.bytes)
+    assert received.unpack() == skew
+    assert tensor_at(blocks[1], slot, skew).equal(value)
+
+
+def test_a_tensor_without_gaps_is_sent_from_its_slot():
+    block = Block.create(4096)
+    parcel = _Parcel(block, BlockSlot(128, 96, (4, 6), (1, 4), "float32"))
+    assert parcel.bytes.data_ptr() == torch.from_numpy(block.bytes).data_ptr() + 128
 
 
 # ── What they compute ──

@@ -170,18 +170,71 @@ def messages_of(shares: Shares, ranks: Sequence[int]) -> dict[tuple[int, int], l
     return dict(sorted(found.items()))
 
 
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""Bytes of an element -> what it is moved as."""
+
+
+class _Parcel:
+    """What a message is sent from, or received into. Its last byte says how far into the slot the
+    tensor begins, which is less than a cache line.
+
+    It is the slot itself, so that nothing is copied. A tensor with gaps, as a part of a split one,
+    is packed: the gaps would take as long to send as what is between them.
+    """
+
+    def __init__(self, block: Block, slot: BlockSlot | None) -> None:
+        self._block, self._slot = block, slot
+        self._packed: NDArray[Any] | None = None
+        if slot is None:
+            self.bytes = torch.zeros(1, dtype=torch.uint8)
+            return
+        size = self._in_slot(0).nbytes
+        if size < slot.bytes:
+            memory = np.zeros(size + 1, dtype=np.uint8)
+            view = self._in_slot(0)
+            self._packed = memory[:-1].view(view.dtype).reshape(view.shape)
+        else:
+            memory = block.view(slot.offset, (slot.bytes + ALIGNMENT_BYTES,), np.uint8)
+        self.bytes = torch.from_numpy(memory)
+
+    def pack(self, skew: int) -> None:
+        """Make ready what is sent. The copy in the slot begins `skew` bytes into it."""
+        if self._packed is not None:
+            np.copyto(self._packed, self._in_slot(skew))
+        # The last byte of a slot is free, whatever the address of the copy in it.
+        self.bytes[-1] = skew
+
+    def unpack(self) -> int:
+        """Put what has arrived into its slot; return how many bytes into it it begins."""
+        skew = int(self.bytes[-1])
+        if self._packed is not None:
+            np.copyto(self._in_slot(skew), self._packed)
+        return skew
+
+    def _in_slot(self, skew: int) -> NDArray[Any]:
+        """The tensor in its slot, without what repeats itself."""
+        slot = self._slot
+        assert slot is not None
+        word = np.dtype(_WORDS[getattr(torch, slot.dtype).itemsize])
+        ends = zip(slot.shape, slot.strides, strict=True)
+        shape = [size if stride else min(size, 1) for size, stride in ends]
+        flat = self._block.view(slot.offset + skew, (slot.bytes // word.itemsize,), word)
+        strides = [stride * word.itemsize for stride in slot.strides]
+        return np.lib.stride_tricks.as_strided(flat, shape, strides)
+
+
 class _Pair:
     """This rank's end of the messages between two devices: a group, and a thread.
 
-    peer       this rank's number of the other end in the group
-    buffers    what each message is received into, or sent from
+    other      the rank of the other end
+    parcels    of each message
     arrivals   [messages] when each arrived in the last step, by this rank's clock in ns
     """
 
     def __init__(self, block: Block, messages: list[RankMessage], group: Any, other: int) -> None:
         self.group, self.other, self.messages = group, other, messages
         self.base = int(block.bytes.ctypes.data)
-        self.buffers = [_buffer_of(block, message) for message in messages]
+        self.parcels = [_Parcel(block, message.slot) for message in messages]
         self.arrivals = np.zeros(len(messages), dtype=np.int64)
 
 
@@ -193,13 +246,12 @@ class _Sender(_Pair):
     def run(self, number: int, abort: int) -> None:
         """All messages of a step; returns when they have left, or when the step was aborted."""
         works = []
-        for tag, (message, buffer) in enumerate(zip(self.messages, self.buffers, strict=True)):
+        for tag, (message, parcel) in enumerate(zip(self.messages, self.parcels, strict=True)):
             reached = wait(self.base + message.flag, number * (SKEW + 1), abort, SPIN_NS)
             if reached == ABORTED:
                 return
-            # The last byte of a slot is free, whatever the address of the copy in it.
-            buffer[-1] = reached & SKEW
-            works.append(self.group.send([buffer], 1, tag))
+            parcel.pack(reached & SKEW)
+            works.append(self.group.send([parcel.bytes], 1, tag))
         for work in works:
             work.wait()
 
@@ -209,23 +261,16 @@ class _Receiver(_Pair):
 
     def begin(self) -> None:
         """Post the receives of a step."""
-        self.works = [self.group.recv([buffer], 0, tag) for tag, buffer in enumerate(self.buffers)]
+        self.works = [
+            self.group.recv([parcel.bytes], 0, tag) for tag, parcel in enumerate(self.parcels)
+        ]
 
     def run(self, number: int, abort: int) -> None:
         for place, (message, work) in enumerate(zip(self.messages, self.works, strict=True)):
             work.wait()
             self.arrivals[place] = time.perf_counter_ns()
-            skew = int(self.buffers[place][-1])
+            skew = self.parcels[place].unpack()
             publish(self.base + message.flag, number * (SKEW + 1) + skew)
-
-
-def _buffer_of(block: Block, message: RankMessage) -> Tensor:
-    """The whole slot, since the copy in it may begin up to a cache line later; a byte for a message
-    without a slot."""
-    if message.slot is None:
-        return torch.zeros(1, dtype=torch.uint8)
-    size = message.slot.bytes + ALIGNMENT_BYTES
-    return torch.from_numpy(block.view(message.slot.offset, (size,), np.uint8))
 
 
 class _Bridge:
