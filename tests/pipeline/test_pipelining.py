@@ -327,6 +327,23 @@ def test_views_of_what_is_recomputed_are_recomputed_too():
             torch.testing.assert_close(value, plain.state_dict()[source.name], rtol=1e-10, atol=0)
 
 
+def test_zero_bubble_holds_what_there_is_memory_for():
+    graph = layered_step([(), *((i,) for i in range(11))], np.random.default_rng(3))
+    machine = machine_of(4, bandwidth=1e12, latency=0)
+    options = {"micro_batches": 12, "schedule": "zero-bubble", "budget": "60e"}
+    plan = dt.plan(graph, machine, **options)
+    caps = [
+        (device, int(0.9 * peak))
+        for device, peak in zip(machine.device_names, plan.peak_memory_bytes, strict=True)
+        if peak
+    ]
+    less = dt.plan(graph, machine, caps=caps, **options)
+    assert "micro-batches in a stage at most" in plan.notes[-1]
+    assert plan.value < less.value
+    assert plan.lower_bound <= plan.value
+    assert all(peak <= size for peak, (_, size) in zip(less.peak_memory_bytes, caps, strict=False))
+
+
 # What restricts the stages
 
 

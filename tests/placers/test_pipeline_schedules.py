@@ -14,6 +14,7 @@ from dovetail.placers.pipeline_schedules import (
     Task,
     W,
     orders_of,
+    other_held,
     step_seconds,
 )
 
@@ -69,9 +70,32 @@ def test_zero_bubble_leaves_a_third_of_the_gap():
 def test_one_forward_one_backward_holds_fewer_micro_batches_than_gpipe():
     for schedule, most in (("1f1b", [4, 3, 2, 1]), ("gpipe", [8] * 4), ("zero-bubble", [4] * 4)):
         for stage, tasks in enumerate(orders_of(schedule, EQUAL, MICRO)):
-            last = max(kind for kind, _, _ in tasks)
-            held = np.cumsum([1 if t.kind == F else -1 if t.kind == last else 0 for t in tasks])
-            assert held.max() <= most[stage], (schedule, stage)
+            assert held_by(tasks) <= most[stage], (schedule, stage)
+
+
+def held_by(tasks):
+    """The most micro-batches between their F and their last backward task."""
+    last = max(kind for kind, _, _ in tasks)
+    changes = [1 if task.kind == F else -1 if task.kind == last else 0 for task in tasks]
+    return np.cumsum(changes).max()
+
+
+@pytest.mark.parametrize("held", [(7, 7, 7, 7), (8, 6, 2, 1), (1, 1, 1, 1)])
+def test_zero_bubble_holds_as_many_micro_batches_as_it_may(held):
+    orders = orders_of("zero-bubble", EQUAL, MICRO, held)
+    assert np.isfinite(step_seconds(orders, EQUAL, MICRO))
+    assert all(held_by(tasks) <= most for tasks, most in zip(orders, held, strict=True))
+
+
+def test_zero_bubble_with_more_micro_batches_waits_for_the_longest_stage_alone():
+    times = times_of([1.0] * 4, [0.2, 1.0, 1.4, 1.0], [1.8, 1.0, 0.6, 1.0])
+    seconds = {
+        held: step_seconds(orders_of("zero-bubble", times, MICRO, held), times, MICRO)
+        for held in ((), *other_held(np.full(4, 100.0), MICRO))
+    }
+    # The last stage begins after the three before it.
+    assert min(seconds.values()) == pytest.approx(3 + 3 * MICRO)
+    assert seconds[()] > min(seconds.values()) + 1
 
 
 def test_gradients_are_made_in_the_order_of_the_micro_batches():

@@ -55,14 +55,15 @@ from dovetail.placers import (
     part_of_budget,
 )
 from dovetail.placers.pipeline_bounds import pipeline_bound
-from dovetail.placers.pipeline_schedules import B, F, I, Orders, StageTimes, W, orders_of
+from dovetail.placers.pipeline_schedules import B, F, I, W
 from dovetail.placers.pipelines import (
     PipelineOutcome,
     PipelineProblem,
     SimulatedCut,
     StageCut,
     search,
-    stage_times,
+    tasks_of,
+    times_of,
     weight_ops,
 )
 from dovetail.plans import Pipelining, Placement, Plan, normalise
@@ -455,35 +456,6 @@ def placement_of(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> 
     return normalise(placement, whole.graph, problem.machine)
 
 
-def times_of(problem: PipelineProblem, cut: StageCut) -> StageTimes:
-    """What the stages of a cut take, summed over their ops."""
-    graph, seconds = problem.graph, problem.costs.compute_seconds
-    stages, count = cut.stages, len(cut.devices)
-    of_op = np.array(cut.devices)[np.maximum(stages, 0)]
-    each = np.where(stages >= 0, seconds[np.arange(len(graph)), of_op], 0.0)
-    is_weight = weight_ops(graph, stages)
-    phases = graph.phases
-
-    def summed(ops: NDArray[np.bool_], of: NDArray[np.integer], size: int) -> NDArray[np.float64]:
-        return np.bincount(of[ops], weights=each[ops], minlength=size).astype(np.float64)
-
-    backward = phases == Phase.BACKWARD
-    forward = summed(phases == Phase.FORWARD, stages, count)
-    inputs = summed(backward & ~is_weight, stages, count)
-    inputs = inputs + np.where(np.array(cut.recompute), forward, 0.0)
-    weights = summed(backward & is_weight, stages, count)
-    updates = summed(phases == Phase.UPDATE, of_op, len(problem.machine.devices))
-    of_element = np.full(problem.elements.count, -1, dtype=np.int64)
-    members = np.flatnonzero(stages >= 0)
-    of_element[problem.elements.of_op[members]] = stages[members]
-    return stage_times(problem, of_element, cut.devices, (forward, inputs, weights), updates)
-
-
-def tasks_of(problem: PipelineProblem, cut: StageCut) -> Orders:
-    """[devices] the tasks of each device in running order."""
-    return orders_of(cut.schedule, times_of(problem, cut), problem.micro_batches)
-
-
 def op_orders(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> list[tuple[int, ...]]:
     """[devices] the ops of each device: those of its tasks in order, each task's ops in the graph's
     order, and then what runs once a step."""
@@ -533,7 +505,9 @@ def _describe(problem: PipelineProblem, cut: StageCut, replicas: int) -> str:
         for device, seconds, again in zip(cut.devices, each.tolist(), cut.recompute, strict=True)
     ]
     towers = f"{replicas} towers, each of " if replicas > 1 else ""
+    most = [cut.held[0]] if len(set(cut.held)) == 1 else cut.held
+    held = f" with {', '.join(map(str, most))} micro-batches in a stage at most" if most else ""
     return (
-        f"{towers}{problem.micro_batches} micro-batches, schedule {cut.schedule}, stages for each "
-        f"micro-batch: {', '.join(parts)}"
+        f"{towers}{problem.micro_batches} micro-batches, schedule {cut.schedule}{held}, stages for "
+        f"each micro-batch: {', '.join(parts)}"
     )

@@ -27,7 +27,7 @@ Differences: backward tasks of gpipe run in the order of the micro-batches, as i
 torch.distributed.pipelining, so that gradients are summed in that order. interleaved takes any
 number of micro-batches. Stages need not take equally long, so zero-bubble takes for each device, in
 the order of time, the task that can start first, where at most S micro-batches wait for W, as many
-as the first of S stages holds in 1f1b. ZB-H2, which needs more memory, is left out.
+as the first of S stages holds in 1f1b; where memory lasts, more: ZB-H2 has 2 S - 1.
 """
 
 from collections.abc import Callable
@@ -93,8 +93,15 @@ class StageTimes:
 # --- Orders ---
 
 
-def orders_of(schedule: str, times: StageTimes, micro_batches: int) -> Orders:
-    """Return the tasks of each device in the order of a schedule. Raises `KeyError`."""
+def orders_of(
+    schedule: str, times: StageTimes, micro_batches: int, held: tuple[int, ...] = ()
+) -> Orders:
+    """Return the tasks of each device in the order of a schedule. Raises `KeyError`.
+
+    held   [stages] of zero-bubble: how many micro-batches each may hold; (): as few as 1f1b
+    """
+    if schedule == "zero-bubble":
+        return zero_bubble(times, micro_batches, held)
     return SCHEDULES[schedule](times, micro_batches)
 
 
@@ -145,22 +152,50 @@ def interleaved(times: StageTimes, micro_batches: int) -> Orders:
     return orders
 
 
-def zero_bubble(times: StageTimes, micro_batches: int) -> Orders:
-    """W fills the gaps of 1f1b, within the memory of its first stage. Of several ways to fill them
-    the one with the shortest step; ties: the first."""
+def zero_bubble(times: StageTimes, micro_batches: int, held: tuple[int, ...] = ()) -> Orders:
+    """W fills the gaps of 1f1b. `held` [stages] micro-batches at most wait for W; (): on each stage
+    as many as the first one of 1f1b holds. Of several ways to fill them the one with the shortest
+    step; ties: the first."""
+    stages = times.stages
+    preferences = [{I: 0, F: 1, W: 2}, {I: 0, W: 1, F: 2}, {F: 0, I: 1, W: 2}]
+    furthest = [0, 1, stages // 2]
+    if held:
+        # The other ways have not been the shortest then.
+        preferences, furthest = preferences[:1], [stages // 2, stages - 1, stages]
     ways = [
-        _filled(times, micro_batches, preference, ahead)
-        for preference in ({I: 0, F: 1, W: 2}, {I: 0, W: 1, F: 2}, {F: 0, I: 1, W: 2})
-        for ahead in dict.fromkeys((0, 1, times.stages // 2))
+        _filled(times, micro_batches, preference, ahead, held or (stages,) * stages)
+        for preference in preferences
+        for ahead in dict.fromkeys(furthest)
     ]
     return min(ways, key=lambda orders: step_seconds(orders, times, micro_batches))
 
 
+def other_held(room: Float64, micro_batches: int) -> list[tuple[int, ...]]:
+    """Return what stages of zero-bubble may hold where 1f1b's memory is not what there is.
+
+    room   [stages] for so many micro-batches each device has memory, as it is estimated
+    """
+    stages = len(room)
+    most = (stages + 1, stages + stages // 2, 2 * stages - 1, 3 * stages, micro_batches)
+    options = [
+        tuple(int(min(max(1.0, share * own), held)) for own in room)
+        for held in most
+        for share in (1e9, 1.5, 1.0, 0.7)
+        if held <= micro_batches
+    ]
+    return list(dict.fromkeys(options))
+
+
 def _filled(  # noqa: C901  one loop over tasks; its helpers share what it knows
-    times: StageTimes, micro_batches: int, preference: dict[int, int], ahead: int
+    times: StageTimes,
+    micro_batches: int,
+    preference: dict[int, int],
+    ahead: int,
+    held: tuple[int, ...],
 ) -> Orders:
     """Return the orders in which each device takes, of the tasks that can start first, the one with
-    the least preference number. F is at most S - s + `ahead` tasks ahead of I on stage s."""
+    the least preference number. F is at most S - s + `ahead` tasks ahead of I on stage s, and
+    held[s] tasks ahead of W."""
     count = times.stages
     orders: Orders = [[] for _ in times.updates]
     done = {kind: np.zeros(count, dtype=np.int64) for kind in (F, I, W)}
@@ -195,7 +230,7 @@ def _filled(  # noqa: C901  one loop over tasks; its helpers share what it knows
             if inputs < micro_batches and arrived[I][stage, inputs] < np.inf:
                 found.append((max(free[device], arrived[I][stage, inputs]), I, stage))
             may = forward < micro_batches
-            may &= forward - inputs < count - stage + ahead and forward - weights < count
+            may &= forward - inputs < count - stage + ahead and forward - weights < held[stage]
             if may and arrived[F][stage, forward] < np.inf:
                 found.append((max(free[device], arrived[F][stage, forward]), F, stage))
             if weights < inputs:

@@ -46,9 +46,11 @@ from dovetail.machine import Machine
 from dovetail.methods import PIPELINE_SCHEDULES
 from dovetail.placers.budget import Budget
 from dovetail.placers.pipeline_schedules import (
+    Orders,
     StageTimes,
     in_flight,
     orders_of,
+    other_held,
     step_seconds,
 )
 from dovetail.runtime.compiling import inlined, kernel
@@ -79,6 +81,11 @@ SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 stage needs is estimated."""
 FINALISTS = 12
 """So many of the best cuts are simulated op by op, as the budget allows."""
+LEAST_GAIN, MOST_HELD = 1e-3, 6
+"""Zero-bubble holds other numbers of micro-batches where its step is shorter by such a share. So
+many of them are simulated op by op."""
+RANKED_BY_ROOM = 64
+"""So many cuts of zero-bubble are ranked by what they take with all memory."""
 CHUNKS = (2, 3, 4)
 """Numbers of stages on each device that are tried for the interleaved schedule."""
 
@@ -135,6 +142,7 @@ class StageCut:
     devices      [stages]
     recompute    [stages]
     seconds      of a step, simulated task by task
+    held         [stages] of zero-bubble: how many micro-batches each may hold; (): as few as 1f1b
     """
 
     schedule: str
@@ -143,11 +151,12 @@ class StageCut:
     recompute: tuple[bool, ...]
     seconds: float = math.inf
     name: str = ""
+    held: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for equal cuts."""
-        return self.schedule, self.stages.tobytes(), self.devices, self.recompute
+        return self.schedule, self.stages.tobytes(), self.devices, self.recompute, self.held
 
 
 @dataclass(frozen=True, eq=False)
@@ -609,6 +618,35 @@ def stage_times(
     sends = _transfers(problem, problem.elements.sent, stages, latency, rate)
     returns = _transfers(problem, problem.elements.returned, stages, latency, rate)
     return StageTimes(*seconds, updates, sends, returns, channels, of)
+
+
+def times_of(problem: PipelineProblem, cut: StageCut) -> StageTimes:
+    """Return what the stages of a cut take, summed over their ops."""
+    graph, seconds = problem.graph, problem.costs.compute_seconds
+    stages, count = cut.stages, len(cut.devices)
+    of_op = np.array(cut.devices)[np.maximum(stages, 0)]
+    each = np.where(stages >= 0, seconds[np.arange(len(graph)), of_op], 0.0)
+    is_weight = weight_ops(graph, stages)
+    phases = graph.phases
+
+    def summed(ops: Bool, of: NDArray[np.integer], size: int) -> Float64:
+        return np.bincount(of[ops], weights=each[ops], minlength=size).astype(np.float64)
+
+    backward = phases == Phase.BACKWARD
+    forward = summed(phases == Phase.FORWARD, stages, count)
+    inputs = summed(backward & ~is_weight, stages, count)
+    inputs = inputs + np.where(np.array(cut.recompute), forward, 0.0)
+    weights = summed(backward & is_weight, stages, count)
+    updates = summed(phases == Phase.UPDATE, of_op, len(problem.machine.devices))
+    of_element = np.full(problem.elements.count, -1, dtype=np.int64)
+    members = np.flatnonzero(stages >= 0)
+    of_element[problem.elements.of_op[members]] = stages[members]
+    return stage_times(problem, of_element, cut.devices, (forward, inputs, weights), updates)
+
+
+def tasks_of(problem: PipelineProblem, cut: StageCut) -> Orders:
+    """Return [devices] the tasks of each device in running order."""
+    return orders_of(cut.schedule, times_of(problem, cut), problem.micro_batches, cut.held)
 
 
 def _routes(machine: Machine) -> list[list[tuple[int, float, float]]]:
@@ -1116,6 +1154,16 @@ class _TriedCuts:
         """True once a cut was simulated to its end."""
 
     def add(self, cut: StageCut) -> SimulatedCut:
+        """Return what simulating the cut gives; of zero-bubble, with the memory of 1f1b or with
+        what there is, if that is faster or the first does not fit."""
+        outcome = self._try(cut)
+        for other in _holding_others(self.problem, cut, slower=not outcome.feasible):
+            found = self._try(other)
+            if found.feasible:
+                return min(outcome, found, key=lambda o: o.value if o.feasible else math.inf)
+        return outcome
+
+    def _try(self, cut: StageCut) -> SimulatedCut:
         outcome = self.simulate(cut)
         self.budget.charge(1)
         if not np.isfinite(outcome.value):
@@ -1137,6 +1185,43 @@ class _TriedCuts:
         return int(np.maximum(peaks - self.problem.capacities, 0).max())
 
 
+def _holding_others(problem: PipelineProblem, cut: StageCut, *, slower: bool) -> list[StageCut]:
+    """Return the cut, which is of zero-bubble, with other numbers of micro-batches held: those with
+    which it is faster task by task, the fastest first; ties: the fewest first.
+
+    slower   also those with which it is not faster
+    """
+    if cut.schedule != "zero-bubble":
+        return []
+    times, count = times_of(problem, cut), problem.micro_batches
+    seconds: dict[tuple[int, ...], float] = {
+        held: step_seconds(orders_of(cut.schedule, times, count, held), times, count)
+        for held in ((), *other_held(_room_of(problem, cut), count))
+    }
+    limit = math.inf if slower else seconds[()] * (1 - LEAST_GAIN)
+    chosen = sorted((taken, held) for held, taken in seconds.items() if held and taken < limit)
+    return [replace(cut, held=held) for _, held in chosen[:MOST_HELD]]
+
+
+def _room_of(problem: PipelineProblem, cut: StageCut) -> Float64:
+    """Return [stages] for so many micro-batches a device has memory: what forward ops leave for
+    backward ops, if they are not computed again, and what comes from other stages."""
+    elements, count = problem.elements, len(cut.devices)
+    of = np.zeros(elements.count, dtype=np.int64)
+    members = np.flatnonzero(cut.stages >= 0)
+    of[elements.of_op[members]] = cut.stages[members]
+    kept = np.bincount(of, weights=elements.kept_bytes, minlength=count)
+    saved = np.bincount(of, weights=elements.saved_bytes, minlength=count)
+    saved = np.where(np.array(cut.recompute), 0.0, saved)
+    tensor, reader = elements.sent[:, 0], of[elements.sent[:, 2]]
+    crossing = of[elements.sent[:, 1]] != reader
+    arrived = np.unique(np.stack([tensor, reader], axis=1)[crossing], axis=0).reshape(-1, 2)
+    sizes = problem.costs.sends_of(problem.graph)[arrived[:, 0]]
+    each = saved + np.bincount(arrived[:, 1], weights=sizes, minlength=count)
+    room = problem.capacities[np.array(cut.devices)] - kept
+    return np.asarray(room / np.maximum(each, 1.0))
+
+
 def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[StageCut]:
     """Return the best cuts, first those of each schedule in turn."""
     search = _Search(problem, budget, share=share)
@@ -1156,14 +1241,27 @@ def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[S
         mine = [entry for entry in search.ranked() if entry[0].schedule == schedule]
         for entry in mine[:3]:
             search.move(entry)
-    ranked = search.ranked()
+    ranked = _by_room(problem, [entry[0] for entry in search.ranked()])
     firsts = [
-        next((entry for entry in ranked if entry[0].schedule == schedule), None)
+        next((cut for cut in ranked if cut.schedule == schedule), None)
         for schedule in problem.schedules
     ]
-    chosen = sorted((e for e in firsts if e is not None), key=lambda entry: entry[0].seconds)
-    chosen += [entry for entry in ranked if all(entry is not other for other in chosen)]
-    return [entry[0] for entry in chosen[:FINALISTS]]
+    chosen = [cut for cut in ranked if any(cut is first for first in firsts)]
+    chosen += [cut for cut in ranked if all(cut is not first for first in firsts)]
+    return chosen[:FINALISTS]
+
+
+def _by_room(problem: PipelineProblem, ranked: list[StageCut]) -> list[StageCut]:
+    """Return the cuts anew in order of their seconds: those of zero-bubble with the micro-batches
+    for which there is room."""
+    seconds = {cut.key: cut.seconds for cut in ranked}
+    mine = [cut for cut in ranked if cut.schedule == "zero-bubble"]
+    for cut in mine[:RANKED_BY_ROOM]:
+        times, count = times_of(problem, cut), problem.micro_batches
+        held = tuple(int(min(max(1.0, own), count)) for own in _room_of(problem, cut))
+        orders = orders_of(cut.schedule, times, count, held)
+        seconds[cut.key] = min(cut.seconds, step_seconds(orders, times, count))
+    return sorted(ranked, key=lambda cut: seconds[cut.key])
 
 
 def _every_cut(problem: PipelineProblem, budget: Budget) -> list[StageCut] | None:
