@@ -2,9 +2,9 @@
 
     python benchmarks/pipelines/measured.py [--stages 2] [--rounds 9] [--steps 10]
 
-Both have the same stages, schedule, micro-batches and optimizer (SGD), and one core a stage. Rounds
-of each take turns in one run; a ratio above 1 says that ours makes more steps a second. The losses
-of both are compared first.
+Both have the same stages, schedule, micro-batches and optimizer (SGD), and one core a stage; with
+more stages than cores, stages share these. Rounds of each take turns in one run; a ratio above 1
+says that ours makes more steps a second. The losses of both are compared first.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import platform
 import socket
 import statistics
 import time
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 
 import dovetail as dt
 from dovetail.frontends import SGD, capture
+from dovetail.machine import Machine
+from dovetail.pipeline import resolve_machine
 from dovetail.runtime.files import write_atomically
 
 HERE = Path(__file__).parent
@@ -65,7 +69,8 @@ def torch_rank(rank: int, stages: int, port: int, schedule: str, pipe) -> None:
     with (seconds, last loss)."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.distributed.init_process_group("gloo", rank=rank, world_size=stages)
@@ -120,6 +125,23 @@ class TorchPipeline:
             pipe.send(0)
 
 
+def machine_of(stages: int) -> str | Machine:
+    """A device of a core for each stage. Where there are not enough, several have the same core."""
+    cores = len(os.sched_getaffinity(0))
+    if stages <= cores:
+        return f"here/{stages}"
+    here = resolve_machine(f"here/{cores}")
+    devices = tuple(
+        replace(here.devices[number % cores], name=f"cpu{number}") for number in range(stages)
+    )
+    one = here.links[0]
+    links = tuple(
+        replace(one, source=a.name, destination=b.name, channel=f"{a.name}->{b.name}")
+        for a, b in permutations(devices, 2)
+    )
+    return replace(here, devices=devices, links=links)
+
+
 def compare(stages: int, schedule: str, rounds: int, steps: int) -> dict:
     inputs, targets = batches()
     step = capture(
@@ -128,7 +150,7 @@ def compare(stages: int, schedule: str, rounds: int, steps: int) -> dict:
     each = BLOCKS // stages
     pins = [(f"blocks.{i}", f"cpu{i // each}") for i in range(BLOCKS)]
     plan = dt.plan(
-        step, f"here/{stages}", micro_batches=MICRO_BATCHES, schedule=schedule, pins=pins,
+        step, machine_of(stages), micro_batches=MICRO_BATCHES, schedule=schedule, pins=pins,
         recompute="never", budget="5s",
     )  # fmt: skip
     peer = TorchPipeline(stages, schedule)

@@ -63,6 +63,7 @@ DovetailError
     ├── ProcessDiedError      .process .status
     ├── WorkerError           .device .op .traceback .said
     ├── WorkerDiedError       .device .op .status
+    ├── PeerLostError         .rank .said
     └── RankLostError         .host .rank .op .said
 """
 

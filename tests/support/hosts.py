@@ -186,8 +186,12 @@ def differing_on_gpus(captured, ranks):
     for name, machine in gpu_machines().items():
         for seed in range(2):
             plan = drawn_plan(captured, machine, seed)
+            with_nccl = name == "GPUs alone" or not seed
+            # That one rank has no NCCL is enough.
+            os.environ["DOVETAIL_NCCL"] = "1" if with_nccl or ranks.rank else "0"
             with run_on_ranks(plan, captured, ranks, seed=7) as network:
                 pairs += len(network._local._direct)
+                assert with_nccl == bool(network._local._direct)
                 mine = [network.step(*inputs, *targets) for _ in range(count)]
                 network.timeline()
                 state = network.state_dict() | network.optimizer_state_dict()
@@ -263,6 +267,33 @@ def until_hung(captured, ranks, stops):
             elif number == 5 and not stops:
                 inputs[0][:] = math.nan
             network.step(*inputs, *targets)
+
+
+def until_raised(captured, ranks):
+    """Runs steps for ever on a played GPU of each of two ranks, of which rank 1's raises in the
+    second step, when rank 0's waits for it."""
+    devices = replace(gpu(0), host="box0"), replace(gpu(1), host="box1")
+    chosen = captured.graph.kinds.index("aten.sigmoid")
+    calls = list(captured.program.calls)
+    calls[chosen] = replace(calls[chosen], target=sigmoid_or_raise)
+    captured = replace(captured, program=replace(captured.program, calls=tuple(calls)))
+    inputs, targets = example_values(captured)
+    placement = np.zeros(len(captured.graph), dtype=np.int32)
+    placement[chosen] = 1
+    plan = plan_for(captured, placement, "by index", machine_of(*devices))
+    with run_on_ranks(plan, captured, ranks) as network:
+        assert network._local._direct
+        print(json.dumps([os.getpid(), *children()]), flush=True)
+        network.step(*inputs, *targets)
+        inputs[0][:] = math.nan
+        network.step(*inputs, *targets)
+
+
+def sigmoid_or_raise(x):
+    """What `until_raised` runs in place of a sigmoid."""
+    if x.isnan().any():
+        raise ValueError("not a number")
+    return x.sigmoid()
 
 
 def sigmoid_or_hang(x):

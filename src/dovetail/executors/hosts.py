@@ -8,8 +8,8 @@ bridge carries tensors between ranks.
 Every rank cuts the whole plan into the same shares, so that a slot has one place in the blocks of
 all. Each directed pair of devices on two ranks has a group of two ranks of its own and a thread on
 both. Messages of a pair are sent in the order of the sender's share, which is that of the
-simulator. All receives of a step are posted before it begins, into the slots themselves. So no send
-waits for a receive, and no pair of devices for another pair.
+simulator. All receives of a step are posted before it begins. So no send waits for a receive, and
+no pair of devices for another pair.
 
 Between GPUs of two ranks tensors go straight, over NCCL (`executors.gpus.peers`). What goes from or
 to a CPU goes through the block, and so do control edges.
@@ -85,7 +85,7 @@ from dovetail.runtime.ranks import Ranks
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 from dovetail.runtime.stopped import state_of
 from dovetail.runtime.torch_versions import broadcast, has_nccl
-from dovetail.runtime.waiting import ABORTED, SPIN_NS, barrier, publish, wait
+from dovetail.runtime.waiting import ABORTED, SPIN_NS, address_of, barrier, publish, wait
 from dovetail.timeline import Timeline
 from dovetail.units import format_seconds
 
@@ -174,7 +174,7 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 """Bytes of an element -> what it is moved as."""
 
 
-class _Parcel:
+class _SlotBuffer:
     """What a message is sent from, or received into. Its last byte says how far into the slot the
     tensor begins, which is less than a cache line.
 
@@ -227,14 +227,14 @@ class _Pair:
     """This rank's end of the messages between two devices: a group, and a thread.
 
     other      the rank of the other end
-    parcels    of each message
+    buffers    of each message
     arrivals   [messages] when each arrived in the last step, by this rank's clock in ns
     """
 
     def __init__(self, block: Block, messages: list[RankMessage], group: Any, other: int) -> None:
         self.group, self.other, self.messages = group, other, messages
         self.base = int(block.bytes.ctypes.data)
-        self.parcels = [_Parcel(block, message.slot) for message in messages]
+        self.buffers = [_SlotBuffer(block, message.slot) for message in messages]
         self.arrivals = np.zeros(len(messages), dtype=np.int64)
 
 
@@ -246,12 +246,12 @@ class _Sender(_Pair):
     def run(self, number: int, abort: int) -> None:
         """All messages of a step; returns when they have left, or when the step was aborted."""
         works = []
-        for tag, (message, parcel) in enumerate(zip(self.messages, self.parcels, strict=True)):
+        for tag, (message, buffer) in enumerate(zip(self.messages, self.buffers, strict=True)):
             reached = wait(self.base + message.flag, number * (SKEW + 1), abort, SPIN_NS)
             if reached == ABORTED:
                 return
-            parcel.pack(reached & SKEW)
-            works.append(self.group.send([parcel.bytes], 1, tag))
+            buffer.pack(reached & SKEW)
+            works.append(self.group.send([buffer.bytes], 1, tag))
         for work in works:
             work.wait()
 
@@ -262,14 +262,14 @@ class _Receiver(_Pair):
     def begin(self) -> None:
         """Post the receives of a step."""
         self.works = [
-            self.group.recv([parcel.bytes], 0, tag) for tag, parcel in enumerate(self.parcels)
+            self.group.recv([buffer.bytes], 0, tag) for tag, buffer in enumerate(self.buffers)
         ]
 
     def run(self, number: int, abort: int) -> None:
         for place, (message, work) in enumerate(zip(self.messages, self.works, strict=True)):
             work.wait()
             self.arrivals[place] = time.perf_counter_ns()
-            skew = self.parcels[place].unpack()
+            skew = self.buffers[place].unpack()
             publish(self.base + message.flag, number * (SKEW + 1) + skew)
 
 
@@ -426,6 +426,9 @@ class HostsNetwork:
         part = HostPart(self._shares, kept, [*direct])
         self._local = PlacedNetwork(plan, captured, workers, owns, seed, part)
         self._block = self._local.block
+        # With a view of it the block stays mapped after a step has failed, when a rank may yet be
+        # lost and have this one abort.
+        self._abort_flag = self._block.view(self._shares.abort, (1,), np.int64)
         self._watch = _HangWatch(self._local, plan, captured)
         self._steps, self._fed = 0, False
         self._folder, self._every = Path(), 0
@@ -580,7 +583,7 @@ class HostsNetwork:
     # ── Below ──
 
     def _abort(self) -> None:
-        publish(self._local.abort, 1)
+        publish(address_of(self._abort_flag), 1)
 
     def _make_pairs(self) -> Iterable[_Sender | _Receiver]:
         """This rank's end of each pair, connected. All ranks go through the pairs in one order, so
@@ -614,8 +617,9 @@ class HostsNetwork:
         cards = {int(device): str(card) for part in told for device, card in part.items()}
         found = {}
         for pair in pairs:
-            # NCCL does not connect a GPU with itself.
-            if len({cards[end] for end in pair if end in cards}) < 2:
+            # NCCL does not connect a GPU with itself, and none with one that is played.
+            played = {devices[end].torch_device.startswith(PLAYED) for end in pair}
+            if len({cards[end] for end in pair if end in cards}) < 2 or len(played) > 1:
                 continue
             source, destination = (devices[end].name for end in pair)
             found[pair] = self.ranks.numbered(f"nccl/{source}->{destination}")
@@ -757,7 +761,7 @@ class HostsNetwork:
         """Bring all stamps of a step into the block of rank 0, by its clock.
 
         A transfer between two ranks ends when it has arrived, where the sender knows only when its
-        copy had left the device.
+        copy had left the device. One by NCCL ends when the sender's GPU has sent it.
         """
         me, shares = self.ranks.rank, self._shares.shares
         arrived = [(self._incoming(0), list(self._arrivals()), 0)]

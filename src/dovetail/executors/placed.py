@@ -38,6 +38,7 @@ from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadGpus, ReadSources, SaveSources
 from dovetail.executors.shares import (
     AwaitFlag,
+    BlockSlot,
     ReadSource,
     SendTensor,
     Share,
@@ -268,7 +269,7 @@ class PlacedNetwork:
         self.own_shares = tuple(s for s in self.shares.shares if s.device in workers.devices)
         needed_bytes = self.shares.size_bytes
         if len(self.own_shares) < len(self.shares.shares):
-            needed_bytes = part_bytes(self.shares, self.own_shares, part.sources)
+            needed_bytes = part_bytes(self.own_shares, part)
         _check_memory(plan.machine.name, needed_bytes)
         for share in self.own_shares:
             _check_gpu_memory(plan.machine.devices[share.device], share, captured)
@@ -711,19 +712,26 @@ def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str
     return {name: value.detach().clone() for name, value in held.items()}
 
 
-def part_bytes(shares: Shares, own: Sequence[Share], sources: Collection[int] | None) -> int:
-    """The bytes of the block that a host of several touches: what its devices send and receive, the
-    sources that it keeps, and all outputs. The rest of the block takes no memory there."""
+def part_bytes(own: Sequence[Share], part: HostPart) -> int:
+    """The bytes of the block that a host of several touches: what its devices send and receive
+    through it, the sources that it keeps, and all outputs. The rest takes no memory there."""
     slots = [
-        slot for tensor, slot in shares.sources.items() if sources is None or tensor in sources
+        slot
+        for tensor, slot in part.shares.sources.items()
+        if part.sources is None or tensor in part.sources
     ]
-    slots += shares.outputs.values()
-    slots += [
-        instruction.slot
-        for share in own
-        for instruction in share.instructions
-        if isinstance(instruction, (SendTensor, AwaitFlag)) and instruction.slot is not None
-    ]
+    slots += part.shares.outputs.values()
+    for share in own:
+        for instruction in share.instructions:
+            match instruction:
+                case SendTensor(slot=BlockSlot() as slot, destination=destination):
+                    ends = share.device, destination
+                case AwaitFlag(slot=BlockSlot() as slot, source=source):
+                    ends = source, share.device
+                case _:
+                    continue
+            if ends not in part.direct:
+                slots.append(slot)
     touched = {slot.offset: slot.bytes + ALIGNMENT_BYTES for slot in slots if slot.offset >= 0}
     return sum(touched.values())
 

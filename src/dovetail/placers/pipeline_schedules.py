@@ -21,7 +21,7 @@ Papers:
   https://arxiv.org/abs/2104.04473, section 2.2.1.
 * interleaved: the latter, section 2.2.2: a device has several stages.
 * zero-bubble: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024,
-  https://arxiv.org/abs/2401.10241, section 2.2, ZB-H1: the memory of 1F1B.
+  https://arxiv.org/abs/2401.10241, section 2.2, ZB-H1: the peak memory of 1F1B; and with more.
 
 Differences: backward tasks of gpipe run in the order of the micro-batches, as in
 torch.distributed.pipelining, so that gradients are summed in that order. interleaved takes any
@@ -98,7 +98,8 @@ def orders_of(
 ) -> Orders:
     """Return the tasks of each device in the order of a schedule. Raises `KeyError`.
 
-    held   [stages] of zero-bubble: how many micro-batches each may hold; (): as few as 1f1b
+    held   [stages] of zero-bubble: how many micro-batches each may hold; (): as many as there are
+           stages
     """
     if schedule == "zero-bubble":
         return zero_bubble(times, micro_batches, held)
@@ -160,7 +161,7 @@ def zero_bubble(times: StageTimes, micro_batches: int, held: tuple[int, ...] = (
     preferences = [{I: 0, F: 1, W: 2}, {I: 0, W: 1, F: 2}, {F: 0, I: 1, W: 2}]
     furthest = [0, 1, stages // 2]
     if held:
-        # The other ways have not been the shortest then.
+        # The other ways were never the shortest for GPT-2 medium then.
         preferences, furthest = preferences[:1], [stages // 2, stages - 1, stages]
     ways = [
         _filled(times, micro_batches, preference, ahead, held or (stages,) * stages)

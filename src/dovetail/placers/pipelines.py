@@ -81,11 +81,9 @@ SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 stage needs is estimated."""
 FINALISTS = 12
 """So many of the best cuts are simulated op by op, as the budget allows."""
-LEAST_GAIN, MOST_HELD = 1e-3, 6
+LEAST_GAIN, MOST_HELD, NEAR = 1e-3, 6, 0.03
 """Zero-bubble holds other numbers of micro-batches where its step is shorter by such a share. So
-many of them are simulated op by op."""
-RANKED_BY_ROOM = 64
-"""So many cuts of zero-bubble are ranked by what they take with all memory."""
+many of them are simulated op by op, and only while they are nearer than this to the best plan."""
 CHUNKS = (2, 3, 4)
 """Numbers of stages on each device that are tried for the interleaved schedule."""
 
@@ -142,7 +140,8 @@ class StageCut:
     devices      [stages]
     recompute    [stages]
     seconds      of a step, simulated task by task
-    held         [stages] of zero-bubble: how many micro-batches each may hold; (): as few as 1f1b
+    held         [stages] of zero-bubble: how many micro-batches each may hold; (): as many as there
+                 are stages
     """
 
     schedule: str
@@ -974,11 +973,17 @@ class _Search:
         if not np.isfinite(times.forward + times.inputs + times.weights).all():
             return math.inf
         micro_batches = self.problem.micro_batches
-        seconds = step_seconds(orders_of(schedule, times, micro_batches), times, micro_batches)
+        stages = stages_of_ops(self.problem, cutting.stages_of(cuts))
+        cut = StageCut(schedule, stages, devices, recompute)
+        held: tuple[int, ...] = ()
+        if schedule == "zero-bubble":
+            # Whether its memory lasts is known when it is simulated op by op.
+            room = _room_of(self.problem, cut).clip(1, micro_batches)
+            held = tuple(room.astype(np.int64).tolist())
+        orders = orders_of(schedule, times, micro_batches, held)
+        seconds = step_seconds(orders, times, micro_batches)
         if math.isfinite(seconds):
-            stages = stages_of_ops(self.problem, cutting.stages_of(cuts))
-            cut = StageCut(schedule, stages, devices, recompute, seconds)
-            self.found.setdefault(cut.key, (cut, cutting, cuts))
+            self.found.setdefault(cut.key, (replace(cut, seconds=seconds), cutting, cuts))
         self.seconds[asked] = seconds
         return seconds
 
@@ -1130,7 +1135,8 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
             break
     every, is_exact = _every_cut(problem, budget), False
     if every is not None:
-        is_exact = "interleaved" not in problem.schedules
+        # Of zero-bubble not all numbers of micro-batches held are simulated.
+        is_exact = not {"interleaved", "zero-bubble"} & set(problem.schedules)
         for cut in every:
             if budget.exhausted and tried.best is not None:
                 is_exact = False
@@ -1157,10 +1163,19 @@ class _TriedCuts:
         """Return what simulating the cut gives; of zero-bubble, with the memory of 1f1b or with
         what there is, if that is faster or the first does not fit."""
         outcome = self._try(cut)
+        is_best = self.best is None or self.best[0] is cut
+        if cut.schedule != "zero-bubble" or (self.budget.exhausted and not is_best):
+            return outcome
         for other in _holding_others(self.problem, cut, slower=not outcome.feasible):
+            # Task by task a step takes about as long as op by op.
+            best = math.inf if self.best is None else self.best[1].value
+            if outcome.feasible and not cut.name and other.seconds > best * (1 + NEAR):
+                break
             found = self._try(other)
-            if found.feasible:
-                return min(outcome, found, key=lambda o: o.value if o.feasible else math.inf)
+            if found.feasible and (not outcome.feasible or found.value < outcome.value):
+                return found
+            if found.feasible or found.value >= outcome.value:
+                break
         return outcome
 
     def _try(self, cut: StageCut) -> SimulatedCut:
@@ -1189,18 +1204,24 @@ def _holding_others(problem: PipelineProblem, cut: StageCut, *, slower: bool) ->
     """Return the cut, which is of zero-bubble, with other numbers of micro-batches held: those with
     which it is faster task by task, the fastest first; ties: the fewest first.
 
-    slower   also those with which it is not faster
+    slower   with fewer than S on some stage, whether they are faster or not: S do not fit
     """
-    if cut.schedule != "zero-bubble":
-        return []
     times, count = times_of(problem, cut), problem.micro_batches
+    room = _room_of(problem, cut)
+    options = other_held(room, count)
+    if cut.name:
+        # Usual cuts have one try, with what there is room for.
+        options = [held for held in options if (np.array(held) <= room).all()]
+    if slower:
+        options = [held for held in options if min(held) < min(times.stages, count)]
     seconds: dict[tuple[int, ...], float] = {
         held: step_seconds(orders_of(cut.schedule, times, count, held), times, count)
-        for held in ((), *other_held(_room_of(problem, cut), count))
+        for held in ((), *options)
     }
     limit = math.inf if slower else seconds[()] * (1 - LEAST_GAIN)
     chosen = sorted((taken, held) for held, taken in seconds.items() if held and taken < limit)
-    return [replace(cut, held=held) for _, held in chosen[:MOST_HELD]]
+    chosen = chosen[: 1 if cut.name else MOST_HELD]
+    return [replace(cut, held=held, seconds=taken) for taken, held in chosen]
 
 
 def _room_of(problem: PipelineProblem, cut: StageCut) -> Float64:
@@ -1241,7 +1262,7 @@ def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[S
         mine = [entry for entry in search.ranked() if entry[0].schedule == schedule]
         for entry in mine[:3]:
             search.move(entry)
-    ranked = _by_room(problem, [entry[0] for entry in search.ranked()])
+    ranked = [entry[0] for entry in search.ranked()]
     firsts = [
         next((cut for cut in ranked if cut.schedule == schedule), None)
         for schedule in problem.schedules
@@ -1249,19 +1270,6 @@ def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[S
     chosen = [cut for cut in ranked if any(cut is first for first in firsts)]
     chosen += [cut for cut in ranked if all(cut is not first for first in firsts)]
     return chosen[:FINALISTS]
-
-
-def _by_room(problem: PipelineProblem, ranked: list[StageCut]) -> list[StageCut]:
-    """Return the cuts anew in order of their seconds: those of zero-bubble with the micro-batches
-    for which there is room."""
-    seconds = {cut.key: cut.seconds for cut in ranked}
-    mine = [cut for cut in ranked if cut.schedule == "zero-bubble"]
-    for cut in mine[:RANKED_BY_ROOM]:
-        times, count = times_of(problem, cut), problem.micro_batches
-        held = tuple(int(min(max(1.0, own), count)) for own in _room_of(problem, cut))
-        orders = orders_of(cut.schedule, times, count, held)
-        seconds[cut.key] = min(cut.seconds, step_seconds(orders, times, count))
-    return sorted(ranked, key=lambda cut: seconds[cut.key])
 
 
 def _every_cut(problem: PipelineProblem, budget: Budget) -> list[StageCut] | None:

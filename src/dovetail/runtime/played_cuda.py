@@ -15,10 +15,12 @@ knows what it has waited for. A race is found whatever the times of the works ar
 `StreamRaceError`.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -309,6 +311,10 @@ class PlayedEvent:
     def synchronize(self) -> None:
         _join(self.cuda._host, self.reached())
 
+    def query(self) -> bool:
+        """True, as all that was issued has run."""
+        return True
+
     def elapsed_time(self, end: "PlayedEvent") -> float:
         """Milliseconds from this event to another one."""
         return 1e3 * (end._seconds - self._seconds)
@@ -320,18 +326,22 @@ class PlayedNccl:
     A message is a work of a stream of the group's own, which starts after the current one. The host
     waits until it has arrived. So ranks that do not have their messages in one order wait for ever,
     as they may with NCCL.
+
+    is_aborted   once it returns True, waits raise RuntimeError
     """
 
-    def __init__(self, cuda: PlayedCuda, group: Any) -> None:
-        self._cuda, self._group = cuda, group
+    def __init__(self, cuda: PlayedCuda, group: Any, is_aborted: Callable[[], bool]) -> None:
+        self._cuda, self._group, self._is_aborted = cuda, group, is_aborted
         self._stream = cuda.Stream()
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> "PlayedMessage":
-        return self._issue("send", lambda: self._group.send(tensors, rank, tag).wait(), tensors, ())
+        return self._issue(
+            "send", lambda: self._wait(self._group.send(tensors, rank, tag)), tensors, ()
+        )
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> "PlayedMessage":
         return self._issue(
-            "receive", lambda: self._group.recv(tensors, rank, tag).wait(), (), tensors
+            "receive", lambda: self._wait(self._group.recv(tensors, rank, tag)), (), tensors
         )
 
     def _issue(
@@ -344,6 +354,26 @@ class PlayedNccl:
             self._cuda.issue(name, work, reads, writes)
         after.record(self._stream)
         return PlayedMessage(self._cuda, after)
+
+    def _wait(self, message: Any) -> None:
+        """Wait for a message of gloo, which cannot be broken off, in a thread of its own."""
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+
+        def wait() -> None:
+            try:
+                message.wait()
+            except BaseException as error:
+                ended.put(error)
+            else:
+                ended.put(None)
+
+        threading.Thread(target=wait, name="message", daemon=True).start()
+        while not self._is_aborted():
+            with suppress(Empty):
+                if (error := ended.get(timeout=0.02)) is not None:
+                    raise error
+                return
+        raise RuntimeError("the step was aborted")
 
     def abort(self) -> None:
         """Gloo closes its connections with the group."""

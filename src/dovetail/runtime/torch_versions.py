@@ -59,6 +59,7 @@ __all__ = [
     "in_kernel_invocation_manager",
     "is_traceable_wrapper_subclass",
     "named_store",
+    "nccl_errors",
     "nccl_group",
     "open_archive",
     "pytree",
@@ -378,12 +379,18 @@ def has_nccl() -> bool:
     return bool(made.is_available() and made.is_nccl_available())
 
 
+def nccl_errors() -> tuple[type[BaseException], ...]:
+    """What NCCL raises, as other errors of a GPU are RuntimeErrors too."""
+    made: Any = torch.distributed
+    return (made.DistError,)
+
+
 def nccl_group(store: Any, rank: int, timeout: timedelta) -> Any:
     """A group of two ranks over NCCL, otherwise as `gloo_group`. It connects with the first
     message."""
-    # What a lost rank leaves behind is ended by us, and by nobody before us.
+    # We end what a lost rank leaves behind, and nobody does before. torchrun sets the first to 1.
     for variable in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
-        os.environ.setdefault(variable, "0")
+        os.environ[variable] = "0"
     made: Any = torch.distributed.ProcessGroupNCCL
     options = made.Options()
     options._timeout = timeout

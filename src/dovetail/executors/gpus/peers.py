@@ -12,6 +12,7 @@ and CUDA does not promise that two streams of a GPU both go on
 receives are not posted ahead, as they are between CPUs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ from dovetail.executors.shares import BlockSlot
 from dovetail.frontends.runners import distinct
 from dovetail.runtime.played_cuda import PlayedNccl
 from dovetail.runtime.ranks import JOIN_SECONDS, RankPlace, connect_store, interface_of
-from dovetail.runtime.torch_versions import gloo_group, named_store, nccl_group
+from dovetail.runtime.torch_versions import gloo_group, named_store, nccl_errors, nccl_group
 
 _NEVER = timedelta(days=30)
 """Who waits for a lost rank is ended by `runtime.ranks`."""
@@ -71,23 +72,38 @@ class ConnectPeers:
 
 class Peer:
     """A connected end of a pair. What is issued runs on the current stream, which goes on once it
-    has ended; the host does not wait. Raises `PeerError`."""
+    has ended; the host does not wait. Raises `PeerError`.
 
-    def __init__(self, pair: PeerPair, store: Any, place: RankPlace, cuda: Any) -> None:
+    is_aborted   True once a device of this rank has failed
+    """
+
+    def __init__(
+        self,
+        pair: PeerPair,
+        store: Any,
+        place: RankPlace,
+        cuda: Any,
+        is_aborted: Callable[[], bool] = bool,
+    ) -> None:
         self._pair = pair
+        self._errors = nccl_errors() if cuda is torch.cuda else (RuntimeError,)
         store, end = named_store(pair.name, store), 0 if pair.sends else 1
         try:
             if cuda is torch.cuda:
                 self._group = nccl_group(store, end, _NEVER)
             else:
                 gloo = gloo_group(store, end, 2, interface_of(place), _NEVER)
-                self._group = PlayedNccl(cuda, gloo)
-        except RuntimeError as error:
+                self._group = PlayedNccl(cuda, gloo, is_aborted)
+        except self._errors as error:
             raise PeerError(pair.other, str(error)) from error
 
     def greet(self, device: torch.device) -> None:
         """Send or receive a byte: NCCL connects with the first message."""
-        self._exchange(torch.zeros(1, dtype=torch.uint8, device=device))
+        try:
+            self._exchange(torch.zeros(1, dtype=torch.uint8, device=device))
+        except PeerError as error:
+            said = f"{error}; DOVETAIL_NCCL=0 has tensors of GPUs go through memory"
+            raise PeerError(error.rank, said) from error
 
     def send(self, value: Tensor, slot: BlockSlot) -> None:
         """Send a tensor with the shape and strides of the slot."""
@@ -114,19 +130,22 @@ class Peer:
                 self._group.send([raw], 1, 0).wait()
             else:
                 self._group.recv([raw], 0, 0).wait()
-        except RuntimeError as error:
+        except self._errors as error:
             raise PeerError(self._pair.other, str(error)) from error
 
     def close(self) -> None:
+        """End the connection, with what waits for the other end."""
         self._group.abort()
 
 
-def connect_peers(request: ConnectPeers, cuda: Any) -> dict[tuple[int, int], Peer]:
+def connect_peers(
+    request: ConnectPeers, cuda: Any, is_aborted: Callable[[], bool]
+) -> dict[tuple[int, int], Peer]:
     """(source, destination) -> this rank's end of each pair. Raises `PeerError`, and `UsageError`
     if torch's store cannot be reached."""
     store = connect_store(request.place, keeps=False, timeout_seconds=JOIN_SECONDS)
     return {
-        (pair.source, pair.destination): Peer(pair, store, request.place, cuda)
+        (pair.source, pair.destination): Peer(pair, store, request.place, cuda, is_aborted)
         for pair in request.pairs
     }
 

@@ -2,12 +2,13 @@
 
     compute stream of each GPU     launch ─────────── launch ── take ── launch
     copy stream of each pair            └─ push ─► ─────────────┘
+    peer stream of each GPU     send, receive ═══ NCCL ═══ GPUs of other ranks (`gpus.peers`)
     block (pinned) ◄── push ── GPU      GPU ◄── pull, take ── block
 
-The thread runs ahead of the GPUs. It waits for flags of CPUs, and at the end of a step for all
-streams; also for copies between a GPU and the block of tensors with gaps, which torch makes through
-memory of its own. Flags for CPUs are published by a thread for each pair of a GPU and a CPU, which
-waits for the events of copies in the order in which they were issued.
+The thread runs ahead of the GPUs. It waits for flags of CPUs, and at the end of a step for other
+ranks' GPUs and for all streams; also for copies between a GPU and the block of tensors with gaps,
+which torch makes through memory of its own. Flags for CPUs are published by a thread for each pair
+of a GPU and a CPU, which waits for the events of copies in the order in which they were issued.
 
 Graphs: in the third step each launch is captured as a CUDA graph, and replayed from then on, which
 takes the host a few microseconds for all of its works together. Its memory stays where it was in
@@ -81,6 +82,8 @@ from dovetail.units import GIB, KIB, MIB
 _SPIN_NS = round(SPIN_SECONDS * 1e9)
 _ALIGNMENT_BYTES = 16
 """Inductor's kernels take inputs to begin at multiples of this, as `torch._inductor` has it."""
+_POLL_SECONDS = 5e-5
+"""Time between two looks at what other ranks' GPUs have sent."""
 _CAPTURED_STEP = 3
 """The step in which launches are captured. Libraries choose algorithms and allocate workspaces in
 the first ones."""
@@ -287,7 +290,7 @@ class LoadedGpus:
         self._bind_launches()
         # Pairs of GPUs of two ranks, and the flags of what comes straight from them.
         self.peers: dict[tuple[int, int], Peer] = {}
-        self.peer_streams: dict[int, Any] = {}
+        self.peer_streams: dict[str, Any] = {}
         self.received = {step.flag for step in load.steps if isinstance(step, ReceiveTensor)}
         self.waits = {
             step.wait.flag: (step.device, step.wait)
@@ -327,7 +330,7 @@ class LoadedGpus:
     def connect(self, request: ConnectPeers) -> str | Failed:
         """Connect with GPUs of other ranks."""
         try:
-            self.peers = connect_peers(request, self.cuda)
+            self.peers = connect_peers(request, self.cuda, self._is_aborted)
             for (source, destination), peer in self.peers.items():
                 own = source if source in self.gpus else destination
                 with self.cuda.stream(self._peer_stream(own)):
@@ -360,6 +363,7 @@ class LoadedGpus:
             starts = self._starts() if timed else {}
             for step in self.load.steps:
                 self._issue(step, running)
+            self._wait_for_peers()
             self._synchronize()
             for publisher in self.publishers.values():
                 publisher.wait()
@@ -371,16 +375,39 @@ class LoadedGpus:
             self._meet(2 * number)
             self._copy_outputs(running)
         except Aborted:
-            self._synchronize()
+            self._give_up()
             return "aborted"
         except Exception as error:
+            is_first = not self._is_aborted()
             publish(self.abort, 1)
             failed = _failed(self.failed, error)
-            # What was issued may still read and write memory that is given up next.
-            with suppress(Exception):
-                self._synchronize()
-            return failed
+            self._give_up()
+            # What this rank broke off itself is no failure of another one.
+            return failed if is_first or failed.peer is None else "aborted"
         return "done"
+
+    def _give_up(self) -> None:
+        """End what was issued, as it may still read and write memory that is given up next."""
+        for peer in self.peers.values():
+            # What is received from a rank that has failed too would be waited for without end.
+            with suppress(Exception):
+                peer.close()
+        with suppress(Exception):
+            self._synchronize()
+
+    def _is_aborted(self) -> bool:
+        return bool(look(self.abort))
+
+    def _wait_for_peers(self) -> None:
+        """Wait for all that was sent to, and received from, GPUs of other ranks, or until a device
+        of this rank has failed: what other ranks wait for may never be sent then."""
+        for stream in self.peer_streams.values():
+            event = self.cuda.Event()
+            event.record(stream)
+            while not event.query():
+                if self._is_aborted():
+                    raise Aborted
+                time.sleep(_POLL_SECONDS)
 
     def _meet(self, value: int) -> None:
         share = self.load.shares[0]
@@ -629,11 +656,13 @@ class LoadedGpus:
         return self.copying[pair]
 
     def _peer_stream(self, device: int) -> Any:
-        """The stream of all that a GPU sends to, and receives from, GPUs of other ranks."""
-        if device not in self.peer_streams:
+        """The stream of all that a GPU exchanges with GPUs of other ranks. Devices of the machine
+        that are parts of one GPU share it."""
+        name = self.load.names[device]
+        if name not in self.peer_streams:
             own = self.gpus[device].torch_device
-            self.peer_streams[device] = self.cuda.Stream(device=own)
-        return self.peer_streams[device]
+            self.peer_streams[name] = self.cuda.Stream(device=own)
+        return self.peer_streams[name]
 
     def _copy_across(
         self, source: int, destination: int, into: Tensor, value: Tensor, slot: BlockSlot
