@@ -1174,7 +1174,7 @@ class _TriedCuts:
             found = self._try(other)
             if found.feasible and (not outcome.feasible or found.value < outcome.value):
                 return found
-            if found.feasible or found.value >= outcome.value:
+            if outcome.feasible and found.value >= outcome.value:
                 break
         return outcome
 
