@@ -23,9 +23,12 @@ import torch
 from torch import Tensor, nn
 
 import dovetail as dt
-from dovetail.frontends import SGD, capture
+from dovetail.executors import run
+from dovetail.frontends import SGD, Captured, capture
 from dovetail.machine import Machine
 from dovetail.pipeline import resolve_machine
+from dovetail.pipeline.opening import planned
+from dovetail.plans import Plan
 from dovetail.runtime.files import write_atomically
 
 HERE = Path(__file__).parent
@@ -125,12 +128,12 @@ class TorchPipeline:
             pipe.send(0)
 
 
-def machine_of(stages: int) -> str | Machine:
+def machine_of(stages: int) -> Machine:
     """A device of a core for each stage. Where there are not enough, several have the same core."""
     cores = len(os.sched_getaffinity(0))
+    here = resolve_machine(f"here/{min(stages, cores)}")
     if stages <= cores:
-        return f"here/{stages}"
-    here = resolve_machine(f"here/{cores}")
+        return here
     devices = tuple(
         replace(here.devices[number % cores], name=f"cpu{number}") for number in range(stages)
     )
@@ -142,6 +145,17 @@ def machine_of(stages: int) -> str | Machine:
     return replace(here, devices=devices, links=links)
 
 
+def planned_for(step: Captured, machine: Machine, **options) -> Plan:
+    """The step's plan. Costs are measured if each device has a core of its own; else they are those
+    of a data sheet, which decide nothing, as stages are pinned."""
+    cores = [core for device in machine.devices for core in device.cores]
+    if len(set(cores)) == len(cores):
+        return dt.plan(step, machine, **options)
+    nowhere = tuple(replace(device, cores=()) for device in machine.devices)
+    plan = dt.plan(step, replace(machine, devices=nowhere), **options)
+    return replace(plan, machine=machine)
+
+
 def compare(stages: int, schedule: str, rounds: int, steps: int) -> dict:
     inputs, targets = batches()
     step = capture(
@@ -149,13 +163,13 @@ def compare(stages: int, schedule: str, rounds: int, steps: int) -> dict:
     )
     each = BLOCKS // stages
     pins = [(f"blocks.{i}", f"cpu{i // each}") for i in range(BLOCKS)]
-    plan = dt.plan(
+    plan = planned_for(
         step, machine_of(stages), micro_batches=MICRO_BATCHES, schedule=schedule, pins=pins,
         recompute="never", budget="5s",
     )  # fmt: skip
     peer = TorchPipeline(stages, schedule)
     ours, theirs = [], []
-    with dt.run(plan, step) as running:
+    with run(plan, planned(plan, step)) as running:
         losses = [(float(running.step(*inputs, *targets)), peer.steps(1)[1]) for _ in range(3)]
         for a, b in losses:
             assert abs(a - b) < 1e-5 * abs(b), losses
