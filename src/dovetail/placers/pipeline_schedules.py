@@ -101,9 +101,8 @@ def orders_of(
     held   [stages] of zero-bubble: how many micro-batches each may hold; (): as many as there are
            stages
     """
-    if schedule == "zero-bubble":
-        return zero_bubble(times, micro_batches, held)
-    return SCHEDULES[schedule](times, micro_batches)
+    make = SCHEDULES[schedule]
+    return make(times, micro_batches, held) if held else make(times, micro_batches)
 
 
 def gpipe(times: StageTimes, micro_batches: int) -> Orders:
@@ -271,13 +270,13 @@ def _alternating(forward: list[Task], backward: list[Task], ahead: int) -> list[
     return tasks
 
 
-SCHEDULES: dict[str, Callable[[StageTimes, int], Orders]] = {
+SCHEDULES: dict[str, Callable[..., Orders]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
-"""Name -> the function that orders the tasks of all devices."""
+"""Name -> the function of times and micro-batches that orders the tasks of all devices."""
 
 
 def in_flight(schedule: str, stage: int, stages: int, devices: int, micro_batches: int) -> int:
