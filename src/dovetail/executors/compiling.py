@@ -21,7 +21,8 @@ import os
 import re
 import statistics
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -165,10 +166,10 @@ def serve(channel: Channel) -> None:
     """Compile each fused call that arrives. The first message is what for."""
     target: CompileTarget = channel.receive()
     set_up(target.threads)
-    use_own_cache()
-    while True:
-        call: FusedCall = channel.receive()
-        channel.send(_compile(call, target))
+    with own_cache():
+        while True:
+            call: FusedCall = channel.receive()
+            channel.send(_compile(call, target))
 
 
 def has_code(key: str, target: CompileTarget) -> bool:
@@ -180,11 +181,11 @@ def load_code(key: str, target: CompileTarget) -> GeneratedCode | None:
     """The compiled code of a fused call; None if there is none that can be used."""
     if not has_code(key, target):
         return None
-    use_own_cache()
     try:
         facts = json.loads(_path(key, target, "json").read_text())
         examples = examples_of(facts["metas"], target.torch_device)
-        code = _loaded(_path(key, target, "py"), examples)
+        with own_cache():
+            code = _loaded(_path(key, target, "py"), examples)
     except Exception:  # whatever a damaged file leads to
         return None
     return code if facts.get("by_runner") else replace(code, instructions=None)
@@ -198,10 +199,19 @@ def _loaded(path: Path, examples: Sequence[Tensor]) -> GeneratedCode:
     return noted(module, examples)
 
 
-def use_own_cache() -> None:
-    """Have Inductor keep its files beside ours, unless the user has named a folder for them. Its
-    own default is a folder of /tmp whose name anybody can guess, and make first."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_folder() / "inductor"))
+@contextmanager
+def own_cache() -> Iterator[None]:
+    """Have Inductor keep its files beside ours within, unless the user has named a folder for them.
+    Its own default is a folder of /tmp whose name anybody can guess, and make first."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(_folder() / "inductor")
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def _compile(call: FusedCall, target: CompileTarget) -> Compiled:

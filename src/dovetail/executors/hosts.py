@@ -48,6 +48,7 @@ from dovetail.executors.placed import (
     PlacedNetwork,
     measure_steps,
     progress_of,
+    seconds_of_call,
     step_span,
     time_steps,
     timeline_of,
@@ -430,7 +431,7 @@ class HostsNetwork:
         # lost and have this one abort.
         self._abort_flag = self._block.view(self._shares.abort, (1,), np.int64)
         self._watch = _HangWatch(self._local, plan, captured)
-        self._steps, self._fed = 0, False
+        self._steps = 0
         self._folder, self._every = Path(), 0
         try:
             ranks.on_lost(self._abort)
@@ -452,6 +453,9 @@ class HostsNetwork:
         """Run one step on rank 0's arguments; see `PlacedNetwork.step`. All ranks return the
         result."""
         self.feed(self.captured.signature.tensors(args, kwargs))
+        return self._step()
+
+    def _step(self) -> Any:
         self._advance()
         self.ranks.wait_for(self._share_outputs)
         return self._local.results()
@@ -460,7 +464,6 @@ class HostsNetwork:
         """Set the inputs and targets of the next steps: rank 0's. None stands for the captured
         examples."""
         self._local.feed(tensors)
-        self._fed = True
         names = (source.name for source in self.captured.program.sources if source is not None)
         self._spread(self._local.by_name[name] for name in names if _is_input(name))
 
@@ -475,8 +478,8 @@ class HostsNetwork:
         cores = [core for device in devices for core in device.cores]
         neighbours = Neighbours(cores, self._local.workers.pids)
         return measure_steps(
-            self._advance,
-            self._timeline,
+            self._seconds_of_step,
+            self.timeline,
             steps=steps,
             warmup=warmup,
             others_cores=neighbours.settled,
@@ -484,7 +487,15 @@ class HostsNetwork:
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
         """[steps - 1] seconds of each of `steps` steps, without the first."""
-        return time_steps(self._advance, steps)
+        return time_steps(self._seconds_of_step, steps)
+
+    def _seconds_of_step(self) -> float:
+        """Seconds of one call of `step` on what was fed last or on the captured examples."""
+        return seconds_of_call(self._step_on_fed)
+
+    def _step_on_fed(self) -> Any:
+        self.feed(self._local.fed)
+        return self._step()
 
     def timeline(self) -> Timeline:
         """The timeline of one more step: of all ranks on rank 0."""
@@ -643,7 +654,7 @@ class HostsNetwork:
         """Run one step on all ranks. Returns seconds, from the first device's start to the last
         device's end."""
         self.ranks.check()
-        if not self._fed:
+        if self._local.fed is None:
             self.feed()
         self._steps += 1
         self._bridge.post()

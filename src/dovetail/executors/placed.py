@@ -7,12 +7,16 @@ the steps.
                              slots and flags   ◄─────────────►  between devices
     result ◄─────── copy ─── outputs           ◄─ copied ────── after the step
 
+A step on all cores as one device is run by this process itself (`executors.workers`). Where others
+run it, this process copies on one thread and ends OpenMP's, so that none spins on their cores.
+
 This process reads and writes parameters only between steps, so that `state_dict` needs no help of
 the workers. What lives on GPUs is copied from the block when a plan is loaded, and into it when it
 is asked for.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -49,7 +53,7 @@ from dovetail.executors.shares import (
     tensor_at,
 )
 from dovetail.executors.worker import Failed, Load, Step, Unload
-from dovetail.executors.workers import Workers
+from dovetail.executors.workers import DeviceWorker, Workers
 from dovetail.frontends.interpret import example_values, held_values, source_value
 from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.recording import is_fake
@@ -61,8 +65,9 @@ from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.processes import Worker, ready
 from dovetail.runtime.ranks import RankPlace
+from dovetail.runtime.setup import op_threads, rest_openmp
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block
-from dovetail.runtime.timers import summarise
+from dovetail.runtime.timers import clock, summarise
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
 
@@ -172,7 +177,7 @@ class Measurement:
 
 
 def measure_steps(
-    advance: Callable[[bool], float],
+    step_seconds: Callable[[], float],
     timeline: Callable[[], Timeline],
     *,
     steps: int,
@@ -184,27 +189,43 @@ def measure_steps(
     Paper: the protocol of RL17 (Mirhoseini et al., "Device Placement Optimization with
     Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4). Differences:
     the median is reported, because identical runs differ on a shared machine. The steps that count
-    are not stamped, because stamping takes time.
+    are calls as a user makes them (`seconds_of_call`), and not stamped, because stamping takes
+    time.
 
-    `advance(timed)` runs a step and returns its seconds. `timeline()` returns the timeline of the
-    last timed step. `others_cores()` returns how many cores other programs used meanwhile.
+    `step_seconds()` runs a step and returns its seconds, and `timeline()` returns the timeline of
+    one more step. `others_cores()` returns how many cores other programs used meanwhile.
     """
     _check_steps(steps)
     for _ in range(warmup):
-        advance(False)
-    seconds = time_steps(advance, steps)
-    timelines = []
-    for _ in range(TIMED_STEPS):
-        advance(True)
-        timelines.append(timeline())
-    timelines.sort(key=lambda timeline: timeline.step_seconds)
-    return Measurement(seconds, timelines[TIMED_STEPS // 2], others_cores() or 0.0)
+        step_seconds()
+    seconds = time_steps(step_seconds, steps)
+    others = others_cores() or 0.0
+    timelines = sorted(
+        (timeline() for _ in range(TIMED_STEPS)), key=lambda timeline: timeline.step_seconds
+    )
+    return Measurement(seconds, timelines[TIMED_STEPS // 2], others)
 
 
-def time_steps(advance: Callable[[bool], float], steps: int) -> NDArray[np.float64]:
+def seconds_of_call(step: Callable[[], object]) -> float:
+    """Seconds of one call of `step` as its user has them, who works between steps on torch's own
+    threads. What such work leaves behind, threads that spin, is a part of what a step costs."""
+    torch.ones(USERS_WORK).add_(1.0)
+    began = clock()
+    step()
+    seconds = clock() - began
+    # What is measured next must not pay for this step's threads.
+    rest_openmp()
+    return seconds
+
+
+USERS_WORK = 1 << 18
+"""A user's own work between two steps, as numbers that are added up: enough for eight threads."""
+
+
+def time_steps(step_seconds: Callable[[], float], steps: int) -> NDArray[np.float64]:
     """[steps - 1] seconds of each of `steps` (at least 2) steps, without the first."""
     _check_steps(steps)
-    return np.array([advance(False) for _ in range(steps)][1:])
+    return np.array([step_seconds() for _ in range(steps)][1:])
 
 
 def _check_steps(steps: int) -> None:
@@ -243,6 +264,7 @@ class PlacedNetwork:
     sources      tensor -> where it lies in the block
     by_name      name of a source -> its tensor
     steps        number of steps that were run; random ops draw by it
+    fed          inputs and targets that were fed last; None: none were
     """
 
     def __init__(
@@ -282,10 +304,10 @@ class PlacedNetwork:
         }
         self.by_name = _source_tensors(captured)
         self._held = _fill(captured, self.sources, seed)
-        self._fed = False
-        self._processes: list[Worker] = []
+        self.fed: list[Tensor] | None = None
+        self._processes: list[DeviceWorker] = []
         self._of_processes: list[Share] = []
-        self._gpus: Worker | None = None
+        self._gpus: DeviceWorker | None = None
         # Where a GPU is the host, inputs live there, and each new one must be copied to it.
         self._inputs_on_gpus: frozenset[int] = frozenset()
         self._load()
@@ -304,12 +326,19 @@ class PlacedNetwork:
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
-        for source, name, tensor in labelled(self.captured, tensors, self._seed):
-            if self.by_name.get(source) in self.sources:
-                _copy_into(self.sources[self.by_name[source]], tensor, name)
+        given = labelled(self.captured, tensors, self._seed)
+        with self._copying():
+            for source, name, tensor in given:
+                if self.by_name.get(source) in self.sources:
+                    _copy_into(self.sources[self.by_name[source]], tensor, name)
         if self._inputs_on_gpus:
             self._with_gpus(ReadSources(self._key, self._inputs_on_gpus))
-        self._fed = True
+        self.fed = [tensor for _, _, tensor in given]
+
+    def _copying(self) -> AbstractContextManager[None]:
+        """Copies within use one thread where the devices have processes of their own: threads that
+        OpenMP starts for a copy would then spin on the cores that these processes need."""
+        return nullcontext() if self.workers.is_local else op_threads(1)
 
     def advance(self, timed: bool = False) -> float:
         """Run one step on what was fed last. With `timed`, stamp every instruction for `timeline`.
@@ -317,8 +346,10 @@ class PlacedNetwork:
         Returns seconds, from the first device's start to the last device's end.
         """
         self._check_open()
-        if not self._fed:
+        if self.fed is None:
             self.feed()
+        if not self.workers.is_local:
+            rest_openmp()
         self.steps += 1
         request = Step(self._key, self.steps, timed)
         waiting = dict(zip(self._processes, self._of_processes, strict=True))
@@ -387,8 +418,8 @@ class PlacedNetwork:
         cores = [core for device in self.plan.machine.devices for core in device.cores]
         neighbours = Neighbours(cores, self.workers.pids)
         return measure_steps(
-            self.advance,
-            self._timeline,
+            self._seconds_of_step,
+            self.timeline,
             steps=steps,
             warmup=warmup,
             others_cores=neighbours.settled,
@@ -400,7 +431,16 @@ class PlacedNetwork:
         These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
         serves as the reward of a search.
         """
-        return time_steps(self.advance, steps)
+        return time_steps(self._seconds_of_step, steps)
+
+    def _seconds_of_step(self) -> float:
+        """Seconds of one call of `step` on what was fed last or on the captured examples."""
+        return seconds_of_call(self._step_on_fed)
+
+    def _step_on_fed(self) -> Any:
+        self.feed(self.fed)
+        self.advance()
+        return self.results()
 
     def timeline(self) -> Timeline:
         """The timeline of one more step, on what was fed last or on the captured examples."""
@@ -521,20 +561,21 @@ class PlacedNetwork:
                 share = next(s for s in self.own_shares if self._is_on_gpu(s))
                 raise self._error_of(reply, share)
 
-    def _send(self, request: Step, waiting: dict[Worker, Share]) -> None:
+    def _send(self, request: Step, waiting: dict[DeviceWorker, Share]) -> None:
         for process, share in waiting.items():
             try:
                 process.send(request)
             except (ProcessDiedError, ProcessError) as error:
                 raise self._failure(share, error) from None
 
-    def _collect(self, waiting: dict[Worker, Share]) -> None:
+    def _collect(self, waiting: dict[DeviceWorker, Share]) -> None:
         """Receive every device's reply, emptying `waiting`; then raise the first failure."""
         failure: DovetailError | None = None
         while waiting:
             # A single process is waited for directly: the selector in `ready` takes as long as a
             # small step's hand-over.
-            for process in ready(waiting) if len(waiting) > 1 else list(waiting):
+            several = [process for process in waiting if isinstance(process, Worker)]
+            for process in ready(several) if len(several) > 1 else list(waiting):
                 share = waiting[process]
                 try:
                     reply = process.receive()
@@ -572,7 +613,7 @@ class PlacedNetwork:
             return WorkerError(name, op, error.traceback, error.said)
         return WorkerDiedError(name, op, error.status)
 
-    def _give_up(self, waiting: dict[Worker, Share], error: BaseException) -> None:
+    def _give_up(self, waiting: dict[DeviceWorker, Share], error: BaseException) -> None:
         """End a failed step on all devices, then close this plan.
 
         Borrowed workers live on if all of them answer; otherwise they are killed.
@@ -603,10 +644,13 @@ class PlacedNetwork:
 
     def results(self) -> Any:
         """What the step returns, as copies: the next step writes over the slots."""
-        values = {
-            tensor: distinct(tensor_at(self.block, slot), slot.strides).expand(slot.shape).clone()
-            for tensor, slot in self.shares.outputs.items()
-        }
+        with self._copying():
+            values = {
+                tensor: distinct(tensor_at(self.block, slot), slot.strides)
+                .expand(slot.shape)
+                .clone()
+                for tensor, slot in self.shares.outputs.items()
+            }
         return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
 
     def _value_of(self, name: str) -> Tensor | None:

@@ -1,22 +1,23 @@
-"""Runs a step as its user would without a plan, eager or by `torch.compile`, in a process.
+"""Runs a step as its user would run it without a plan, eager or by `torch.compile`.
 
-    parent                               process, on the cores of one device
+    caller                               all cores: the caller's own process, else one of its own
     LoadPlain ── module, signature ────► `PlainModule`
     FeedPlain ── inputs and targets ───► of the next steps
     RunPlain ──────────────────────────► step ──► seconds, result
+    TimePlain ─────────────────────────► steps ─► seconds of each
     AskState, GiveState ◄──────────────► parameters, buffers, optimizer state
 
-Nothing of ours touches the computation: the process has torch's own defaults, but for the number of
-threads. On a GPU the module is moved there, and each step's inputs are copied there, as a plan
-copies them; a step ends when the GPU has ended.
+Nothing of ours touches the computation: it has torch's own defaults, but for the number of threads.
+On a GPU the module is moved there, and each step's inputs are copied there, as a plan copies them;
+a step ends when the GPU has ended.
 """
 
 import os
 import sys
-import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType, TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from dovetail.errors import (
     ProcessDiedError,
@@ -33,20 +35,21 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.compiling import use_own_cache
+from dovetail.executors.compiling import own_cache
 from dovetail.executors.placed import (
     Measurement,
     check_fits,
     check_values,
     labelled,
     measure_steps,
+    seconds_of_call,
     time_steps,
 )
 from dovetail.executors.worker import Failed, UseThreads
-from dovetail.executors.workers import check_here
+from dovetail.executors.workers import check_here, is_this_process
 from dovetail.frontends.interpret import seed_for, source_value
 from dovetail.frontends.plain import GRAPHS, PlainModule
-from dovetail.frontends.program import Captured
+from dovetail.frontends.program import Captured, PlainStep, Signature
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
 from dovetail.machine import Machine
@@ -54,7 +57,9 @@ from dovetail.plans import COMPILED, EAGER, REDUCED
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of
-from dovetail.runtime.processes import Channel, launch
+from dovetail.runtime.processes import Channel, Worker, launch
+from dovetail.runtime.setup import op_threads, rest_openmp
+from dovetail.runtime.timers import clock
 from dovetail.runtime.torch_versions import pytree
 from dovetail.runtime.user_code import UserCode, line_of
 from dovetail.timeline import Timeline
@@ -91,6 +96,14 @@ class RunPlain:
 
 
 @dataclass(frozen=True)
+class TimePlain:
+    """Asks for `count` steps, timed as a user has them; the reply is [count] seconds."""
+
+    number: int
+    count: int
+
+
+@dataclass(frozen=True)
 class AskState:
     """Asks for (state_dict of the module, state of the optimizer)."""
 
@@ -109,35 +122,36 @@ def serve(channel: Channel) -> None:
     torch.set_num_threads(channel.receive())
     channel.send("ready")
     served: _Served | None = None
-    while True:
-        request = channel.receive()
-        try:
-            if isinstance(request, LoadPlain):
-                served = _Served(request, channel.receive_descriptor())
-                channel.send("ready")
-            elif isinstance(request, FeedPlain):
-                assert served is not None, "loaded before"
-                served.tensors = request.tensors
-            else:
-                assert served is not None, "loaded before"
-                channel.send(served.answer(request))
-        except EOFError:
-            raise
-        except Exception as error:
-            channel.send(Failed(-1, traceback.format_exc(), line_of(error)))
+    with own_cache():
+        while True:
+            request = channel.receive()
+            try:
+                if isinstance(request, LoadPlain):
+                    module, signature, step = unpack_parcel(
+                        request.parcel, channel.receive_descriptor()
+                    )
+                    _fill_main(module, step.loss)
+                    served = _Served(request, module, signature, step)
+                    channel.send("ready")
+                elif isinstance(request, FeedPlain):
+                    assert served is not None, "loaded before"
+                    served.tensors = request.tensors
+                else:
+                    assert served is not None, "loaded before"
+                    channel.send(_sendable(served.answer(request)))
+            except EOFError:
+                raise
+            except Exception as error:
+                channel.send(Failed(-1, traceback.format_exc(), line_of(error)))
 
 
 class _Served:
-    """The module at work in the process, with the tensors of its next steps."""
+    """The module at work, with the tensors of its next steps."""
 
-    def __init__(self, load: LoadPlain, descriptor: int) -> None:
-        module, signature, step = unpack_parcel(load.parcel, descriptor)
+    def __init__(self, load: LoadPlain, module: Any, signature: Signature, step: PlainStep) -> None:
         if not isinstance(module, nn.Module):  # what makes it
             torch.manual_seed(load.seed)
             module = module()
-        _fill_main(module, step.loss)
-        if load.mode:
-            use_own_cache()
         self.seed = load.seed
         self.cuda = cuda_of([load.torch_device]) if load.torch_device else None
         self.device = torch_device_of(load.torch_device) if load.torch_device else None
@@ -151,7 +165,12 @@ class _Served:
         plain = self.plain
         match request:
             case RunPlain(number=number, returns=returns):
-                return self._run(number, returns)
+                began = clock()
+                result = self._run(number)
+                return clock() - began, result if returns else None
+            case TimePlain(number=number, count=count):
+                numbers = range(number, number + count)
+                return [seconds_of_call(partial(self._run, each)) for each in numbers]
             case UseThreads(count=count):
                 torch.set_num_threads(count)
             case AskState():
@@ -163,20 +182,99 @@ class _Served:
                     plain.set_optimizer_state(of_optimizer)
         return "ready"
 
-    def _run(self, number: int, returns: bool) -> tuple[float, Any]:
-        torch.manual_seed(seed_for(self.seed, number, -1))
-        began = time.perf_counter()
+    def _run(self, number: int) -> Any:
+        """The result of one step, on the device that it has run on."""
+        seed = seed_for(self.seed, number, -1)
         tensors = self.tensors
-        if self.device is not None:
+        if self.device is None:
+            # torch.manual_seed would seed the GPUs that the caller may use, too.
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
             tensors = tuple(tensor.to(self.device) for tensor in tensors)
         with UserCode("a step of the model", self.plain.module):
             result = self.plain.step(tensors)
         if self.cuda is not None:
             self.cuda.synchronize(self.device)
-        seconds = time.perf_counter() - began
-        if not returns:
-            return seconds, None
-        return seconds, substitute(result, Tensor, lambda tensor: _alone(tensor.cpu()))
+        return result
+
+
+def _sendable(reply: object) -> object:
+    """The reply without tensors that would take a GPU's memory or a larger storage with them."""
+    return substitute(reply, Tensor, lambda tensor: _alone(tensor.cpu()))
+
+
+class _Local:
+    """Serves a step within this process, with the methods of `Worker`.
+
+    A step leaves the caller's number of threads, its random numbers and its modes of grad and
+    autocast as they were, and none of them touches the step.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name, self.pid, self._threads = name, os.getpid(), threads
+        self._served: _Served | None = None
+        self._load: LoadPlain | None = None
+        self._reply: object = "ready"
+
+    def send(self, request: object) -> None:
+        """Answer a request; a load is answered once its block is there."""
+        served = self._served
+        match request:
+            case LoadPlain():
+                self._load = request
+            case UseThreads(count=count):
+                self._threads = count
+            case FeedPlain(tensors=tensors):
+                assert served is not None, "loaded before"
+                served.tensors = tensors
+            case RunPlain() | TimePlain() | AskState() | GiveState():
+                assert served is not None, "loaded before"
+                self._answer(partial(served.answer, request))
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Load what was sent last from this block."""
+        load = self._load
+        assert load is not None, "it was sent before"
+
+        def loaded() -> str:
+            self._served = _Served(load, *unpack_parcel(load.parcel, descriptor))
+            return "ready"
+
+        self._answer(loaded)
+
+    def _answer(self, answer: Callable[[], object]) -> None:
+        numbers = torch.get_rng_state()
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                op_threads(self._threads),
+                own_cache(),
+            ):
+                self._reply = answer()
+        except Exception as error:
+            self._reply = Failed(-1, traceback.format_exc(), line_of(error))
+        finally:
+            torch.set_rng_state(numbers)
+
+    def receive(self, timeout_seconds: float | None = None) -> Any:
+        """The reply to what was sent last."""
+        reply, self._reply = self._reply, "ready"
+        return substitute(reply, Tensor, self._given)
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        """A tensor of a result as the caller's own: no tensor of inference mode, and not the
+        module's memory, which the next step may change."""
+        assert self._served is not None, "it has answered"
+        if tensor.layout != torch.strided or self._served.plain.owns(tensor):
+            return tensor.clone()
+        # The same memory in a tensor of its own, without a copy.
+        return from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
+
+    def close(self, *, kill: bool = False) -> None:
+        """Forget the module."""
+        self._served = None
 
 
 def _fill_main(module: nn.Module, loss: object) -> None:
@@ -201,6 +299,8 @@ class PlainNetwork:
     machine    of one device, whose cores and threads the step has, or a GPU
     mode       of `torch.compile`, whose first step compiles; "": eager
     seed       seeds the weights if the captured module is fake, and each step's random numbers
+    apart      a process of its own runs the step even where this one could. It can be killed while
+               it compiles, and its steps count as if this process ran them
     threads    on which each op runs now
 
     Raises `UsageError` if the step has no plain form, or if it cannot be sent to a process. A
@@ -208,25 +308,40 @@ class PlainNetwork:
     """
 
     def __init__(
-        self, captured: Captured, machine: Machine, *, mode: str = "", seed: int = 0
+        self,
+        captured: Captured,
+        machine: Machine,
+        *,
+        mode: str = "",
+        seed: int = 0,
+        apart: bool = False,
     ) -> None:
         (self.device,) = machine.devices
         check_here(self.device)
         self.machine, self.captured, self.mode = machine, captured, mode
         self.threads = self.device.op_threads
-        self._seed, self._steps, self._fed, self._closed = seed, 0, False, ""
+        self._seed, self._steps, self._closed = seed, 0, ""
+        self._fed: list[Tensor] | None = None
+        is_local = is_this_process(machine)
+        # Of a step that this process would run, its own process counts the seconds.
+        self._times_itself = is_local and apart
         parcel, self._block = _pack(captured)
         threads = self.device.op_threads or len(os.sched_getaffinity(0))
-        self._process = launch(
-            ENTRY,
-            cores=self.device.cores,
-            threads=threads,
-            name=self.device.name,
-            spins_briefly=False,
-        )
+        self._process: Worker | _Local
+        if is_local and not apart:
+            self._process = _Local(self.device.name, threads)
+        else:
+            self._process = launch(
+                ENTRY,
+                cores=self.device.cores,
+                threads=threads,
+                name=self.device.name,
+                spins_briefly=False,
+            )
         try:
-            self._process.send(threads)
-            self._ask_ready()
+            if isinstance(self._process, Worker):
+                self._process.send(threads)
+                self._ask_ready()
             self._process.send(LoadPlain(parcel, mode, seed, self.device.torch_device))
             self._process.send_descriptor(self._block.descriptor)
             self._ask_ready()
@@ -252,8 +367,13 @@ class PlainNetwork:
         given = labelled(self.captured, tensors, self._seed)
         for example, (_, name, tensor) in zip(examples, given, strict=False):
             check_fits(example, tensor, name)
-        self._process.send(FeedPlain(tuple(_alone(tensor) for _, _, tensor in given)))
-        self._fed = True
+        self._fed = [tensor for _, _, tensor in given]
+        if isinstance(self._process, Worker):
+            with op_threads(1):
+                self._process.send(FeedPlain(tuple(map(_alone, self._fed))))
+            rest_openmp()
+        else:
+            self._process.send(FeedPlain(tuple(tensor.detach() for tensor in self._fed)))
 
     def begin(self) -> float:
         """Run the first step, which compiles, and return its seconds."""
@@ -280,7 +400,22 @@ class PlainNetwork:
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
         """[steps - 1] seconds of each of `steps` steps, without the first."""
-        return time_steps(self._seconds_of_one, steps)
+        if not self._times_itself:
+            return time_steps(self._seconds_of_step, steps)
+        self._check_open()
+        if self._fed is None:
+            self.feed()
+        self._process.send(TimePlain(self._steps, steps))
+        self._steps += steps
+        return np.array(self._receive()[1:])
+
+    def _seconds_of_step(self) -> float:
+        """Seconds of one call of `step` on what was fed last or on the captured examples."""
+        return seconds_of_call(self._step_on_fed)
+
+    def _step_on_fed(self) -> Any:
+        self.feed(self._fed)
+        return self._advance(returns=True)[1]
 
     def measure(
         self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
@@ -288,17 +423,12 @@ class PlainNetwork:
         """Measure by RL17's protocol. See `PlacedNetwork.measure`."""
         if inputs is not None:
             self.feed(inputs)
-        last = 0.0
-
-        def advance(timed: bool) -> float:
-            nonlocal last
-            last = self._seconds_of_one(timed)
-            return last
-
-        neighbours = Neighbours(self.device.cores, (self.pid,))
+        neighbours = Neighbours(
+            self.device.cores, (self.pid,) if isinstance(self._process, Worker) else ()
+        )
         return measure_steps(
-            advance,
-            lambda: self._timeline(last),
+            self._seconds_of_step,
+            self.timeline,
             steps=steps,
             warmup=warmup,
             others_cores=neighbours.settled,
@@ -306,7 +436,7 @@ class PlainNetwork:
 
     def timeline(self) -> Timeline:
         """The timeline of one more step. It knows how long the step takes, and of no op."""
-        return self._timeline(self._seconds_of_one(True))
+        return self._timeline(self._seconds_of_step())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of parameters and buffers, by their names in the plain module's state_dict."""
@@ -346,9 +476,6 @@ class PlainNetwork:
     ) -> None:
         self._release("it was closed", kill=error is not None or bool(self.mode))
 
-    def _seconds_of_one(self, _timed: bool) -> float:
-        return self._advance()[0]
-
     def _advance(self, *, returns: bool = False) -> tuple[float, Any]:
         """Run one step: (seconds, result)."""
         self._ask_step(returns)
@@ -357,7 +484,7 @@ class PlainNetwork:
 
     def _ask_step(self, returns: bool) -> None:
         self._check_open()
-        if not self._fed:
+        if self._fed is None:
             self.feed()
         self._process.send(RunPlain(self._steps, returns))
         self._steps += 1

@@ -4,6 +4,9 @@ Between steps the process sleeps on its channel. Within a step it waits for flag
 
     load ──► bind every instruction to the values ──► "ready"
     step ──► barrier ─ instructions ─ barrier ─ copy outputs ──► "done", "aborted" or `Failed`
+
+A device that is all that a machine has, on all cores of the caller's process, is served within
+that process (`executors.workers`): its steps cost no hand-over, and there is one pool of threads.
 """
 
 import gc
@@ -111,34 +114,46 @@ def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first message is the threads per op."""
     threads: int = channel.receive()
     set_up(threads)
-    cores = os.sched_getaffinity(0)
-    spinning = Spinning(cores, threads)
-    loaded: dict[int, _Loaded] = {}
-    program, calls = 0, dict[int, Call]()
+    served = ServedDevice(Spinning(os.sched_getaffinity(0), threads))
     with torch.inference_mode():
         channel.send("ready")
         while True:
             request = channel.receive()
             match request:
-                case Load(key=key):
-                    block = Block(channel.receive_descriptor())
-                    # Only the latest program's calls are kept; `Workers.unsent` counts alike.
-                    if request.program != program:
-                        program, calls = request.program, {}
-                    calls.update(request.calls)
-                    spinning.beside(request.beside)
-                    loaded[key] = _Loaded(request, calls, block, spinning)
+                case Load():
+                    served.load(request, Block(channel.receive_descriptor()))
                     channel.send("ready")
-                case Step(key=key, number=number, timed=timed):
-                    channel.send(loaded[key].run(number, timed))
+                case Step():
+                    channel.send(served.loaded[request.key].run(request.number, request.timed))
                 case Unload(key=key):
-                    loaded.pop(key).block.close()
-                    # The share's values and instructions refer to each other, and the automatic
-                    # collector is off, so only an explicit collection frees them.
-                    gc.collect()
+                    served.unload(key)
                 case UseThreads(count=count):
                     set_up_thread(count)
                     channel.send("ready")
+
+
+class ServedDevice:
+    """What the device's process has: loaded shares by their keys, and calls of one program."""
+
+    def __init__(self, spinning: Spinning) -> None:
+        self.loaded: dict[int, _Loaded] = {}
+        self._spinning = spinning
+        self._program, self._calls = 0, dict[int, Call]()
+
+    def load(self, request: Load, block: Block) -> None:
+        """Bind a share to the values in the block."""
+        # Only the latest program's calls are kept; `Workers.unsent` counts alike.
+        if request.program != self._program:
+            self._program, self._calls = request.program, {}
+        self._calls.update(request.calls)
+        self._spinning.beside(request.beside)
+        self.loaded[request.key] = _Loaded(request, self._calls, block, self._spinning)
+
+    def unload(self, key: int) -> None:
+        """Forget a share and its values."""
+        self.loaded.pop(key).block.close()
+        # The share's values and instructions refer to each other, so only a collection frees them.
+        gc.collect()
 
 
 class _Loaded:

@@ -1,5 +1,6 @@
 """Keeps the processes behind a machine's devices. Starting one takes seconds, so that plans can
-share them. Each CPU device has one, and all GPUs have one together.
+share them. Each CPU device has one, and all GPUs have one together. A device that is the machine's
+only one and has all cores of this process is served within this process.
 
 with Workers(machine) as workers:
     for plan in plans:
@@ -7,22 +8,103 @@ with Workers(machine) as workers:
 """
 
 import os
+import traceback
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from dovetail.errors import RunError, UsageError
-from dovetail.executors.worker import UseThreads
+import torch
+
+from dovetail.errors import ProcessError, RunError, UsageError
+from dovetail.executors.worker import Failed, Load, ServedDevice, Step, Unload, UseThreads
 from dovetail.machine import Device, Machine
 from dovetail.machine.gpus import check_gpu
 from dovetail.runtime.native import build_native
+from dovetail.runtime.neighbours import Spinning
 from dovetail.runtime.processes import Worker, launch
+from dovetail.runtime.setup import op_threads
+from dovetail.runtime.shared import Block
+from dovetail.runtime.user_code import line_of
 
 ENTRY = "dovetail.executors.worker:serve"
 """The function that a CPU device's process runs, as `launch` takes it."""
 GPUS_ENTRY = "dovetail.executors.gpus.worker:serve"
 """The function that the process of all GPUs runs."""
+
+
+def is_this_process(machine: Machine) -> bool:
+    """True if the machine is one device with all cores of this process, so that a step on it needs
+    no process of its own."""
+    cores = [device.cores for device in machine.devices]
+    return len(cores) == 1 and frozenset(cores[0]) == os.sched_getaffinity(0)
+
+
+class LocalWorker:
+    """Serves a device within this process, with the methods of `Worker`.
+
+    A step leaves the caller's number of threads, its random numbers and its modes of grad and
+    autocast as they were, and none of them touches the step.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.name, self.pid = device.name, os.getpid()
+        self._threads = device.op_threads
+        # OpenMP's threads are the caller's own, and spin as they do for the caller.
+        self._served = ServedDevice(Spinning(device.cores, 1))
+        self._reply: object = "ready"
+        self._load: Load | None = None
+
+    def send(self, request: object) -> None:
+        """Answer a request; a load is answered once its block is there."""
+        match request:
+            case Load():
+                self._load = request
+            case Step():
+                self._reply = self._run(request)
+            case Unload(key=key):
+                self._served.unload(key)
+            case UseThreads(count=count):
+                self._threads, self._reply = count, "ready"
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Bind the share that was sent last to the values of this block."""
+        assert self._load is not None, "it was sent before"
+        load, self._load = self._load, None
+        try:
+            with torch.inference_mode(), op_threads(self._threads):
+                self._served.load(load, Block(os.dup(descriptor)))
+        except Exception as error:
+            self._reply = ProcessError(self.name, traceback.format_exc(), line_of(error))
+
+    def receive(self, timeout_seconds: float | None = None) -> object:
+        """The reply to what was sent last. Raises `ProcessError` for a share that was not bound."""
+        reply, self._reply = self._reply, "ready"
+        if isinstance(reply, ProcessError):
+            raise reply
+        return reply
+
+    def close(self, *, kill: bool = False) -> None:
+        """Forget all shares."""
+        for key in list(self._served.loaded):
+            self._served.unload(key)
+
+    def _run(self, step: Step) -> "str | Failed":
+        loaded = self._served.loaded[step.key]
+        numbers = torch.get_rng_state() if loaded.drawing else None
+        try:
+            with (
+                torch.inference_mode(),
+                torch.autocast("cpu", enabled=False),
+                op_threads(self._threads),
+            ):
+                return loaded.run(step.number, step.timed)
+        finally:
+            if numbers is not None:
+                torch.set_rng_state(numbers)
+
+
+DeviceWorker = Worker | LocalWorker
 
 
 class Workers:
@@ -42,13 +124,14 @@ class Workers:
         self.machine = machine
         self.closed = False
         self._stack = ExitStack()
-        self._started: dict[int, Worker] = {}
+        self.is_local = is_this_process(machine)
+        self._started: dict[int, DeviceWorker] = {}
         self._keys = 0
         self._program: object = None
         self._program_key = 0
         self._sent: dict[int, set[int]] = {}
 
-    def start(self, devices: tuple[int, ...]) -> list[Worker]:
+    def start(self, devices: tuple[int, ...]) -> list[DeviceWorker]:
         """Start those of the devices' processes that do not run yet; return all of them, ready. Of
         the GPUs the first one's number stands for all."""
         self.check_open()
@@ -58,9 +141,13 @@ class Workers:
                 build_native()
             for index in fresh:
                 device = self.machine.devices[index]
+                if self.is_local:
+                    self._started[index] = LocalWorker(device)
+                    continue
+                told: object
                 if device.torch_device:
                     worker = launch(GPUS_ENTRY, name="GPUs")
-                    told: object = tuple(
+                    told = tuple(
                         name for d in self.devices if (name := self.machine.devices[d].torch_device)
                     )
                 else:
@@ -123,7 +210,7 @@ class Workers:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the processes that were started."""
-        return tuple(worker.pid for worker in self._started.values())
+        return tuple(w.pid for w in self._started.values() if isinstance(w, Worker))
 
     def close(self, *, kill: bool = False) -> None:
         """End all processes. With `kill` they get no time to end by themselves."""

@@ -7,6 +7,7 @@ Plans are compared with these, and where one of them is the fastest it is what r
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -48,11 +49,17 @@ class PlainModule:
     ) -> None:
         self.module = module
         self._signature = signature
-        self._compute = _compute(module, step)
+        self._compute: Callable[..., Any] = _compute(module, step)
         if mode:
-            self._compute = torch.compile(self._compute, mode=mode)
+            # torch counts compilations of a code object, and stops compiling after eight. Each step
+            # has a code object of its own.
+            compute = _compute(module, step)
+            code = compute.__code__.replace()
+            own = FunctionType(code, compute.__globals__, closure=compute.__closure__)
+            self._compute = torch.compile(own, mode=mode)
         # What a step returned may be overwritten by the next one's graph.
         self._begins = torch.compiler.cudagraph_mark_step_begin if mode == GRAPHS else None
+        self._memory: set[int] | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         if step.optimizer is not None:
             trained = [p for p in module.parameters() if p.requires_grad]
@@ -74,6 +81,13 @@ class PlainModule:
         loss.backward()
         optimizer.step()
         return loss.detach()
+
+    def owns(self, tensor: Tensor) -> bool:
+        """True if the tensor lies in the memory of a parameter or buffer."""
+        if self._memory is None:
+            kept = (*self.module.parameters(), *self.module.buffers())
+            self._memory = {value.untyped_storage().data_ptr() for value in kept}
+        return tensor.untyped_storage().data_ptr() in self._memory
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return "PARAMETER/NAME" -> the tensor itself, of each state that exists. An optimizer has
@@ -103,7 +117,7 @@ class PlainModule:
                 self._optimizer.state[parameter] = own
 
 
-def _compute(module: nn.Module, step: PlainStep) -> Callable[..., Any]:
+def _compute(module: nn.Module, step: PlainStep) -> FunctionType:
     """Return compute(args, kwargs, arguments of the loss): the module's output, or the loss."""
     trains, loss = step.optimizer is not None, step.loss
     device = next((p.device.type for p in module.parameters()), "cpu")
@@ -116,4 +130,5 @@ def _compute(module: nn.Module, step: PlainStep) -> Callable[..., Any]:
             found = loss_of(loss, output, arguments)
         return found.reshape(())
 
+    assert isinstance(compute, FunctionType)
     return compute

@@ -31,6 +31,7 @@ from dovetail.runtime.torch_versions import (
     autograd_would_have_decomposed,
     has_composite_kernel,
     in_kernel_invocation_manager,
+    laid_out_as_run,
     pytree,
     unset_fake_temporarily,
     with_real_forms,
@@ -318,12 +319,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
                 "torch's default one"
             )
         mark = self.mark()
-        if traits.is_pure:
-            result = self.remembered(target, args, kwargs)
-        elif traits.is_view:
-            result = self.remembered_view(target, args, kwargs)
-        else:
-            result = target(*args, **kwargs)
+        with laid_out_as_run(target):
+            if traits.is_pure:
+                result = self.remembered(target, args, kwargs)
+            elif traits.is_view:
+                result = self.remembered_view(target, args, kwargs)
+            else:
+                result = target(*args, **kwargs)
         if traits.is_number:
             # A number that a constant tensor holds is itself constant and needs no node.
             return result

@@ -5,12 +5,16 @@
     eager            all cores, best threads   │
     torch.compile    all cores, best threads  ─┘
 
-All are measured in the same rounds, in processes on the same cores. On a machine with GPUs the
-user's own ways run on the first of them, `torch.compile` in its mode reduce-overhead too. "Best
-threads" is the number of threads with which an eager step is fastest. The plan stays if its median
-ratio to the fastest of the others is below 1, and by the least gain where it uses several devices.
+All are measured in the same rounds and on the same cores, as calls of a program that works between
+its steps (`executors.placed.seconds_of_call`): the plan's by this process, as a user calls them,
+and each of the user's own ways within a process of its own, so that it can be killed while it
+compiles. On a machine with GPUs these run on the first of them, `torch.compile` in its mode
+reduce-overhead too. "Best threads" is the number of threads with which an eager step is fastest.
+The plan stays if its median ratio to the fastest of the others is below 1, and by the least gain
+where it uses several devices. Where nothing can be compared, what runs is the module as it is.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -39,6 +43,7 @@ from dovetail.runtime.native import has_compiler
 from dovetail.runtime.timers import clock
 from dovetail.units import HERE, format_bytes, format_seconds
 
+_log = logging.getLogger(__name__)
 ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 15, 3, 20.0
 """There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they would take
 longer than `MEASURING_SECONDS`. A step of seconds takes longer than that even so."""
@@ -88,14 +93,23 @@ def fastest_way(
                      returned if it is faster and `replaces`
     compile_seconds  limit of all compilations together; 0: nothing is compiled
 
-    The plan's notes say what was measured, what was not, and why not. Where nothing is measured the
-    plan op by op is returned: that its segments are faster is only predicted then. Ctrl-C ends the
-    comparison with that plan, `interrupted`.
+    The plan's notes say what was measured, what was not, and why not. Where the comparison fails or
+    is cut off, the plan is to run the module as it is, eager, if it `replaces`: no plan is trusted
+    that was not compared. A step that has no such way keeps its plan op by op. Ctrl-C ends the
+    comparison so, `interrupted`.
     """
     plan = plans[0]
     if step.plain is None:
         why = "the step has several towers, scales its gradients or writes over its inputs"
         return _noted(plan, f"eager was not measured: {why}")
+
+    def uncompared(why: str) -> Plan:
+        if not replaces:
+            return _noted(plan, f"eager was not measured: {why}")
+        note = f"this plan was not measured beside the module as it is, so that runs: {why}"
+        cores = len(machine.devices[0].cores)
+        return _plan_of(_Way(EAGER), _noted(plan, note), step, with_threads(machine, cores))
+
     # At the same time there are the plan, with and without segments, the eager step, and the step
     # compiled for up to two numbers of threads, or in two modes.
     placed = _placed(plans, rival)
@@ -103,18 +117,18 @@ def fastest_way(
     needed = sum(plan.peak_memory_bytes) * held
     (own_device,) = machine.devices
     if needed > (own_device.memory_bytes if own_device.torch_device else available_bytes()):
-        return _noted(
-            plan,
-            f"eager was not measured: beside this plan it needs about {format_bytes(needed)}, and "
-            f"{format_bytes(available_bytes())} are free",
+        return uncompared(
+            f"beside this plan it needs about {format_bytes(needed)}, and "
+            f"{format_bytes(available_bytes())} are free"
         )
     try:
         seconds, notes = _measured(placed, step, machine, compile_seconds, progress)
     except KeyboardInterrupt:
-        return replace(_noted(plan, "eager was not measured: interrupted"), interrupted=True)
-    # A step that cannot run can still be planned. The user is told when the plan runs.
+        return replace(uncompared("interrupted"), interrupted=True)
+    # The user is told what failed, and told again when the plan runs.
     except (DovetailError, OSError) as error:
-        return _noted(plan, f"eager was not measured: {_cause_of(error)}")
+        _log.error("%s cannot be measured: %s", step.source.model or "the step", error)
+        return uncompared(_cause_of(error))
     return _decide(placed, step, machine, seconds, replaces, notes)
 
 
@@ -139,7 +153,7 @@ def _measured(
     cores = len(machine.devices[0].cores)
     with ExitStack() as stack:
         progress("measuring eager", 0.0, None)
-        eager = stack.enter_context(PlainNetwork(step, with_threads(machine, cores)))
+        eager = stack.enter_context(PlainNetwork(step, with_threads(machine, cores), apart=True))
         first_seconds = eager.begin()
         best = cores
         if cores > 1 and first_seconds <= LONG_SECONDS:
@@ -200,7 +214,7 @@ def _compiled(
     began = clock()
     for number, way in enumerate(wanted):
         own = with_threads(machine, way.threads)
-        network = PlainNetwork(step, own, mode=MODES[way.way])
+        network = PlainNetwork(step, own, mode=MODES[way.way], apart=True)
         stack.callback(network.close)
         try:
             network.send_first()
@@ -269,17 +283,19 @@ def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
     """The plan to run the step by one of its user's own ways instead of by `plan`.
 
     Its ops stand in the order of the step. Their costs are those of `plan` on the fastest device of
-    each, scaled so that they add up to what the step was measured to take.
+    each, scaled so that they add up to what the step was measured to take, if it was.
     """
     originals = duplicate(step.graph, plan.copies).copy_of < 0
     fastest = plan.compute_seconds[originals].min(axis=1, keepdims=True)
     single = in_order(step.graph, machine)
+    predicted = float(fastest.sum())
+    seconds = plan.measured.get(own.way, predicted)
     replaced = replace(
         plan,
         way=own.way,
         placer=own.way,
         machine=machine,
-        value=plan.measured[own.way],
+        value=seconds,
         lower_bound=0.0,
         bound_proof="",
         graph=step.graph,
@@ -288,7 +304,7 @@ def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
         orders=single.orders,
         schedules=None,
         copies=(),
-        compute_seconds=fastest * (plan.measured[own.way] / fastest.sum()),
+        compute_seconds=fastest * (seconds / predicted),
         sent_bytes=None,
         peak_memory_bytes=(0,),
     )

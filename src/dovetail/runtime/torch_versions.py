@@ -185,6 +185,28 @@ def without_fused_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
+def laid_out_as_run(op: OpOverload) -> contextlib.AbstractContextManager[None]:
+    """A context for an op on fake tensors within `without_fused_kernels`.
+
+    The kernel of a convolution, which is oneDNN's where it runs, decides how its result lies in
+    memory: of images with channels last, oneDNN's lie so, too, and those of ATen's own do not.
+    """
+    aten = torch.ops.aten
+    if op is aten.convolution.default or op is aten.convolution_backward.default:
+        return _with_mkldnn()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _with_mkldnn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def open_archive(path: Any) -> Any:
     """The reader of an archive that `torch.export.save` wrote, a context manager: it reads what
     `torch.export.load` would, and loads nothing."""
