@@ -85,7 +85,8 @@ def timed(monkeypatch):
     seconds[HERE] = {0: 1.3}
     fails = {}
 
-    def plain(_step, machine, mode=""):
+    def plain(_step, machine, mode="", apart=False):
+        assert apart, "it must be possible to end what compiles"
         way = next(way for way, of_way in MODES.items() if of_way == mode)
         found = Timed(seconds[way], fails.get(bool(mode), ""))
         found.threads = machine.devices[0].op_threads
@@ -284,19 +285,38 @@ def test_the_median_ratio_decides(step, timed, monkeypatch, ratios, way):
     assert found(step, compile=True).way in (way, EAGER if way == COMPILED else way)
 
 
-def test_an_interrupt_keeps_the_plan(step, timed, monkeypatch):
+def test_a_plan_that_was_not_compared_gives_way_to_the_module_as_it_is(
+    step, timed, monkeypatch, caplog
+):
+    def fail(*_args, **_options):
+        raise WorkerError("cpu0", "first", "Traceback\nRuntimeError: strides", "strides")
+
+    monkeypatch.setattr(ways, "run", fail)
+    plan = found(step)
+    assert plan.way == EAGER and not plan.measured
+    assert "this plan was not measured beside the module as it is, so that runs: strides" in told(
+        plan
+    )
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "RuntimeError: strides" in record.getMessage()
+    # What its user asked for by name stays.
+    assert found(step, placer="single").way == PLACED
+
+
+def test_an_interrupt_keeps_what_is_safe(step, timed, monkeypatch):
     def press(*_args, **_options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ways, "PlainNetwork", press)
     plan = found(step)
-    assert plan.interrupted and plan.way == PLACED
+    assert plan.interrupted and plan.way == EAGER
 
 
 def test_what_does_not_fit_beside_the_plan_is_not_measured(step, timed, monkeypatch):
     monkeypatch.setattr(ways, "available_bytes", lambda: 10)
     plan = found(step)
-    assert "eager was not measured: beside this plan it needs about" in told(plan)
+    assert plan.way == EAGER
+    assert "so that runs: beside this plan it needs about" in told(plan)
     assert not Timed.made
 
 

@@ -127,11 +127,9 @@ def serve(channel: Channel) -> None:
             request = channel.receive()
             try:
                 if isinstance(request, LoadPlain):
-                    module, signature, step = unpack_parcel(
-                        request.parcel, channel.receive_descriptor()
-                    )
-                    _fill_main(module, step.loss)
-                    served = _Served(request, module, signature, step)
+                    parcel = unpack_parcel(request.parcel, channel.receive_descriptor())
+                    served = _Served(request, *parcel)
+                    _fill_main(served.plain.module, parcel[2].loss)
                     channel.send("ready")
                 elif isinstance(request, FeedPlain):
                     assert served is not None, "loaded before"

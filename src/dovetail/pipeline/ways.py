@@ -122,7 +122,20 @@ def fastest_way(
             f"{format_bytes(available_bytes())} are free"
         )
     try:
-        seconds, notes = _measured(placed, step, machine, compile_seconds, progress)
+        with ExitStack() as stack:
+            progress("measuring eager", 0.0, None)
+            cores = len(machine.devices[0].cores)
+            try:
+                eager = PlainNetwork(step, with_threads(machine, cores), apart=True)
+                threads = _best_threads(stack.enter_context(eager), cores)
+            # What cannot run as it is, or cannot be sent to a process, is no refuge.
+            except (DovetailError, OSError) as error:
+                return _noted(plan, f"eager was not measured: {_cause_of(error)}")
+            counts = dict.fromkeys((cores, threads))
+            networks = {_Way(EAGER, count): eager for count in counts}
+            seconds, notes = _measured(
+                stack, networks, placed, step, machine, compile_seconds, progress
+            )
     except KeyboardInterrupt:
         return replace(uncompared("interrupted"), interrupted=True)
     # The user is told what failed, and told again when the plan runs.
@@ -143,54 +156,55 @@ def _placed(plans: tuple[Plan, Plan], rival: tuple[Plan, Plan] | None) -> dict[_
 
 
 def _measured(
+    stack: ExitStack,
+    eager: Mapping[_Way, PlainNetwork],
     placed_ways: Mapping[_Way, Plan],
     step: Captured,
     machine: Machine,
     compile_seconds: float,
     progress: TellProgress,
 ) -> tuple[dict[_Way, tuple[float, ...]], list[str]]:
-    """(way -> [rounds] seconds of a step, what could not be compiled)."""
-    cores = len(machine.devices[0].cores)
-    with ExitStack() as stack:
-        progress("measuring eager", 0.0, None)
-        eager = stack.enter_context(PlainNetwork(step, with_threads(machine, cores), apart=True))
-        first_seconds = eager.begin()
-        best = cores
-        if cores > 1 and first_seconds <= LONG_SECONDS:
-            # The race itself needs some seconds, so hopeless numbers of threads drop out early.
-            tried = race(candidates_of(cores), partial(_round, eager), lambda _done: None)
-            best = min(tried, key=lambda count: (tried[count], count))
-        counts = tuple(dict.fromkeys((cores, best)))
-        networks = {_Way(EAGER, count): eager for count in counts}
-        # On a GPU the mode that is most often the faster one comes first, within one limit.
-        on_gpu = machine.devices[0].torch_device.startswith("cuda")
-        modes = (REDUCED, COMPILED) if on_gpu else (COMPILED,)
-        wanted = [_Way(mode, count) for mode in modes for count in counts]
-        compiled, notes = _compiled(stack, step, machine, wanted, compile_seconds, progress)
-        networks |= compiled
-        timers: dict[str, Timer] = {
-            str(way): partial(_timed, network, way.threads) for way, network in networks.items()
-        }
-        workers: dict[str, Workers] = {}
-        for way, plan in placed_ways.items():
-            if way.way not in workers:
-                workers[way.way] = stack.enter_context(Workers(plan.machine))
-            placed = stack.enter_context(run(plan, planned(plan, step), workers=workers[way.way]))
-            placed.feed()
-            timers[str(way)] = partial(_placed_seconds, placed)
-        progress("measuring ways to run the step", 0.0, None)
-        began = clock()
-        for timer in timers.values():
-            timer()
-        # In each round a way is called once to warm up, and then at least once.
-        rounds = round(MEASURING_SECONDS / (2 * (clock() - began)))
-        rounds = max(LEAST_ROUNDS, min(ROUNDS, rounds))
-        seconds = measure(
-            timers,
-            rounds,
-            lambda done: progress("measuring ways to run the step", done, None),
-        )
+    """(way -> [rounds] seconds of a step, what could not be compiled).
+
+    stack   ends what is started here
+    eager   the module as it is, at work, by its numbers of threads
+    """
+    # On a GPU the mode that is most often the faster one comes first, within one limit.
+    on_gpu = machine.devices[0].torch_device.startswith("cuda")
+    modes = (REDUCED, COMPILED) if on_gpu else (COMPILED,)
+    wanted = [_Way(mode, way.threads) for mode in modes for way in eager]
+    compiled, notes = _compiled(stack, step, machine, wanted, compile_seconds, progress)
+    networks = {**eager, **compiled}
+    timers: dict[str, Timer] = {
+        str(way): partial(_timed, network, way.threads) for way, network in networks.items()
+    }
+    workers: dict[str, Workers] = {}
+    for way, plan in placed_ways.items():
+        if way.way not in workers:
+            workers[way.way] = stack.enter_context(Workers(plan.machine))
+        placed = stack.enter_context(run(plan, planned(plan, step), workers=workers[way.way]))
+        placed.feed()
+        timers[str(way)] = partial(_placed_seconds, placed)
+    progress("measuring ways to run the step", 0.0, None)
+    began = clock()
+    for timer in timers.values():
+        timer()
+    # In each round a way is called once to warm up, and then at least once.
+    rounds = round(MEASURING_SECONDS / (2 * (clock() - began)))
+    rounds = max(LEAST_ROUNDS, min(ROUNDS, rounds))
+    seconds = measure(
+        timers, rounds, lambda done: progress("measuring ways to run the step", done, None)
+    )
     return {way: seconds[str(way)] for way in (*networks, *placed_ways)}, notes
+
+
+def _best_threads(eager: PlainNetwork, cores: int) -> int:
+    """The number of threads with which an eager step is fastest; all cores if it takes long."""
+    if eager.begin() > LONG_SECONDS or cores == 1:
+        return cores
+    # The race itself needs some seconds, so hopeless numbers of threads drop out early.
+    tried = race(candidates_of(cores), partial(_round, eager), lambda _done: None)
+    return min(tried, key=lambda count: (tried[count], count))
 
 
 def _compiled(

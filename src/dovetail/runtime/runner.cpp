@@ -628,6 +628,9 @@ class Stream {
   }
 };
 
+// A step looks this often whether a signal has come.
+constexpr int64_t kLookNs = 50'000'000;
+
 class Runner {
  public:
   explicit Runner(int slots) : values_(slots) {}
@@ -657,8 +660,16 @@ class Runner {
     Pass pass{values_, seeds, now, abort, spin_ns, &failed};
     auto begun = reinterpret_cast<volatile int64_t*>(progress);
     auto times = reinterpret_cast<int64_t*>(stamps);
-    int64_t index = 0;
+    int64_t index = 0, looked = now_ns();
     for (Instruction& instruction : *stream.instructions) {
+      if (now_ns() - looked > kLookNs) {
+        looked = now_ns();
+        py::gil_scoped_acquire held;
+        // Ctrl-C ends a step that the caller's own thread runs.
+        if (PyErr_CheckSignals() != 0) {
+          throw py::error_already_set();
+        }
+      }
       if (begun != nullptr) {
         *begun = index;
       }
