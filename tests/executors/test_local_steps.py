@@ -15,7 +15,7 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline.sources import in_order, with_threads
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.setup import op_threads, rest_openmp
-from tests.support.placing import two_devices
+from tests.support.placing import plan_for, two_devices
 
 HERE = parse_machine("here/cpu")
 
@@ -160,7 +160,7 @@ def test_what_openmp_started_for_the_caller_ends_before_other_processes_work():
 def test_a_step_of_other_processes_leaves_no_thread_that_spins(workers):
     inputs = torch.randn(64, 8192)
     step = capture(nn.ReLU(), inputs)
-    plan = in_order(step.graph, two_devices())
+    plan = plan_for(step, 0)
     with op_threads(2), run(plan, step, workers=workers) as placed:
         placed.step(inputs)
         rest_openmp()

@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, TracebackType
@@ -209,8 +210,9 @@ class _Local:
     autocast as they were, and none of them touches the step.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, *, compiles: bool) -> None:
         self.name, self.pid, self._threads = name, os.getpid(), threads
+        self._compiles = compiles
         self._served: _Served | None = None
         self._load: LoadPlain | None = None
         self._reply: object = "ready"
@@ -248,7 +250,7 @@ class _Local:
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 op_threads(self._threads),
-                own_cache(),
+                own_cache() if self._compiles else nullcontext(),
             ):
                 self._reply = answer()
         except Exception as error:
@@ -266,7 +268,7 @@ class _Local:
         module's memory, which the next step may change."""
         assert self._served is not None, "it has answered"
         if tensor.layout != torch.strided or self._served.plain.owns(tensor):
-            return tensor.clone()
+            return tensor.detach().clone()
         # The same memory in a tensor of its own, without a copy.
         return from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
 
@@ -327,7 +329,7 @@ class PlainNetwork:
         threads = self.device.op_threads or len(os.sched_getaffinity(0))
         self._process: Worker | _Local
         if is_local and not apart:
-            self._process = _Local(self.device.name, threads)
+            self._process = _Local(self.device.name, threads, compiles=bool(mode))
         else:
             self._process = launch(
                 ENTRY,

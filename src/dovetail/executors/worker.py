@@ -114,17 +114,21 @@ def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first message is the threads per op."""
     threads: int = channel.receive()
     set_up(threads)
-    served = ServedDevice(Spinning(os.sched_getaffinity(0), threads))
+    spinning = Spinning(os.sched_getaffinity(0), threads)
+    served = ServedDevice()
     with torch.inference_mode():
         channel.send("ready")
         while True:
             request = channel.receive()
             match request:
                 case Load():
+                    spinning.beside(request.beside)
                     served.load(request, Block(channel.receive_descriptor()))
                     channel.send("ready")
                 case Step():
-                    channel.send(served.loaded[request.key].run(request.number, request.timed))
+                    spinning.look()
+                    channel.send(served.loaded[request.key].run(request, spinning.spin_seconds))
+                    spinning.pause()
                 case Unload(key=key):
                     served.unload(key)
                 case UseThreads(count=count):
@@ -135,9 +139,8 @@ def serve(channel: Channel) -> None:
 class ServedDevice:
     """What the device's process has: loaded shares by their keys, and calls of one program."""
 
-    def __init__(self, spinning: Spinning) -> None:
+    def __init__(self) -> None:
         self.loaded: dict[int, _Loaded] = {}
-        self._spinning = spinning
         self._program, self._calls = 0, dict[int, Call]()
 
     def load(self, request: Load, block: Block) -> None:
@@ -146,8 +149,7 @@ class ServedDevice:
         if request.program != self._program:
             self._program, self._calls = request.program, {}
         self._calls.update(request.calls)
-        self._spinning.beside(request.beside)
-        self.loaded[request.key] = _Loaded(request, self._calls, block, self._spinning)
+        self.loaded[request.key] = _Loaded(request, self._calls, block)
 
     def unload(self, key: int) -> None:
         """Forget a share and its values."""
@@ -159,11 +161,8 @@ class ServedDevice:
 class _Loaded:
     """A share whose instructions are those of a runner's stream, ready to run."""
 
-    def __init__(
-        self, load: Load, calls: dict[int, Call], block: Block, spinning: Spinning
-    ) -> None:
+    def __init__(self, load: Load, calls: dict[int, Call], block: Block) -> None:
         self.block = block
-        self.spinning = spinning
         self.share = load.share
         self.seed = load.seed
         self.codes: dict[str, GeneratedCode | None] = {}
@@ -191,10 +190,10 @@ class _Loaded:
         lasting = {tensor for tensor, _ in load.share.sources}
         self.kept = [t for t, _ in load.share.outputs if t not in lasting]
 
-    def run(self, number: int, timed: bool) -> str | Failed:
-        """Run one step. Returns "done", "aborted" if another device failed, or `Failed`."""
-        self.spinning.look()
-        spin_ns = round(self.spinning.spin_seconds * 1e9)
+    def run(self, step: Step, spin_seconds: float) -> str | Failed:
+        """Run one step, in which waits spin for so long. Returns "done", "aborted" if another
+        device failed, or `Failed`."""
+        number, spin_ns = step.number, round(spin_seconds * 1e9)
         # Steps are numbered from 1 here and from 0 in seeds.
         self.runner.seeds = [seed_for(self.seed, number - 1, op) for op in self.drawing]
         try:
@@ -209,7 +208,7 @@ class _Loaded:
                 abort=self.abort,
                 spin_ns=spin_ns,
                 progress=self.base + self.share.progress,
-                stamps=self.base + self.share.stamps if timed else 0,
+                stamps=self.base + self.share.stamps if step.timed else 0,
             )
             if not done:
                 return "aborted"
@@ -225,8 +224,6 @@ class _Loaded:
         except Exception as error:
             publish(self.abort, 1)
             return Failed(self.runner.failed, traceback.format_exc(), line_of(error))
-        finally:
-            self.spinning.pause()
         return "done"
 
     def _meet(self, value: int, spin_ns: int) -> None:

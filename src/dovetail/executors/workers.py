@@ -21,7 +21,7 @@ from dovetail.executors.worker import Failed, Load, ServedDevice, Step, Unload, 
 from dovetail.machine import Device, Machine
 from dovetail.machine.gpus import check_gpu
 from dovetail.runtime.native import build_native
-from dovetail.runtime.neighbours import Spinning
+from dovetail.runtime.neighbours import SPIN_SECONDS
 from dovetail.runtime.processes import Worker, launch
 from dovetail.runtime.setup import op_threads
 from dovetail.runtime.shared import Block
@@ -50,8 +50,7 @@ class LocalWorker:
     def __init__(self, device: Device) -> None:
         self.name, self.pid = device.name, os.getpid()
         self._threads = device.op_threads
-        # OpenMP's threads are the caller's own, and spin as they do for the caller.
-        self._served = ServedDevice(Spinning(device.cores, 1))
+        self._served = ServedDevice()
         self._reply: object = "ready"
         self._load: Load | None = None
 
@@ -98,7 +97,7 @@ class LocalWorker:
                 torch.autocast("cpu", enabled=False),
                 op_threads(self._threads),
             ):
-                return loaded.run(step.number, step.timed)
+                return loaded.run(step, SPIN_SECONDS)
         finally:
             if numbers is not None:
                 torch.set_rng_state(numbers)

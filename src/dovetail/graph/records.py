@@ -160,7 +160,7 @@ class Graph:
         """Number of tensors."""
         return len(self.producers)
 
-    @property
+    @cached_property
     def training(self) -> bool:
         """True if any op updates a parameter."""
         return bool((self.phases == Phase.UPDATE).any())

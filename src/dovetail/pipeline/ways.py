@@ -199,8 +199,9 @@ def _measured(
 
 
 def _best_threads(eager: PlainNetwork, cores: int) -> int:
-    """The number of threads with which an eager step is fastest; all cores if it takes long."""
-    if eager.begin() > LONG_SECONDS or cores == 1:
+    """The number of threads with which an eager step is fastest; all cores if it takes long,
+    and 0 on a GPU."""
+    if eager.begin() > LONG_SECONDS or cores < 2:
         return cores
     # The race itself needs some seconds, so hopeless numbers of threads drop out early.
     tried = race(candidates_of(cores), partial(_round, eager), lambda _done: None)
