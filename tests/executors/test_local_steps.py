@@ -13,6 +13,7 @@ from dovetail.executors.workers import LocalWorker, is_this_process
 from dovetail.frontends import SGD, Adam, capture
 from dovetail.machine import parse_machine
 from dovetail.pipeline.sources import in_order, with_threads
+from dovetail.runtime.files import cache_folder
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.setup import op_threads, rest_openmp
 from tests.support.placing import plan_for, two_devices
@@ -172,7 +173,9 @@ def test_a_step_of_other_processes_leaves_no_thread_that_spins(workers):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
-def test_more_compiled_steps_than_torch_compiles_of_one_function_all_are_compiled():
+def test_each_of_many_steps_is_compiled_and_keeps_its_code_in_our_cache(monkeypatch):
+    """torch stops after some compilations of one function."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     import torch._dynamo.config as settings
 
     counted = torch._dynamo.utils.counters["frames"]
@@ -183,3 +186,5 @@ def test_more_compiled_steps_than_torch_compiles_of_one_function_all_are_compile
             with PlainNetwork(step, HERE, mode="default") as network:
                 network.step(torch.randn(2, width))
             assert counted["ok"] > before
+    assert (cache_folder() / "compiled" / "inductor").is_dir()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

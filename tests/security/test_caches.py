@@ -8,8 +8,7 @@ import pytest
 from dovetail.costs.cache import CostCache, MeasuredCost
 from dovetail.errors import FileFormatError
 from dovetail.executors import compiling
-from dovetail.executors.compiling import CompileTarget, load_code
-from dovetail.executors.plain import LoadPlain, _Served
+from dovetail.executors.compiling import CompileTarget, load_code, own_cache
 from dovetail.runtime import native
 from dovetail.runtime.files import is_own
 
@@ -72,18 +71,15 @@ def test_a_runner_that_others_can_write_is_not_loaded(tmp_path, monkeypatch):
 
 def test_torch_compile_keeps_its_code_in_the_cache_and_not_in_tmp(tmp_path, monkeypatch):
     """Its own folder, /tmp/torchinductor_USER, can be made by anybody."""
-    import torch
-
-    from dovetail.executors import plain
-
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before at the end
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    step = type("Step", (), {"loss": None})()
-    monkeypatch.setattr(plain, "unpack_parcel", lambda *_: (torch.nn.ReLU(), None, step))
-    monkeypatch.setattr(plain, "PlainModule", lambda *_, **__: None)
-    _Served(LoadPlain(None, "default", 0, ""), 0)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with own_cache():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+    # The caller's own compilations stay where they were.
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    with own_cache():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
 
 
 STRANGE = {
