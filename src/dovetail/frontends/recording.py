@@ -82,15 +82,19 @@ class Recording:
     """A graph whose nodes have their value as `meta["val"]`.
 
     constants   target of a get_attr node -> the tensor
+    digests     target of a get_attr node -> a digest of the tensor's memory when it was first read,
+                or b"" where it has no memory that can be read. NumPy may write there, too, so the
+                tensor itself does not tell what it was
     marks       call node -> the value of `mark()` right before the call ran
-    draws       random call node -> a digest of the generator's state that it draws from. A
-                checkpoint that computes a draw again restores the state, so both digests are equal
+    draws       random call node -> the number of the generator's state that it draws from. A
+                checkpoint that computes a draw again restores the state, so both numbers are equal
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor]
+    digests: dict[str, bytes]
     marks: dict[fx.Node, Any]
-    draws: dict[fx.Node, bytes]
+    draws: dict[fx.Node, int]
 
 
 def record(
@@ -120,7 +124,9 @@ def record(
     finally:
         torch.clear_autocast_cache()
     recorder.graph.output(recorder.argument(list(results)))
-    return Recording(recorder.graph, recorder.constants, recorder.marks, recorder.draws)
+    return Recording(
+        recorder.graph, recorder.constants, recorder.digests, recorder.marks, recorder.draws
+    )
 
 
 @contextlib.contextmanager
@@ -232,6 +238,15 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + reach * width
 
 
+def digest_of(tensor: Tensor) -> bytes:
+    """Return a digest of the tensor's elements; b"" for a tensor without memory to be read."""
+    if is_fake(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return b""
+    with unset_fake_temporarily(), without_dispatch():
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+        return hashlib.blake2b(plain.view(torch.uint8).numpy(), digest_size=16).digest()
+
+
 def read_past(what: str) -> str:
     """Return the message for a tensor of the model that the step reads from somewhere other than
     its module."""
@@ -276,6 +291,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         # (operator, form of its arguments) -> form of its results: see `remembered`.
         self.forms: dict[tuple[Any, Any], tuple[bool, list[Any]]] = {}
         self.constants: dict[str, Tensor] = {}
+        self.digests: dict[str, bytes] = {}
         self.marks: dict[fx.Node, Any] = {}
         # Keys are identities. They stay unique, because every tensor here is kept alive as a node's
         # value or as a constant.
@@ -465,6 +481,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             taken = sum(name.startswith(f"_{kind}") for name in self.constants)
             self.constant_of[id(value)] = name = f"_{kind}_constant{taken}"
             self.constants[name] = value
+            self.digests[name] = digest_of(value)
         node = self.graph.create_node("get_attr", self.constant_of[id(value)])
         node.meta["val"] = value
         return node

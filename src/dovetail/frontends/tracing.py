@@ -17,9 +17,11 @@ the graph, because its numbers would be stale from the second step on. Four meas
 """
 
 import contextlib
+import copy
 import itertools
 import logging
 import operator
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +41,7 @@ from dovetail.frontends.recording import (
     Outside,
     Recording,
     TracingError,
+    digest_of,
     is_fake,
     is_random,
     memory_of,
@@ -88,7 +91,11 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
         second = _functionalize(first, mode)
     else:  # a second trace would be a copy
         second = Recording(
-            first.graph, first.constants, {node: node for node in first.marks}, first.draws
+            first.graph,
+            first.constants,
+            first.digests,
+            {node: node for node in first.marks},
+            first.draws,
         )
     _remove_no_ops(second.graph)
     _check_pure(second.graph, names)
@@ -204,6 +211,8 @@ def _writes(node: fx.Node) -> bool:
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
+_MEMORY = (np.ndarray, bytearray, array)
+"""What holds plain memory, which tensors may share."""
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that `nn.Module` itself sets, except its mode."""
 _TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
@@ -249,9 +258,9 @@ class Attributes:
             self.seen.add(id(value))
             self.saved.append(_Saved(name, value, value.copy()))
             inside: Any = value.items() if isinstance(value, dict) else enumerate(value)
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, _MEMORY):
             self.seen.add(id(value))
-            self.saved.append(_Saved(name, value, value.copy()))
+            self.saved.append(_Saved(name, value, copy.copy(value)))
             return
         elif is_plain_object(value):
             self.seen.add(id(value))
@@ -261,7 +270,7 @@ class Attributes:
         else:
             return
         for key, element in inside:
-            if isinstance(element, (*_CONTAINERS, np.ndarray)) or is_plain_object(element):
+            if isinstance(element, (*_CONTAINERS, *_MEMORY)) or is_plain_object(element):
                 self._save(f"{name}.{key}", element, depth - 1)
 
     def changed(self) -> list[str]:
@@ -282,6 +291,8 @@ class Attributes:
                 vars(container).update(content)
             elif isinstance(container, np.ndarray):
                 container[...] = content
+            elif isinstance(container, _MEMORY):
+                container[:] = content
             elif isinstance(container, (list, deque)):
                 container.clear()
                 container.extend(content)
@@ -299,6 +310,8 @@ def _find_changes(saved: _Saved) -> list[str]:
     if isinstance(container, np.ndarray):
         equal = container.shape == before.shape and container.tobytes() == before.tobytes()
         return [] if equal else [saved.name]
+    if isinstance(container, _MEMORY):
+        return [] if container == before else [saved.name]
     if isinstance(container, set):
         return [] if container == before else [saved.name]
     if isinstance(container, (list, deque)):
@@ -437,7 +450,7 @@ def trace(request: Request) -> Trace:
             first = one_step({})
             changed = attributes.changed()
             _check_held(request)
-            if changed or len(first.marks) <= TRACED_TWICE:
+            if changed or len(first.marks) <= TRACED_TWICE or _borrows(first):
                 _check_repeats(first, one_step, changed, _find_lasting(request, first))
     finally:
         attributes.restore()
@@ -452,6 +465,7 @@ def trace(request: Request) -> Trace:
     second = purified(first, request.mode, names)
     traced = _clean(request, second, origins, layout, first.draws, kept)
     traced = replace(traced, written_inputs=written_inputs, fused_steps=max(steps, default=0))
+    _check_unwritten(first, traced.constants.values())
     left = set(traced.graph.nodes)
     for node in recorded:
         if node not in left:
@@ -464,6 +478,29 @@ def forget(traced: Trace) -> None:
     """Drop the trace's references to fake values, so that those without other owners are freed."""
     for node in traced.graph.nodes:
         node.meta.clear()
+
+
+def _borrows(recording: Recording) -> bool:
+    """Return True if a constant lies in memory that is not torch's, such as that of an array. What
+    `forward` writes there between two steps goes past torch."""
+    return any(
+        recording.digests[name] and not value.untyped_storage().resizable()
+        for name, value in recording.constants.items()
+    )
+
+
+def _check_unwritten(recording: Recording, constants: Iterable[Tensor]) -> None:
+    """Raise `TracingError` if the memory of one of these constants holds something else than when
+    the step read it. Call it when all that the step changed has been put back."""
+    names = {id(value): name for name, value in recording.constants.items()}
+    for value in constants:
+        name = names.get(id(value))
+        if name is not None and digest_of(value) != recording.digests[name]:
+            raise TracingError(
+                f"the model writes past torch (through NumPy, a bytearray) over the memory of a "
+                f"tensor of shape {tuple(value.shape)} that it reads; compute it with torch, in a "
+                "buffer that is written in place"
+            )
 
 
 def _check_held(request: Request) -> None:
@@ -607,7 +644,7 @@ class _Numbers:
     def __init__(self, given: dict[int, int]) -> None:
         self.given = given
         self.table: dict[Any, int] = {}
-        self.constants: list[Tensor] = []
+        self.constants: list[tuple[Tensor, bytes]] = []
         self.of_node: dict[fx.Node, int] = {}
 
     def of_results(self, recording: Recording) -> str:
@@ -619,7 +656,8 @@ class _Numbers:
             if node.op == "placeholder":
                 key: Any = ("given", position)
             elif node.op == "get_attr":
-                key = self._of_constant(recording.constants[node.target])
+                name = node.target
+                key = self._of_constant(recording.constants[name], recording.digests[name])
             else:
                 arguments = repr(fx.map_arg((node.args, node.kwargs), self.of_node.__getitem__))
                 key = (node.target, arguments, recording.draws.get(node))
@@ -634,25 +672,24 @@ class _Numbers:
                 of_storage.setdefault(storage_of(node.meta["val"]), []).append(node)
         raise AssertionError("a graph ends with its output")
 
-    def _of_constant(self, value: Tensor) -> Any:
+    def _of_constant(self, value: Tensor, digest: bytes) -> Any:
         """Return the key of a constant in `table`; equal constants have one key."""
         if id(value) in self.given:
             number = self.given[id(value)]
             return next(key for key, entry in self.table.items() if entry == number)
-        for index, other in enumerate(self.constants):
-            if _equal_constants(value, other):
+        # Without a digest only one and the same tensor is equal, or one with equal elements now.
+        for index, (other, digest_of_other) in enumerate(self.constants):
+            if digest == digest_of_other and (value is other or _equal(value, other, digest)):
                 return "constant", index
-        self.constants.append(value)
+        self.constants.append((value, digest))
         return "constant", len(self.constants) - 1
 
 
-def _equal_constants(value: Tensor, other: Tensor) -> bool:
-    if value is other:
-        return True
+def _equal(value: Tensor, other: Tensor, digest: bytes) -> bool:
     if is_fake(value) or is_fake(other) or value.shape != other.shape or value.dtype != other.dtype:
         return False
     with unset_fake_temporarily():
-        return torch.equal(value, other)
+        return bool(digest) or torch.equal(value, other)
 
 
 def _list_names(names: list[str]) -> str:
