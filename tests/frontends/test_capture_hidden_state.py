@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import CaptureError, ModelError
-from dovetail.frontends import SGD, capture
+from dovetail.frontends import SGD, capture, initial_values, run_step
 
 
 class Parts(nn.Module):
@@ -42,6 +42,50 @@ def drawn_by_an_own_generator(model, x):
 def seeded(model, x):
     torch.manual_seed(3)
     return model.a(x) + torch.randn(4)
+
+
+def seeded_in_a_fork(model, x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return model.a(x) + torch.randn_like(x)
+
+
+STATE = torch.Generator().manual_seed(3).get_state()
+
+
+def state_set(model, x):
+    torch.set_rng_state(STATE)
+    return model.a(x) + torch.randn(4)
+
+
+def state_set_after_the_draws(model, x):
+    y = model.a(x) + torch.randn(4)
+    torch.random.set_rng_state(STATE)
+    return y
+
+
+def state_put_back(model, x):
+    with torch.random.fork_rng(devices=[]):
+        return model.a(x) + torch.randn(4)
+
+
+def own_generator_with_a_state(model, x):
+    generator = torch.Generator()
+    generator.set_state(STATE)
+    return model.a(x) + torch.randn(4, generator=generator)
+
+
+def default_generator_seeded(model, x):
+    torch.default_generator.manual_seed(3)
+    return model.a(x) + torch.rand_like(x)
+
+
+def seed_read(model, x):
+    return model.a(x) * (torch.initial_seed() % 7)
+
+
+def seed_of_the_generator_read(model, x):
+    return model.a(x) * (torch.default_generator.initial_seed() % 7)
 
 
 def swapped(model, x):
@@ -104,6 +148,14 @@ SAYS = {
     drawn_by_numpy: "draws from numpy.random",
     drawn_by_an_own_generator: "a generator of the model's own",
     seeded: "sets torch's seed",
+    seeded_in_a_fork: "sets torch's seed or the state of its generator",
+    state_set: "sets torch's seed or the state of its generator",
+    state_set_after_the_draws: "sets torch's seed or the state of its generator",
+    state_put_back: "sets torch's seed or the state of its generator",
+    own_generator_with_a_state: "a generator of the model's own",
+    default_generator_seeded: "sets torch's seed",
+    seed_read: "reads torch's seed",
+    seed_of_the_generator_read: "its next step is another one",
     swapped: "changes a, b",
     other_mode: "changes norm.training",
     one_more_hook: "its next step is another one",
@@ -137,6 +189,23 @@ def test_state_that_no_buffer_holds_is_named_and_the_model_is_left_as_it_was(run
     assert random.getstate() == python
     assert np.random.get_state()[2] == numpy_  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), torch_)
+
+
+def drawn_again(model, x):
+    state = torch.get_rng_state()
+    first = torch.randn(4)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    again = torch.randn(4)
+    torch.set_rng_state(after)
+    return model.a(x) + first - again + torch.rand(4)
+
+
+def test_a_state_of_the_same_step_may_be_set_again():
+    model, x = Parts(drawn_again), torch.randn(3, 4)
+    captured = capture(model, x)
+    found = run_step(captured, initial_values(captured), (x,)) - model.a(x).detach()
+    assert -1e-6 <= float(found.min()) < float(found.max()) <= 1 + 1e-6
 
 
 def doubled_first(model, x, y):

@@ -1,5 +1,5 @@
-"""Memory that a model shares with NumPy or with other buffers of Python: what `forward` writes there
-is refused by name, and what it only reads is captured."""
+"""Memory that a model shares with NumPy or with other buffers of Python: what `forward` writes
+there is refused by name, and what it only reads is captured."""
 
 from types import SimpleNamespace
 
@@ -87,7 +87,7 @@ class Refills(nn.Module):
 
 def test_memory_that_every_step_fills_alike_is_refused_as_it_was_not_filled_before():
     model, x = Refills(), torch.randn(3, 4)
-    with pytest.raises(CaptureError, match="writes past torch .* of shape"):
+    with pytest.raises(CaptureError, match=r"writes past torch .* of shape"):
         capture(model, x)
     assert model.array[0] == 0
     expected = model(x)  # from now on the array holds what a step writes

@@ -119,8 +119,12 @@ def record(
     # from this step is fake and of no use after it. So the cache is cleared before and after.
     torch.clear_autocast_cache()
     try:
-        with recorder, torch.random.fork_rng(devices=[]), _drawing_from_torch():
-            results = function(*values)
+        with torch.random.fork_rng(devices=[]), _drawing_from_torch():
+            recorder.note_state()
+            with recorder:
+                results = function(*values)
+            # A generator that is put back would give the same numbers in each step.
+            recorder.check_state(len(recorder.states) - 1)
     finally:
         torch.clear_autocast_cache()
     recorder.graph.output(recorder.argument(list(results)))
@@ -131,24 +135,29 @@ def record(
 
 @contextlib.contextmanager
 def _drawing_from_torch() -> Iterator[None]:
-    """Raise `TracingError` if the block draws from Python's or numpy's generator, or seeds torch's.
+    """Raise `TracingError` if the block draws from Python's or numpy's generator, or reads torch's
+    seed.
 
     The graph could not repeat such draws. Python's and numpy's generators are put back.
     """
+
+    def refuse(*_: Any) -> int:
+        raise TracingError(
+            "the model reads torch's seed (initial_seed), but a step draws by its own seed; give "
+            "the number to the model when it is made"
+        )
+
     python, numpy_ = random.getstate(), np.random.get_state()  # noqa: NPY002  the one in use
     # `torch.manual_seed` would seed the generators of all accelerators too, which nobody restores.
-    torch.default_generator.manual_seed(_SEED)
+    torch.default_generator.manual_seed(next(_SEEDS))
+    before = torch.initial_seed
+    torch.initial_seed = torch.random.initial_seed = refuse
     try:
         yield
         if random.getstate() != python:
             source = "Python's random"
         elif str(np.random.get_state()) != str(numpy_):  # noqa: NPY002
             source = "numpy.random"
-        elif torch.default_generator.initial_seed() != _SEED:
-            raise TracingError(
-                "the model sets torch's seed while it runs; a step draws by its own seed, so leave "
-                "it out, or give what is to stay the same as a buffer"
-            )
         else:
             return
         raise TracingError(
@@ -156,13 +165,14 @@ def _drawing_from_torch() -> Iterator[None]:
             "random functions and torch.where, or give the number as an input"
         )
     finally:
+        torch.initial_seed = torch.random.initial_seed = before
         random.setstate(python)
         np.random.set_state(numpy_)  # noqa: NPY002
 
 
-_SEED = 0x5EED_0F_D0E7A11
-"""The seed of torch's generator while a step is recorded. If the generator has another seed
-afterwards, the model has set one."""
+_SEEDS = itertools.count(0x5EED_0F_D0E7A11)
+"""The seeds of torch's generator while steps are recorded. Each has another one, so that a step
+that depends on it differs from the next."""
 
 
 class Outside:
@@ -244,7 +254,8 @@ def digest_of(tensor: Tensor) -> bytes:
         return b""
     with unset_fake_temporarily(), without_dispatch():
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-        return hashlib.blake2b(plain.view(torch.uint8).numpy(), digest_size=16).digest()
+        elements: Any = plain.view(torch.uint8).numpy()
+        return hashlib.blake2b(elements, digest_size=16).digest()
 
 
 def read_past(what: str) -> str:
@@ -282,7 +293,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.mark = mark
         self.rules = rules
         self.outside = outside
-        self.draws: dict[fx.Node, bytes] = {}
+        self.draws: dict[fx.Node, int] = {}
+        # Digest of a state of torch's generator that draws of this step have led to -> its number.
+        self.states: dict[bytes, int] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
         # Identity of a fake tensor whose integers are known -> (the tensor, its value). The tensor
@@ -334,6 +347,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
                 "torch's default one"
             )
         mark = self.mark()
+        if traits.is_random:
+            draw, state = self.check_state(), torch.default_generator.get_state()
         if traits.is_pure:
             result = self.remembered(target, args, kwargs)
         elif traits.is_view:
@@ -351,9 +366,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         node = self.call(target, node_args, node_kwargs)
         self.marks[node] = mark
         if traits.is_random:
-            self.draws[node] = _digest_generator()
+            self.draws[node] = draw
+            # A random op on fake tensors does not move the generator on, and one on real tensors
+            # moves it by what it draws. So each moves it by one number here.
+            torch.default_generator.set_state(state)
+            with unset_fake_temporarily(), without_dispatch():
+                torch.rand(())
+            self.note_state()
         self.bind(node, result)
         return result
+
+    def note_state(self) -> None:
+        """Note that the generator is in a state that this step may draw from."""
+        self.states.setdefault(_digest_generator(), len(self.states))
+
+    def check_state(self, expected: int | None = None) -> int:
+        """Return the number of the generator's state. Raises `TracingError` for a state that the
+        draws of this step have not led to, or that is not the expected one."""
+        number = self.states.get(_digest_generator())
+        if number is None or expected not in (None, number):
+            raise TracingError(
+                "the model sets torch's seed or the state of its generator while it runs; a step "
+                "draws by its own seed, so leave it out, or give what is to stay the same as a "
+                "buffer"
+            )
+        return number
 
     def known_arguments(
         self, traits: "_Traits", args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -607,15 +644,10 @@ def _traits(func: OpOverload) -> _Traits:
 
 
 def _digest_generator() -> bytes:
-    """Return a digest of the state of torch's generator, and move the generator on.
-
-    A random op on fake tensors does not move it, so two different draws would have one digest.
-    """
     state = torch.default_generator.get_state()
     with unset_fake_temporarily():
-        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-        torch.rand(())
-    return digest
+        numbers: Any = state.numpy()
+        return hashlib.blake2b(numbers, digest_size=16).digest()
 
 
 def _would_decompose(func: OpOverload, args: Any, kwargs: Any) -> bool:

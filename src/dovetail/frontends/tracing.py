@@ -1222,7 +1222,7 @@ def _clean(
     recording: Recording,
     origins: dict[fx.Node, Origin],
     layout: list[Any],
-    keys: dict[fx.Node, bytes],
+    keys: dict[fx.Node, int],
     kept: list[Tensor],
 ) -> Trace:
     """Return the trace of the pure recording.
@@ -1278,9 +1278,9 @@ def _check_apart(request: Request, written: Iterable[str]) -> None:
             )
 
 
-def _draws(recording: Recording, keys: dict[fx.Node, bytes]) -> dict[fx.Node, fx.Node]:
+def _draws(recording: Recording, keys: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
     """Return random call node -> the first node that draws from the same state of the generator."""
-    first_with: dict[bytes, fx.Node] = {}
+    first_with: dict[int, fx.Node] = {}
     draws: dict[fx.Node, fx.Node] = {}
     for node in recording.graph.nodes:
         key = keys.get(recording.marks[node]) if is_random(node.target) else None
