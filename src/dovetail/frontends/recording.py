@@ -103,23 +103,29 @@ def record(
     mark: Callable[[], Any],
     rules: Rules,
     outside: "Outside | None" = None,
+    is_fake: bool = True,
+    seed: int | None = None,
 ) -> Recording:
     """Run `function(*values)` and return a recording of the operators that it calls below autograd.
 
-    The caller turns the fake tensor mode on. `mark` is called before each operator, and `rules`
-    replace some operators. `outside` refuses the tensors from before the step that must not become
-    constants.
+    The caller turns the fake tensor mode on, or says that the values are real. `mark` is called
+    before each operator, and `rules` replace some operators. `outside` refuses the tensors from
+    before the step that must not become constants. `seed` is of the random numbers that ops on real
+    values draw; None: any.
 
     Raises `TracingError`, or whatever the function raises. Takes about 0.3 ms per operator.
     """
-    recorder = _Recorder(mark, rules, outside or Outside({}))
+    recorder = _Recorder(mark, rules, outside or Outside({}), is_fake)
     for index, value in enumerate(values):
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
     # Autocast caches casts of parameters. One from before the step is no op of the graph, and one
     # from this step is fake and of no use after it. So the cache is cleared before and after.
     torch.clear_autocast_cache()
     try:
-        with torch.random.fork_rng(devices=[]), _drawing_from_torch():
+        with (
+            torch.random.fork_rng(devices=[]),
+            _drawing_from_torch(next(SEEDS) if seed is None else seed),
+        ):
             recorder.note_state()
             with recorder:
                 results = function(*values)
@@ -134,7 +140,7 @@ def record(
 
 
 @contextlib.contextmanager
-def _drawing_from_torch() -> Iterator[None]:
+def _drawing_from_torch(seed: int) -> Iterator[None]:
     """Raise `TracingError` if the block draws from Python's or numpy's generator, or reads torch's
     seed.
 
@@ -149,7 +155,7 @@ def _drawing_from_torch() -> Iterator[None]:
 
     python, numpy_ = random.getstate(), np.random.get_state()  # noqa: NPY002  the one in use
     # `torch.manual_seed` would seed the generators of all accelerators too, which nobody restores.
-    torch.default_generator.manual_seed(next(_SEEDS))
+    torch.default_generator.manual_seed(seed)
     before = torch.initial_seed
     torch.initial_seed = torch.random.initial_seed = refuse
     try:
@@ -170,9 +176,24 @@ def _drawing_from_torch() -> Iterator[None]:
         np.random.set_state(numpy_)  # noqa: NPY002
 
 
-_SEEDS = itertools.count(0x5EED_0F_D0E7A11)
+SEEDS = itertools.count(0x5EED_0F_D0E7A11)
 """The seeds of torch's generator while steps are recorded. Each has another one, so that a step
 that depends on it differs from the next."""
+
+
+class StatesOfDraws:
+    """The states of torch's generator in a recording with this seed, by their numbers: ops on real
+    tensors draw from them."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.states: list[Tensor] = []
+
+    def __getitem__(self, number: int) -> Tensor:
+        while len(self.states) <= number:
+            torch.rand((), generator=self.generator)
+            self.states.append(self.generator.get_state())
+        return self.states[number]
 
 
 class Outside:
@@ -288,8 +309,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         mark: Callable[[], Any],
         rules: Rules,
         outside: "Outside",
+        is_fake: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_fake = is_fake
         self.mark = mark
         self.rules = rules
         self.outside = outside
@@ -333,7 +356,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # here too.
             with self:
                 return rule(*args, **kwargs)
-        known_args = self.known_arguments(traits, args, kwargs)
+        known_args = self.known_arguments(traits, args, kwargs) if self.is_fake else None
         if traits.is_number and known_args is not None:
             with unset_fake_temporarily():
                 return func(*known_args[0], **known_args[1])
@@ -341,20 +364,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         # a copy.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
-        if traits.is_random and kwargs.get("generator") not in (None, torch.default_generator):
-            raise TracingError(
-                f"{func} draws from a generator of the model's own, where a graph has none; use "
-                "torch's default one"
-            )
+        draw = self.draw(func, kwargs) if traits.is_random else None
         mark = self.mark()
-        if traits.is_random:
-            draw, state = self.check_state(), torch.default_generator.get_state()
-        if traits.is_pure:
-            result = self.remembered(target, args, kwargs)
-        elif traits.is_view:
-            result = self.remembered_view(target, args, kwargs)
-        else:
-            result = target(*args, **kwargs)
+        result = self.result(traits, target, args, kwargs)
         if traits.is_number:
             # A number that a constant tensor holds is itself constant and needs no node.
             return result
@@ -365,16 +377,38 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.note_known(func, traits, args, known_args, result)
         node = self.call(target, node_args, node_kwargs)
         self.marks[node] = mark
-        if traits.is_random:
+        if draw is not None:
             self.draws[node] = draw
-            # A random op on fake tensors does not move the generator on, and one on real tensors
-            # moves it by what it draws. So each moves it by one number here.
-            torch.default_generator.set_state(state)
-            with unset_fake_temporarily(), without_dispatch():
-                torch.rand(())
-            self.note_state()
         self.bind(node, result)
         return result
+
+    def result(
+        self, traits: "_Traits", target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the operator's result."""
+        if self.is_fake and traits.is_pure:
+            return self.remembered(target, args, kwargs)
+        if self.is_fake and traits.is_view:
+            return self.remembered_view(target, args, kwargs)
+        if not traits.is_random:
+            return target(*args, **kwargs)
+        # `draw` has moved the generator on, and an op on real tensors would move it further.
+        with torch.random.fork_rng(devices=[]):
+            return target(*args, **kwargs)
+
+    def draw(self, func: OpOverload, kwargs: dict[str, Any]) -> int:
+        """Return the number of the state that a random op draws from, and move the generator on: an
+        op on fake tensors does not."""
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            raise TracingError(
+                f"{func} draws from a generator of the model's own, where a graph has none; use "
+                "torch's default one"
+            )
+        number = self.check_state()
+        with unset_fake_temporarily(), without_dispatch():
+            torch.rand(())
+        self.note_state()
+        return number
 
     def note_state(self) -> None:
         """Note that the generator is in a state that this step may draw from."""

@@ -21,10 +21,13 @@ import copy
 import itertools
 import logging
 import operator
+import sys
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +41,10 @@ from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
 from dovetail.frontends.recording import (
+    SEEDS,
     Outside,
     Recording,
+    StatesOfDraws,
     TracingError,
     digest_of,
     is_fake,
@@ -49,7 +54,13 @@ from dovetail.frontends.recording import (
     record,
     storage_of,
 )
-from dovetail.frontends.structures import TensorSlot, fill, flatten, is_plain_object
+from dovetail.frontends.structures import (
+    TensorSlot,
+    constants,
+    fill,
+    flatten,
+    is_plain_object,
+)
 from dovetail.graph import LOSS_MODULE, Phase
 from dovetail.runtime.torch_versions import (
     FAKE_TENSOR_LOGGER,
@@ -221,6 +232,7 @@ hooks."""
 _OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 """In these attributes torch's recurrent layers list their parameters. A layer makes the lists again
 when its parameters are replaced, as they are by their twins, so a change there means nothing."""
+_DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
 _DEPTH = 3
 """The search for containers and plain objects goes this many levels into an attribute."""
 
@@ -237,12 +249,15 @@ class _Saved:
 class Attributes:
     """Saves the attributes of a module and its submodules, and the content of their containers.
 
-    It also saves the tree of modules itself: submodules, parameters, buffers, hooks and modes.
+    It also saves the tree of modules itself: submodules, parameters, buffers, hooks and modes. And
+    it saves data among the attributes of their classes, and among the global variables of the
+    modules that define these classes and the `functions`, as models keep caches there.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *functions: Any) -> None:
         self.saved: list[_Saved] = []
         self.seen: set[int] = set()
+        defined_in: dict[str, None] = {}  # names of modules, in order
         for path, part in module.named_modules():
             inside = {k: v for k, v in vars(part).items() if k not in _OF_MODULE}
             self.saved.append(_Saved(path, part, inside))
@@ -250,6 +265,26 @@ class Attributes:
                 self.saved.append(_Saved(path, vars(part)[key], vars(part)[key].copy()))
             for key, value in inside.items():
                 self._save(f"{path}.{key}" if path else key, value, _DEPTH)
+            functions += tuple(value for value in inside.values() if callable(value))
+            for kind in type(part).__mro__:
+                if _is_users(kind.__module__) and id(kind) not in self.seen:
+                    defined_in[kind.__module__] = None
+                    self._save_names(kind.__qualname__, kind, kind.__module__)
+        for function in functions:
+            defined_in[getattr(function, "__module__", None) or ""] = None
+        for name in filter(_is_users, defined_in):
+            if name in sys.modules:
+                self._save_names(name, sys.modules[name], name)
+
+    def _save_names(self, name: str, container: type | ModuleType, module: str) -> None:
+        """Save the data among the attributes of a class, or among a module's global variables."""
+        self.seen.add(id(container))
+        inside = _entries(container)
+        self.saved.append(_Saved(name, container, inside))
+        for key, value in inside.items():
+            # Objects of other modules, such as logs and tables loaded late, are left alone.
+            if type(value) in (*_CONTAINERS, *_MEMORY) or type(value).__module__ == module:
+                self._save(f"{name}.{key}", value, _DEPTH)
 
     def _save(self, name: str, value: Any, depth: int) -> None:
         if not depth or id(value) in self.seen:
@@ -285,11 +320,7 @@ class Attributes:
             if not _find_changes(saved):
                 continue
             container, content = saved.container, saved.content
-            if isinstance(container, nn.Module):
-                for key in [k for k in vars(container) if k not in _OF_MODULE | content.keys()]:
-                    vars(container).pop(key)
-                vars(container).update(content)
-            elif isinstance(container, np.ndarray):
+            if isinstance(container, np.ndarray):
                 container[...] = content
             elif isinstance(container, _MEMORY):
                 container[:] = content
@@ -300,8 +331,19 @@ class Attributes:
                 container.clear()
                 container.update(content)
             else:
-                vars(container).clear()
-                vars(container).update(content)
+                _put_back(container, content)
+
+
+def _put_back(container: Any, content: dict[str, Any]) -> None:
+    """Give an object, a module or a class the attributes that were saved."""
+    is_class = isinstance(container, type)
+    for key in [key for key in _entries(container) if key not in content]:
+        delattr(container, key) if is_class else vars(container).pop(key)
+    for key, value in content.items():
+        if not is_class:
+            vars(container)[key] = value
+        elif vars(container).get(key) is not value:
+            setattr(container, key, value)
 
 
 def _find_changes(saved: _Saved) -> list[str]:
@@ -318,12 +360,33 @@ def _find_changes(saved: _Saved) -> list[str]:
         if len(container) == len(before) and all(map(_same, container, before)):
             return []
         return [saved.name]
-    is_module = isinstance(container, nn.Module)
-    now = container if isinstance(container, dict) else vars(container)
-    keys = [key for key in now if not (is_module and key in _OF_MODULE)]
-    names = [key for key in keys if key not in before or not _same(now[key], before[key])]
+    now = _entries(container)
+    names = [key for key in now if key not in before or not _same(now[key], before[key])]
     names += [key for key in before if key not in now]
     return [f"{saved.name}.{key}" if saved.name else str(key) for key in names]
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    """Return what is saved of a dict or of an object's attributes."""
+    if isinstance(container, dict):
+        return container
+    attributes: Any = vars(container)
+    if isinstance(container, nn.Module):
+        return {key: value for key, value in attributes.items() if key not in _OF_MODULE}
+    if isinstance(container, (type, ModuleType)):
+        return {
+            key: value
+            for key, value in attributes.items()
+            if not key.startswith("__")
+            and not callable(value)
+            and not isinstance(value, (ModuleType, *_DESCRIPTORS))
+        }
+    return attributes  # type: ignore[no-any-return]
+
+
+def _is_users(module: str) -> bool:
+    """Return True unless a module is of torch, of Python's builtins, or of this package."""
+    return module.partition(".")[0] not in ("", "torch", "builtins", "dovetail")
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -394,12 +457,12 @@ class Trace:
     constants   get_attr node -> its value
     origins     call node -> its origin
     results     structure of nodes: the loss (training) or the model's output
-    follow_from_constants   values computed from constants alone; the model may cache them beyond
-                            this capture
+    made        the fake tensors of this capture; the model may keep some of them beyond it
     draws       random call node -> the call node whose random numbers it draws. That is the node
                 itself, except where a checkpoint computes an earlier draw again
     written_inputs   indices of the inputs that the model writes over
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
+    computed    what a step on real tensors must compute as well; None for a long step
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or frozen parameter -> node of its new value
     """
@@ -412,9 +475,10 @@ class Trace:
     gradients: dict[str, fx.Node]
     written: dict[str, fx.Node]
     draws: dict[fx.Node, fx.Node]
-    follow_from_constants: list[Tensor]
+    made: list["weakref.ref[Tensor]"]
     written_inputs: tuple[int, ...] = ()
     fused_steps: int = 0
+    computed: "Computed | None" = None
 
 
 TRACED_TWICE = 2000
@@ -440,31 +504,61 @@ def trace(request: Request) -> Trace:
     def one_step(stale: Mapping[int, bool]) -> Recording:
         at = _Position()
         step = _flat_step(request, at, layout, steps)
-        rules = {aten.native_batch_norm.default: _batch_norm}
         outside = Outside(request.owners, stale, None if request.holds_fakes else request.mode)
-        return record(step, flat, at.mark, rules, outside)
+        return record(step, flat, at.mark, _RULES, outside)
 
-    attributes = Attributes(request.module)
+    attributes = Attributes(request.module, request.loss)
     try:
         with request.mode, _silence_log():
             first = one_step({})
+            made = _references(first)
             changed = attributes.changed()
             _check_held(request)
+            numbers, results = _Numbers({}), ("", "")
             if changed or len(first.marks) <= TRACED_TWICE or _borrows(first):
-                _check_repeats(first, one_step, changed, _find_lasting(request, first))
+                node_of = {
+                    id(value): node
+                    for node in first.graph.nodes
+                    if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
+                }
+                results = numbers.of_results(first, layout[0])
+                lasting = _find_lasting(request, first)
+                follows = _follow_from_constants(first, lasting)
+                again = one_step({key: node in follows for key, node in node_of.items()})
+                # A value that the first step left behind and the second reads has the number it had
+                # there.
+                numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
+                if numbers.of_results(again, layout[1]) != results:
+                    raise TracingError(_describe_changes(changed))
+                made += _references(again)
+                forget(again.graph)
+                # They are compared once more on real tensors, when no fake one is left.
+                numbers.given = {}
+                numbers.of_node = {}
     finally:
         attributes.restore()
     # The first recording is read here, before `purified`, which may change its graph.
     written_inputs = _written_inputs(request, first)
-    constant = _follow_from_constants(first)
-    values = [node.meta["val"] for node in constant]
-    kept = [value for value in values if isinstance(value, Tensor) and is_fake(value)]
     recorded = list(first.graph.nodes)
     origins = _first_origins(first)
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
-    traced = _clean(request, second, origins, layout, first.draws, kept)
-    traced = replace(traced, written_inputs=written_inputs, fused_steps=max(steps, default=0))
+    recorded += second.graph.nodes
+    made += _references(second)
+    traced = _clean(request, second, origins, layout, first.draws, made)
+    states = {
+        node: first.draws[second.marks[node]]
+        for node in traced.graph.nodes
+        if second.marks.get(node) in first.draws and is_random(node.target)
+    }
+    traced = replace(
+        traced,
+        written_inputs=written_inputs,
+        fused_steps=max(steps, default=0),
+        computed=Computed(numbers, results, traced.graph, traced.constants, states)
+        if results[0]
+        else None,
+    )
     _check_unwritten(first, traced.constants.values())
     left = set(traced.graph.nodes)
     for node in recorded:
@@ -474,9 +568,137 @@ def trace(request: Request) -> Trace:
     return traced
 
 
-def forget(traced: Trace) -> None:
-    """Drop the trace's references to fake values, so that those without other owners are freed."""
-    for node in traced.graph.nodes:
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What a traced step computes, without any fake tensor, to be compared with a real step.
+
+    numbers            the traced step's value numbers
+    results            those of its results, and the constants among the results, as texts
+    graph, constants   its pure graph, and the values of that graph's get_attr nodes
+    draws              random call node -> number of the generator's state that it draws from
+    """
+
+    numbers: "_Numbers"
+    results: tuple[str, str]
+    graph: fx.Graph
+    constants: dict[fx.Node, Tensor]
+    draws: dict[fx.Node, int]
+
+
+def compare_with_real(request: Request, computed: Computed) -> str:
+    """Run the step on the real tensors of the request, whose parameters and buffers are the
+    originals. Return a note if the model calls other operators then, but with the same numbers.
+
+    A model may look at more of a tensor than its shape, such as its class, and fake tensors have
+    another one. Raises `TracingError` if the real step has other numbers, or whatever the model
+    raises. The module's attributes are put back in either case.
+    """
+    layout: list[Any] = []
+    held = [value.detach() for value in request.originals.values()]
+    if request.channels_last:
+        held = [last_of_channels(value) for value in held]
+    flat = [*held, *request.inputs, *request.targets]
+    if request.scale is not None:
+        flat.append(request.scale)
+    at, seed = _Position(), next(SEEDS)
+    step = _flat_step(request, at, layout, [])
+    attributes = Attributes(request.module, request.loss)
+    try:
+        outside = Outside(request.owners)
+        real = record(step, flat, at.mark, _RULES, outside, is_fake=False, seed=seed)
+    finally:
+        attributes.restore()
+    known = len(computed.numbers.table)
+    results = computed.numbers.of_results(real, layout[0])
+    if results == computed.results:
+        return ""
+    of_node = computed.numbers.of_node
+    new = (node for node in real.marks if of_node[node] >= known)
+    node = next(new, None)
+    where = ""
+    if node is not None:
+        module = real.marks[node][1]
+        where = f" ({node.target}{f' in {module}' if module else ''})"
+    (output,) = (node for node in real.graph.nodes if node.op == "output")
+    found = _run_graph(computed, [value.detach() for value in flat], seed)
+    expected = [None if node is None else node.meta["val"] for node in output.args[0]]
+    error = _largest_error(found, expected)
+    if error > _MOST_ERROR or results[1] != computed.results[1]:
+        raise TracingError(
+            f"it computes something else on real tensors than while it is captured{where}; it "
+            "looks at what only real tensors have, such as their class (type(x) is torch.Tensor), "
+            "or reads their numbers; use isinstance, and torch.where"
+        )
+    return (
+        f"on real tensors the model calls other operators than those captured{where}; on the "
+        f"examples the results agree within {_MOST_ERROR:g} of their size"
+    )
+
+
+_MOST_ERROR = 1e-3
+"""Results that differ by at most this part of their size differ by rounding."""
+
+
+def _run_graph(computed: Computed, flat: list[Tensor], seed: int) -> list[Tensor | None]:
+    """Return the results of the traced step on real tensors, with the random numbers of a real step
+    that was recorded with this seed."""
+    rest, env = iter(flat), dict[fx.Node, Any]()
+    states = StatesOfDraws(seed)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
+        for node in computed.graph.nodes:
+            args, kwargs = replace_nodes((node.args, dict(node.kwargs)), env.__getitem__)
+            if node.op == "placeholder":
+                env[node] = next(rest)
+            elif node.op == "get_attr":
+                env[node] = computed.constants[node]
+            elif node.op == "call_function":
+                if node in computed.draws:
+                    torch.default_generator.set_state(states[computed.draws[node]])
+                env[node] = node.target(*args, **kwargs)
+            else:
+                return list(args[0])
+    raise AssertionError("a graph ends with its output")
+
+
+def _largest_error(found: list[Tensor | None], expected: list[Tensor | None]) -> float:
+    """Return the largest difference of two results, relative to the result's largest number. What
+    is much smaller than all other results counts as rounding."""
+    if len(found) != len(expected):
+        return float("inf")
+    numbers = [value.detach() for value in expected if value is not None and _is_float(value)]
+    sizes = [float(value.abs().max()) for value in numbers]
+    least = 1e-3 * max((size for size in sizes if size < float("inf")), default=0.0)
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            if one is not other:
+                return float("inf")
+        elif not _is_float(other):
+            worst = worst if torch.equal(one, other) else float("inf")
+        else:
+            one, other = one.detach().double(), other.detach().double()
+            if not torch.equal(one.isfinite(), other.isfinite()):
+                return float("inf")
+            one, other = one.nan_to_num(0, 0, 0), other.nan_to_num(0, 0, 0)
+            size = max(float(other.abs().max()), least)
+            difference = float((one - other).abs().max())
+            worst = max(worst, difference / size if size else float(difference > 0))
+    return worst
+
+
+def _is_float(value: Tensor) -> bool:
+    return value.is_floating_point() and bool(value.numel())
+
+
+def _references(recording: Recording) -> list["weakref.ref[Tensor]"]:
+    """Return weak references to the fake tensors among the recording's values."""
+    values = (node.meta["val"] for node in recording.graph.nodes if node.op == "call_function")
+    return [weakref.ref(v) for v in values if isinstance(v, FakeTensor)]
+
+
+def forget(graph: fx.Graph) -> None:
+    """Drop the graph's references to fake values, so that those without other owners are freed."""
+    for node in graph.nodes:
         node.meta.clear()
 
 
@@ -519,41 +741,14 @@ def _check_held(request: Request) -> None:
             raise TracingError(f"{name} is removed while the model runs; keep its module")
 
 
-def _check_repeats(
-    first: Recording,
-    one_step: Callable[[Mapping[int, bool]], Recording],
-    changed: list[str],
-    lasting: set[fx.Node],
-) -> None:
-    """Trace another step after `first`, and raise `TracingError` unless it computes the same.
-
-    A model may keep a computed value in an attribute in three cases: the next step does not read it
-    (weight normalisation), it follows from constants alone (tables of rotary embeddings that are
-    made when they are first needed), or it follows from values that no step changes.
-
-    changed   names of attributes that `first` changed
-    lasting   placeholders whose values are the same in every step
-    """
-    follows_from_constants = _follow_from_constants(first, lasting)
-    node_of = {
-        id(value): node
-        for node in first.graph.nodes
-        if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
-    }
-    again = one_step({key: node in follows_from_constants for key, node in node_of.items()})
-    numbers = _Numbers({})
-    of_first = numbers.of_results(first)
-    # A value that the first step left behind and the second reads has the number it had there.
-    numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
-    if numbers.of_results(again) != of_first:
-        what = (
-            _list_names(changed)
-            or "what is in no module (a closure, an iterator, a global variable)"
-        )
-        raise TracingError(
-            f"its next step is another one, as this one changes {what}; keep in buffers, written "
-            "in place, what goes from step to step"
-        )
+def _describe_changes(changed: list[str]) -> str:
+    what = _list_names(changed) or (
+        "what is in no module (a closure, an iterator, a global variable)"
+    )
+    return (
+        f"its next step is another one, as this one changes {what}; keep in buffers, written in "
+        "place, what goes from step to step"
+    )
 
 
 def _find_lasting(request: Request, first: Recording) -> set[fx.Node]:
@@ -644,24 +839,36 @@ class _Numbers:
     def __init__(self, given: dict[int, int]) -> None:
         self.given = given
         self.table: dict[Any, int] = {}
-        self.constants: list[tuple[Tensor, bytes]] = []
+        self.constants: list[Tensor] = []
         self.of_node: dict[fx.Node, int] = {}
 
-    def of_results(self, recording: Recording) -> str:
-        """Return the numbers of the values that the recording returns, as text."""
+    def of_results(self, recording: Recording, layout: tuple[int, Any]) -> tuple[str, str]:
+        """Return, as texts, the numbers of the values that the recording returns, and the constants
+        among them.
+
+        layout   number of its results, and their template
+        """
         of_storage: dict[int, list[fx.Node]] = {}
         for position, node in enumerate(recording.graph.nodes):
             if node.op == "output":
-                return repr(fx.map_arg(node.args, self.of_node.__getitem__))
+                return repr(fx.map_arg(node.args, self._named)), repr(constants(layout[1]))
             if node.op == "placeholder":
                 key: Any = ("given", position)
             elif node.op == "get_attr":
                 name = node.target
                 key = self._of_constant(recording.constants[name], recording.digests[name])
+            elif node.target in (aten.detach.default, aten.alias.default):
+                # Parameters on fake tensors have one of these that real ones do not have.
+                key = None
             else:
-                arguments = repr(fx.map_arg((node.args, node.kwargs), self.of_node.__getitem__))
+                arguments = repr(fx.map_arg((node.args, node.kwargs), self._named))
                 key = (node.target, arguments, recording.draws.get(node))
-            self.of_node[node] = number = self.table.setdefault(key, len(self.table))
+            number = (
+                self.of_node[node.args[0]]
+                if key is None
+                else self.table.setdefault(key, len(self.table))
+            )
+            self.of_node[node] = number
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 # After a write every value in the same memory is a new value: it gets a new number.
                 for read in node.all_input_nodes:
@@ -672,24 +879,31 @@ class _Numbers:
                 of_storage.setdefault(storage_of(node.meta["val"]), []).append(node)
         raise AssertionError("a graph ends with its output")
 
+    def _named(self, node: fx.Node) -> str:
+        """Return the node's number as text, which differs from a number among the arguments."""
+        return f"%{self.of_node[node]}"
+
     def _of_constant(self, value: Tensor, digest: bytes) -> Any:
         """Return the key of a constant in `table`; equal constants have one key."""
         if id(value) in self.given:
             number = self.given[id(value)]
             return next(key for key, entry in self.table.items() if entry == number)
-        # Without a digest only one and the same tensor is equal, or one with equal elements now.
-        for index, (other, digest_of_other) in enumerate(self.constants):
-            if digest == digest_of_other and (value is other or _equal(value, other, digest)):
+        if digest:
+            return "constant", digest, value.shape, value.dtype
+        for index, other in enumerate(self.constants):
+            if _equal(value, other):
                 return "constant", index
-        self.constants.append((value, digest))
+        self.constants.append(value)
         return "constant", len(self.constants) - 1
 
 
-def _equal(value: Tensor, other: Tensor, digest: bytes) -> bool:
+def _equal(value: Tensor, other: Tensor) -> bool:
+    if value is other:
+        return True
     if is_fake(value) or is_fake(other) or value.shape != other.shape or value.dtype != other.dtype:
         return False
     with unset_fake_temporarily():
-        return bool(digest) or torch.equal(value, other)
+        return torch.equal(value, other)
 
 
 def _list_names(names: list[str]) -> str:
@@ -740,6 +954,9 @@ def _batch_norm(
     return aten._native_batch_norm_legit(x, weight, bias, mean, variance, True, momentum, eps)
 
 
+_RULES = {aten.native_batch_norm.default: _batch_norm}
+
+
 @contextlib.contextmanager
 def _silence_log() -> Iterator[None]:
     """Silence torch's log of failures under fake tensors, which are raised with their traceback
@@ -765,7 +982,9 @@ def _flat_step(
         rest, trainable = iter(flat), frozenset(request.trainable)
         leaves = {name: _leaf(request, name, next(rest)) for name in request.parameters}
         frozen = {name: leaf for name, leaf in leaves.items() if name not in trainable}
-        buffers = {name: next(rest).clone() for name in request.buffers}
+        buffers = {
+            name: _as_seen(next(rest).clone(), request.originals[name]) for name in request.buffers
+        }
         inputs = [_input(next(rest), like, request.channels_last) for like in request.inputs]
         targets = [next(rest).clone() for _ in request.targets]
         args, kwargs = request.signature.call(inputs)
@@ -805,7 +1024,7 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
     """
     original = request.originals[name]
     start = value.detach() if name in request.trainable else value.clone()
-    leaf = nn.Parameter(start, requires_grad=original.requires_grad)
+    leaf = _as_seen(start, original).requires_grad_(original.requires_grad)
     if getattr(original, "_post_accumulate_grad_hooks", None):
         raise TracingError(
             f"parameter {name} has a hook that runs once its gradient is accumulated "
@@ -815,6 +1034,20 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
         for hook in (original._backward_hooks or {}).values():
             leaf.register_hook(hook)  # type: ignore[no-untyped-call]
     return leaf
+
+
+def _as_seen(twin: Tensor, original: Tensor) -> Tensor:
+    """Return the twin with what a model may see of the original: its class, if the twin is real,
+    and the attributes that the user has given it.
+
+    A fake parameter is one for `isinstance`, but not of its class.
+    """
+    if is_fake(twin) and isinstance(original, nn.Parameter):
+        twin = nn.Parameter(twin, requires_grad=False)
+    elif not is_fake(twin):
+        twin.__class__ = type(original)
+    vars(twin).update(vars(original))
+    return twin
 
 
 def last_of_channels(value: Tensor) -> Tensor:
@@ -1085,7 +1318,8 @@ def _gradients(
             # A reentrant checkpoint is a custom function that calls `backward` itself and refuses
             # `torch.autograd.grad`. So gradients are accumulated, and those that this adds to
             # tensors outside of the model are put back.
-            before = [(other, other.grad) for other in outside]
+            others = set(outside).difference(leaves)
+            before = [(other, other.grad) for other in others]
             try:
                 run_backward(
                     (loss,), (torch.ones_like(loss),), False, False, (),
@@ -1223,7 +1457,7 @@ def _clean(
     origins: dict[fx.Node, Origin],
     layout: list[Any],
     keys: dict[fx.Node, int],
-    kept: list[Tensor],
+    made: list["weakref.ref[Tensor]"],
 ) -> Trace:
     """Return the trace of the pure recording.
 
@@ -1261,7 +1495,7 @@ def _clean(
     }
     final = _origins(recording, origins)
     draws = _draws(recording, keys)
-    return Trace(graph, sources, constants, final, results, gradients, written, draws, kept)
+    return Trace(graph, sources, constants, final, results, gradients, written, draws, made)
 
 
 def _check_apart(request: Request, written: Iterable[str]) -> None:
