@@ -1,6 +1,7 @@
 """State that a step reads or leaves outside of parameters and buffers is refused by name, and the
 model is left as it was."""
 
+import copy
 import itertools
 import random
 
@@ -162,7 +163,7 @@ SAYS = {
     one_more_module: "changes several.1",
     next_number: "changes what is in no module",
     counted_in_an_array: "changes array",
-    counted_globally: "changes what is in no module",
+    counted_globally: r"changes .*test_capture_hidden_state\.COUNTED",
     late_buffer: "late is made while the model runs",
     late_parameter: "added is made while the model runs",
     removed: "a.weight is removed while the model runs",
@@ -228,3 +229,37 @@ def test_an_input_that_is_a_parameter_of_the_model_is_named():
     with pytest.raises(ModelError, match=r"shares memory with parameter a\.weight; give a clone"):
         capture(model, model.a.weight.detach()[:2])
     capture(model, model.a.weight.detach()[:2].clone())
+
+
+def test_a_hook_on_several_gradients_is_named():
+    model = Parts(lambda model, x: model.b(model.a(x)))
+    weights = [model.a.weight, model.b.weight]
+    torch.autograd.graph.register_multi_grad_hook(weights, lambda gradients: None)
+    capture(model, torch.randn(3, 4))
+    with pytest.raises(CaptureError, match=r"parameter a\.weight has a hook .* of several tensors"):
+        capture(model, torch.randn(3, 4), loss=torch.mean, train=SGD())
+
+
+def test_a_hook_on_a_gradient_changes_it_in_every_step():
+    model, x = Parts(lambda model, x: model.a(x)), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    for part in (model, plain):
+        part.a.weight.register_hook(lambda gradient: gradient * 0.5)
+    captured = capture(model, x, loss=torch.mean, train=SGD(0.5))
+    values, optimizer = initial_values(captured), torch.optim.SGD(plain.parameters(), 0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        expected = plain(x).mean()
+        expected.backward()
+        optimizer.step()
+        assert torch.equal(run_step(captured, values, (x,), step=step), expected.detach())
+
+
+def test_a_hook_on_a_gradient_that_each_step_adds_is_named():
+    def one_more(model, x):
+        model.a.weight.register_hook(lambda gradient: gradient * 0.5)
+        return model.a(x)
+
+    capture(Parts(one_more), torch.randn(3, 4))
+    with pytest.raises(CaptureError, match=r"a\.weight gets a hook on its gradient each time"):
+        capture(Parts(one_more), torch.randn(3, 4), loss=torch.mean, train=SGD())

@@ -118,6 +118,10 @@ def attribute_of_a_parameter(model, x):
     return model.a(x * 2 if getattr(model.a.weight, "is_doubled", False) else x)
 
 
+def attribute_of_an_input(model, x):
+    return model.a(x * 2 if getattr(x, "is_doubled", False) else x)
+
+
 def chance_and_statistics(model, x):
     return model.norm(nn.functional.dropout(model.a(x * 2))) * 0 + model.a(x * 2)
 
@@ -126,6 +130,7 @@ SEEN = (
     subclass_of_a_parameter,
     subclass_of_a_buffer,
     attribute_of_a_parameter,
+    attribute_of_an_input,
     chance_and_statistics,
 )
 
@@ -134,7 +139,7 @@ SEEN = (
 @pytest.mark.parametrize("run", SEEN)
 def test_what_a_model_may_see_of_a_tensor_is_there_while_it_is_captured(run, training):
     model, x = Sees(run), torch.randn(3, 4)
-    model.a.weight.is_doubled = True
+    model.a.weight.is_doubled = x.is_doubled = True
     captured = captured_step(model, x, training)
     assert captured.notes == ()
     found = run_step(captured, initial_values(captured), (x,))

@@ -282,8 +282,12 @@ class Attributes:
         inside = _entries(container)
         self.saved.append(_Saved(name, container, inside))
         for key, value in inside.items():
-            # Objects of other modules, such as logs and tables loaded late, are left alone.
-            if type(value) in (*_CONTAINERS, *_MEMORY) or type(value).__module__ == module:
+            # Objects of other modules, such as logs, are left alone, and tables that do something
+            # when they are read.
+            kind = type(value)
+            if kind in (*_CONTAINERS, *_MEMORY) or (
+                kind.__module__ == module and not issubclass(kind, _CONTAINERS)
+            ):
                 self._save(f"{name}.{key}", value, _DEPTH)
 
     def _save(self, name: str, value: Any, depth: int) -> None:
@@ -597,7 +601,8 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     held = [value.detach() for value in request.originals.values()]
     if request.channels_last:
         held = [last_of_channels(value) for value in held]
-    flat = [*held, *request.inputs, *request.targets]
+    # One tensor may be given as several inputs.
+    flat = [*held, *(value.detach() for value in (*request.inputs, *request.targets))]
     if request.scale is not None:
         flat.append(request.scale)
     at, seed = _Position(), next(SEEDS)
@@ -620,7 +625,7 @@ def compare_with_real(request: Request, computed: Computed) -> str:
         module = real.marks[node][1]
         where = f" ({node.target}{f' in {module}' if module else ''})"
     (output,) = (node for node in real.graph.nodes if node.op == "output")
-    found = _run_graph(computed, [value.detach() for value in flat], seed)
+    found = _run_graph(computed, flat, seed)
     expected = [None if node is None else node.meta["val"] for node in output.args[0]]
     error = _largest_error(found, expected)
     if error > _MOST_ERROR or results[1] != computed.results[1]:
@@ -985,7 +990,10 @@ def _flat_step(
         buffers = {
             name: _as_seen(next(rest).clone(), request.originals[name]) for name in request.buffers
         }
-        inputs = [_input(next(rest), like, request.channels_last) for like in request.inputs]
+        inputs = [
+            _as_seen(_input(next(rest), like, request.channels_last), original)
+            for like, original in zip(request.inputs, request.signature.inputs, strict=True)
+        ]
         targets = [next(rest).clone() for _ in request.targets]
         args, kwargs = request.signature.call(inputs)
         differentiated = request.training or any(value.requires_grad for value in inputs)
@@ -1024,7 +1032,9 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
     """
     original = request.originals[name]
     start = value.detach() if name in request.trainable else value.clone()
-    leaf = _as_seen(start, original).requires_grad_(original.requires_grad)
+    # A fake parameter is one for `isinstance`, but not of its class.
+    leaf = nn.Parameter(start, requires_grad=False) if is_fake(start) else start
+    leaf = _as_seen(leaf, original).requires_grad_(original.requires_grad)
     if getattr(original, "_post_accumulate_grad_hooks", None):
         raise TracingError(
             f"parameter {name} has a hook that runs once its gradient is accumulated "
@@ -1032,19 +1042,22 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
         )
     if name in request.trainable:
         for hook in (original._backward_hooks or {}).values():
+            if getattr(hook, "__module__", "") == "torch.autograd.graph":
+                raise TracingError(
+                    f"parameter {name} has a hook on the gradients of several tensors "
+                    "(register_multi_grad_hook), which only a whole backward pass can call; "
+                    "register a hook on each"
+                )
             leaf.register_hook(hook)  # type: ignore[no-untyped-call]
     return leaf
 
 
 def _as_seen(twin: Tensor, original: Tensor) -> Tensor:
-    """Return the twin with what a model may see of the original: its class, if the twin is real,
-    and the attributes that the user has given it.
-
-    A fake parameter is one for `isinstance`, but not of its class.
-    """
-    if is_fake(twin) and isinstance(original, nn.Parameter):
-        twin = nn.Parameter(twin, requires_grad=False)
-    elif not is_fake(twin):
+    """Return the twin with what else a model may see of the original: the attributes that its user
+    has given it, and its class, which only a real tensor can have."""
+    if isinstance(original, FakeTensor):
+        return twin
+    if not is_fake(twin):
         twin.__class__ = type(original)
     vars(twin).update(vars(original))
     return twin
@@ -1223,6 +1236,7 @@ class _Held:
     path    its name in the module's state_dict
     name    the parameter's or buffer's name; of a tied one the first of its names
     table   the dict of the module that holds it, under `key`
+    hooks   the number of hooks on its gradient
     """
 
     path: str
@@ -1230,10 +1244,15 @@ class _Held:
     table: dict[str, Tensor | None]
     key: str
     twin: Tensor
+    hooks: int
 
     @property
     def now(self) -> Tensor | None:
         return self.table.get(self.key)
+
+
+def _count_hooks(value: Tensor) -> int:
+    return len(value._backward_hooks or ()) + len(value._post_accumulate_grad_hooks or ())
 
 
 @contextlib.contextmanager
@@ -1246,7 +1265,14 @@ def _standing_in(
     """
     name_of = {id(value): name for name, value in request.originals.items()}
     held = [
-        _Held(f"{path}.{key}" if path else key, name, table, key, twins[name])
+        _Held(
+            f"{path}.{key}" if path else key,
+            name,
+            table,
+            key,
+            twin := twins[name],
+            _count_hooks(twin),
+        )
         for path, part in request.module.named_modules()
         for table in (part._parameters, part._buffers)
         for key, value in table.items()
@@ -1268,8 +1294,8 @@ def _collect_written(held: list[_Held], writable: dict[str, Tensor]) -> list[Ten
     """Return the tensors that buffers and frozen parameters hold after the step, in the order of
     `writable`: those they held before, perhaps written in place, or those assigned to them.
 
-    Raises `TracingError` if a trained parameter was replaced, if one was removed, or if two names
-    of one buffer hold different tensors.
+    Raises `TracingError` if a trained parameter was replaced or got a hook, if one was removed, or
+    if two names of one buffer hold different tensors.
     """
     values: dict[str, Tensor] = {}
     for slot in held:
@@ -1277,6 +1303,11 @@ def _collect_written(held: list[_Held], writable: dict[str, Tensor]) -> list[Ten
             if slot.now is not slot.twin:
                 raise TracingError(
                     f"parameter {slot.path} is replaced while the model runs; write to a buffer"
+                )
+            if _count_hooks(slot.twin) != slot.hooks:
+                raise TracingError(
+                    f"{slot.path} gets a hook on its gradient each time that the model runs, beside"
+                    " those of the steps before; register it once, when the model is made"
                 )
         elif slot.now is None:
             raise TracingError(f"{slot.path} is removed while the model runs")
