@@ -491,6 +491,11 @@ because a model may also keep state in a closure, an iterator or a global variab
 takes up to about a second."""
 
 
+COMPARED = 6000
+"""A step of at most this many calls can be compared with one on real tensors, whose calls take
+about a tenth of the time of calls on fake ones."""
+
+
 def trace(request: Request) -> Trace:
     """Return the trace of the requested step.
 
@@ -519,13 +524,15 @@ def trace(request: Request) -> Trace:
             changed = attributes.changed()
             _check_held(request)
             numbers, results = _Numbers({}), ("", "")
-            if changed or len(first.marks) <= TRACED_TWICE or _borrows(first):
+            is_repeated = changed or len(first.marks) <= TRACED_TWICE or _borrows(first)
+            if is_repeated or len(first.marks) <= COMPARED:
+                results = numbers.of_results(first, layout[0])
+            if is_repeated:
                 node_of = {
                     id(value): node
                     for node in first.graph.nodes
                     if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
                 }
-                results = numbers.of_results(first, layout[0])
                 lasting = _find_lasting(request, first)
                 follows = _follow_from_constants(first, lasting)
                 again = one_step({key: node in follows for key, node in node_of.items()})
@@ -536,9 +543,9 @@ def trace(request: Request) -> Trace:
                     raise TracingError(_describe_changes(changed))
                 made += _references(again)
                 forget(again.graph)
-                # They are compared once more on real tensors, when no fake one is left.
-                numbers.given = {}
-                numbers.of_node = {}
+            # They are compared once more on real tensors, when no fake one is left.
+            numbers.given = {}
+            numbers.of_node = {}
     finally:
         attributes.restore()
     # The first recording is read here, before `purified`, which may change its graph.
