@@ -105,3 +105,20 @@ def test_a_long_step_that_reads_an_array_is_traced_twice_as_well():
 
     with pytest.raises(CaptureError, match="its next step is another one"):
         capture(Long("from_numpy", "global", more=1), torch.randn(3, 4))
+
+
+def test_an_array_that_writes_over_a_buffer_is_named():
+    class Through(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.count = nn.Buffer(torch.zeros(1))
+            self.array = self.count.numpy()
+
+        def forward(self, x):
+            self.array += 1
+            return super().forward(x) * self.count
+
+    model = Through()
+    with pytest.raises(CaptureError, match="through the array array over buffer count"):
+        capture(model, torch.randn(3, 4))
+    assert model.count == 0

@@ -318,6 +318,20 @@ class Attributes:
         names = [name for saved in self.saved for name in _find_changes(saved)]
         return [name for name in names if not name.endswith(_OF_PARAMETERS)]
 
+    def check_apart(self, owners: Mapping[str, Tensor]) -> None:
+        """Raise `TracingError` if an array that has changed shares memory with one of the owners:
+        the step would have written over a parameter, a buffer or an example past torch."""
+        for saved in self.saved:
+            if isinstance(saved.container, np.ndarray) and _find_changes(saved):
+                begin, end = np.lib.array_utils.byte_bounds(saved.container)
+                for what, value in owners.items():
+                    other_begin, other_end = memory_of(value)
+                    if begin < other_end and other_begin < end:
+                        raise TracingError(
+                            f"the model writes through the array {saved.name} over {what}, which "
+                            "no graph can show; write in place with torch"
+                        )
+
     def restore(self) -> None:
         """Put back every attribute and container content that has changed."""
         for saved in self.saved:
@@ -522,6 +536,7 @@ def trace(request: Request) -> Trace:
             first = one_step({})
             made = _references(first)
             changed = attributes.changed()
+            attributes.check_apart(request.owners)
             _check_held(request)
             numbers, results = _Numbers({}), ("", "")
             is_repeated = changed or len(first.marks) <= TRACED_TWICE or _borrows(first)
@@ -544,8 +559,7 @@ def trace(request: Request) -> Trace:
                 made += _references(again)
                 forget(again.graph)
             # They are compared once more on real tensors, when no fake one is left.
-            numbers.given = {}
-            numbers.of_node = {}
+            numbers.given, numbers.of_node = {}, {}
     finally:
         attributes.restore()
     # The first recording is read here, before `purified`, which may change its graph.
