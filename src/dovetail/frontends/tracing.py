@@ -620,8 +620,6 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     """
     layout: list[Any] = []
     held = [value.detach() for value in request.originals.values()]
-    if request.channels_last:
-        held = [last_of_channels(value) for value in held]
     # One tensor may be given as several inputs.
     flat = [*held, *(value.detach() for value in (*request.inputs, *request.targets))]
     if request.scale is not None:
