@@ -117,6 +117,19 @@ def test_a_table_that_a_model_keeps_is_put_back(table, training):
     assert torch.allclose(found, expected.square().mean() if training else expected)
 
 
+def test_a_cached_function_is_cleared_after_a_refusal_as_well():
+    model, x = Keeps(lambda model: float(in_a_cached_function(model).sum())), torch.randn(3, 4)
+    model.a.register_forward_hook(lambda _module, _given, y: y * float(y.sum()))
+    with pytest.raises(CaptureError, match="turns a tensor into a number"):
+        capture(model, x)
+    model = Keeps(
+        lambda model: in_a_cached_function(model) * float(in_an_endless_cache(model).sum())
+    )
+    with pytest.raises(CaptureError):
+        capture(model, x)
+    assert type(of_a_cache(1)) is type(of_an_endless_cache(1)["both"][0]) is torch.Tensor
+
+
 def test_what_a_global_variable_counts_is_named_and_put_back():
     def counted(model):
         TABLES["count"] = TABLES.get("count", 0) + 1

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from dovetail.errors import CaptureError, ModelError, ModelRaisedError, UserCodeError
 from dovetail.frontends.building import build
 from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
-from dovetail.frontends.leftovers import take_back
+from dovetail.frontends.leftovers import clear_caches, take_back
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
@@ -34,7 +34,11 @@ from dovetail.frontends.tracing import (
 )
 from dovetail.graph import Graph
 from dovetail.plans import Source
-from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
+from dovetail.runtime.torch_versions import (
+    FakeTensor,
+    FakeTensorMode,
+    is_traceable_wrapper_subclass,
+)
 from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said
 from dovetail.training.keras_models import is_keras
 
@@ -171,6 +175,7 @@ def capture_call(  # noqa: PLR0913  one argument each
             traced = trace(request)
     except UserCodeError as error:
         assert error.__cause__ is not None, "it says what it comes from"
+        clear_caches(lambda value: isinstance(value, FakeTensor) and value.fake_mode is mode)
         raise _failure(name, error.__cause__, error.location) from error.__cause__
     graph, program = build(name, traced, train, _aliases(model), scaler)
     _check_computes(name, model, graph, program)
@@ -238,11 +243,14 @@ def _compare_with_real(
 ) -> tuple[str, ...]:
     """Return a note on how the step compares with one on real tensors, if there is something to
     say. Raises `CaptureError` if it computes something else."""
+    said_of = "the step was not compared with one on real tensors"
+    tensors = (*real.originals.values(), *real.inputs, *real.targets)
+    if any(value.device.type != "cpu" for value in tensors):
+        return (f"{said_of}, as its tensors are not all on the CPU",)
     flops, held_bytes = int(graph.flops.sum()), int(graph.tensor_bytes.sum())
     if computed is None or flops > MOST_FLOPS or held_bytes > MOST_BYTES:
         return (
-            "the step is too large to be compared with one on real tensors, so a model that looks "
-            "at the class of a tensor goes unnoticed",
+            f"{said_of}, as it is too large; a model that asks for a tensor's class may differ",
         )
     try:
         with batched_experts(real.module), UserCode("the model", *owners):
@@ -252,7 +260,7 @@ def _compare_with_real(
         if isinstance(cause, TracingError):
             raise _failure(name, cause, error.location) from cause
         assert cause is not None
-        return (f"the step was not compared with one on real tensors, which fails: {said(cause)}",)
+        return (f"{said_of}, which fails: {said(cause)}",)
     return (note,) if note else ()
 
 

@@ -4,12 +4,13 @@ A model may keep what it computes beyond its modules: in a cached function, a cl
 another module. After a capture the user's own model would read a tensor without numbers there.
 """
 
+import contextlib
 import functools
 import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FrameType
 from typing import Any
 
@@ -30,50 +31,58 @@ def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
     gc.collect()
     if not _alive(made):
         return []
-    # The collector does not tell of frozen objects.
+    identities = set(map(id, _alive(made)))
+    clear_caches(lambda value: id(value) in identities)
+    with _nothing_frozen():
+        held: list[Any] = _alive(made)
+        names: dict[str, None] = {}
+        # A tuple cannot give up a tensor, so whoever holds the tuple does.
+        while held:
+            identities = set(map(id, held))
+            tuples: list[Any] = []
+            for holder in gc.get_referrers(*held):
+                if holder is held or isinstance(holder, FrameType):
+                    continue
+                if isinstance(holder, tuple):
+                    tuples.append(holder)
+                else:
+                    names |= dict.fromkeys(_give_up(holder, identities))
+            held = tuples
+        return list(names)
+
+
+def clear_caches(is_made: Callable[[Any], bool]) -> None:
+    """Clear each cache of `functools` that holds such an object, or something that holds one."""
+    with _nothing_frozen():
+        for cache in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
+            if _holds(cache, is_made, depth=4):
+                cache.cache_clear()
+
+
+@contextlib.contextmanager
+def _nothing_frozen() -> Iterator[None]:
+    """Let the collector tell of the objects that are frozen, too, within the block."""
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
         gc.unfreeze()
     try:
-        return _take_from_holders(made)
+        yield
     finally:
         if is_frozen:
             gc.freeze()
-
-
-def _take_from_holders(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
-    identities = set(map(id, _alive(made)))
-    for cache in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
-        if _holds(cache, identities, depth=4):
-            cache.cache_clear()
-    held: list[Any] = _alive(made)
-    names: dict[str, None] = {}
-    # A tuple cannot give up a tensor, so whoever holds the tuple does.
-    while held:
-        identities = set(map(id, held))
-        tuples: list[Any] = []
-        for holder in gc.get_referrers(*held):
-            if holder is held or isinstance(holder, FrameType):
-                continue
-            if isinstance(holder, tuple):
-                tuples.append(holder)
-            else:
-                names |= dict.fromkeys(_give_up(holder, identities))
-        held = tuples
-    return list(names)
 
 
 def _alive(made: Sequence["weakref.ref[Tensor]"]) -> list[Tensor]:
     return [tensor for reference in made if (tensor := reference()) is not None]
 
 
-def _holds(holder: Any, identities: set[int], depth: int) -> bool:
-    """Return True if one of these objects is in the holder, or in what it holds."""
+def _holds(holder: Any, is_made: Callable[[Any], bool], depth: int) -> bool:
+    """Return True if such an object is in the holder, or in what it holds."""
     inside = gc.get_referents(holder)
-    return any(id(value) in identities for value in inside) or (
+    return any(map(is_made, inside)) or (
         depth > 1
         and any(
-            _holds(value, identities, depth - 1)
+            _holds(value, is_made, depth - 1)
             for value in inside
             if type(value) in (dict, list, tuple)
         )
