@@ -6,6 +6,7 @@ import sys
 import types
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -138,6 +139,16 @@ def test_what_a_global_variable_counts_is_named_and_put_back():
     with pytest.raises(CaptureError, match=r"changes .*test_capture_leftovers\.TABLES\.count"):
         capture(Keeps(counted), torch.randn(3, 4))
     assert not TABLES
+
+
+def test_the_data_of_a_program_are_not_copied(monkeypatch):
+    class Refuses(np.ndarray):
+        def __copy__(self):
+            raise AssertionError("copied")
+
+    array = np.zeros(100_000_000, np.uint8).view(Refuses)
+    monkeypatch.setitem(TABLES, "data", array)
+    capture(Keeps(in_the_class), torch.randn(3, 4))
 
 
 def closure():

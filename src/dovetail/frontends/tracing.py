@@ -232,6 +232,8 @@ hooks."""
 _OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 """In these attributes torch's recurrent layers list their parameters. A layer makes the lists again
 when its parameters are replaced, as they are by their twins, so a change there means nothing."""
+_MOST_OF_VARIABLES = 50e6
+"""Of the global variables of all modules together so many bytes are saved."""
 _DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
 _DEPTH = 3
 """The search for containers and plain objects goes this many levels into an attribute."""
@@ -257,6 +259,7 @@ class Attributes:
     def __init__(self, module: nn.Module, *functions: Any) -> None:
         self.saved: list[_Saved] = []
         self.seen: set[int] = set()
+        self.room_bytes = float("inf")
         defined_in: dict[str, None] = {}  # names of modules, in order
         for path, part in module.named_modules():
             inside = {k: v for k, v in vars(part).items() if k not in _OF_MODULE}
@@ -270,6 +273,8 @@ class Attributes:
                 if _is_users(kind.__module__) and id(kind) not in self.seen:
                     defined_in[kind.__module__] = None
                     self._save_names(kind.__qualname__, kind, kind.__module__)
+        # A program's global variables may be its data, so only so much of them is copied.
+        self.room_bytes = _MOST_OF_VARIABLES
         for function in functions:
             defined_in[getattr(function, "__module__", None) or ""] = None
         for name in filter(_is_users, defined_in):
@@ -293,6 +298,12 @@ class Attributes:
     def _save(self, name: str, value: Any, depth: int) -> None:
         if not depth or id(value) in self.seen:
             return
+        if isinstance(value, (*_CONTAINERS, *_MEMORY)):
+            # An entry of a container takes about as long to compare as a hundred bytes.
+            size_bytes = value.nbytes if isinstance(value, np.ndarray) else 100 * len(value)
+            if size_bytes > self.room_bytes:
+                return
+            self.room_bytes -= size_bytes
         if isinstance(value, _CONTAINERS):
             self.seen.add(id(value))
             self.saved.append(_Saved(name, value, value.copy()))
