@@ -1,6 +1,7 @@
 """State that a step reads or leaves outside of parameters and buffers is refused by name, and the
 model is left as it was."""
 
+import copy
 import itertools
 import random
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import CaptureError, ModelError
-from dovetail.frontends import SGD, capture
+from dovetail.frontends import SGD, capture, initial_values, run_step
 
 
 class Parts(nn.Module):
@@ -42,6 +43,50 @@ def drawn_by_an_own_generator(model, x):
 def seeded(model, x):
     torch.manual_seed(3)
     return model.a(x) + torch.randn(4)
+
+
+def seeded_in_a_fork(model, x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return model.a(x) + torch.randn_like(x)
+
+
+STATE = torch.Generator().manual_seed(3).get_state()
+
+
+def state_set(model, x):
+    torch.set_rng_state(STATE)
+    return model.a(x) + torch.randn(4)
+
+
+def state_set_after_the_draws(model, x):
+    y = model.a(x) + torch.randn(4)
+    torch.random.set_rng_state(STATE)
+    return y
+
+
+def state_put_back(model, x):
+    with torch.random.fork_rng(devices=[]):
+        return model.a(x) + torch.randn(4)
+
+
+def own_generator_with_a_state(model, x):
+    generator = torch.Generator()
+    generator.set_state(STATE)
+    return model.a(x) + torch.randn(4, generator=generator)
+
+
+def default_generator_seeded(model, x):
+    torch.default_generator.manual_seed(3)
+    return model.a(x) + torch.rand_like(x)
+
+
+def seed_read(model, x):
+    return model.a(x) * (torch.initial_seed() % 7)
+
+
+def seed_of_the_generator_read(model, x):
+    return model.a(x) * (torch.default_generator.initial_seed() % 7)
 
 
 def swapped(model, x):
@@ -104,13 +149,21 @@ SAYS = {
     drawn_by_numpy: "draws from numpy.random",
     drawn_by_an_own_generator: "a generator of the model's own",
     seeded: "sets torch's seed",
+    seeded_in_a_fork: "sets torch's seed or the state of its generator",
+    state_set: "sets torch's seed or the state of its generator",
+    state_set_after_the_draws: "sets torch's seed or the state of its generator",
+    state_put_back: "sets torch's seed or the state of its generator",
+    own_generator_with_a_state: "a generator of the model's own",
+    default_generator_seeded: "sets torch's seed",
+    seed_read: "reads torch's seed",
+    seed_of_the_generator_read: "its next step is another one",
     swapped: "changes a, b",
     other_mode: "changes norm.training",
     one_more_hook: "its next step is another one",
     one_more_module: "changes several.1",
     next_number: "changes what is in no module",
     counted_in_an_array: "changes array",
-    counted_globally: "changes what is in no module",
+    counted_globally: r"changes .*test_capture_hidden_state\.COUNTED",
     late_buffer: "late is made while the model runs",
     late_parameter: "added is made while the model runs",
     removed: "a.weight is removed while the model runs",
@@ -139,6 +192,23 @@ def test_state_that_no_buffer_holds_is_named_and_the_model_is_left_as_it_was(run
     assert torch.equal(torch.get_rng_state(), torch_)
 
 
+def drawn_again(model, x):
+    state = torch.get_rng_state()
+    first = torch.randn(4)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    again = torch.randn(4)
+    torch.set_rng_state(after)
+    return model.a(x) + first - again + torch.rand(4)
+
+
+def test_a_state_of_the_same_step_may_be_set_again():
+    model, x = Parts(drawn_again), torch.randn(3, 4)
+    captured = capture(model, x)
+    found = run_step(captured, initial_values(captured), (x,)) - model.a(x).detach()
+    assert -1e-6 <= float(found.min()) < float(found.max()) <= 1 + 1e-6
+
+
 def doubled_first(model, x, y):
     x.mul_(2)
     return model.a(x + y)
@@ -159,3 +229,37 @@ def test_an_input_that_is_a_parameter_of_the_model_is_named():
     with pytest.raises(ModelError, match=r"shares memory with parameter a\.weight; give a clone"):
         capture(model, model.a.weight.detach()[:2])
     capture(model, model.a.weight.detach()[:2].clone())
+
+
+def test_a_hook_on_several_gradients_is_named():
+    model = Parts(lambda model, x: model.b(model.a(x)))
+    weights = [model.a.weight, model.b.weight]
+    torch.autograd.graph.register_multi_grad_hook(weights, lambda gradients: None)
+    capture(model, torch.randn(3, 4))
+    with pytest.raises(CaptureError, match=r"parameter a\.weight has a hook .* of several tensors"):
+        capture(model, torch.randn(3, 4), loss=torch.mean, train=SGD())
+
+
+def test_a_hook_on_a_gradient_changes_it_in_every_step():
+    model, x = Parts(lambda model, x: model.a(x)), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    for part in (model, plain):
+        part.a.weight.register_hook(lambda gradient: gradient * 0.5)
+    captured = capture(model, x, loss=torch.mean, train=SGD(0.5))
+    values, optimizer = initial_values(captured), torch.optim.SGD(plain.parameters(), 0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        expected = plain(x).mean()
+        expected.backward()
+        optimizer.step()
+        assert torch.equal(run_step(captured, values, (x,), step=step), expected.detach())
+
+
+def test_a_hook_on_a_gradient_that_each_step_adds_is_named():
+    def one_more(model, x):
+        model.a.weight.register_hook(lambda gradient: gradient * 0.5)
+        return model.a(x)
+
+    capture(Parts(one_more), torch.randn(3, 4))
+    with pytest.raises(CaptureError, match=r"a\.weight gets a hook on its gradient each time"):
+        capture(Parts(one_more), torch.randn(3, 4), loss=torch.mean, train=SGD())

@@ -5,7 +5,6 @@ from the trace, and turns failures into errors that say what to change in the mo
 """
 
 import contextlib
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -20,14 +19,26 @@ from torch.nn.parameter import is_lazy
 from dovetail.errors import CaptureError, ModelError, ModelRaisedError, UserCodeError
 from dovetail.frontends.building import build
 from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
+from dovetail.frontends.leftovers import clear_caches, take_back
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.structures import substitute
-from dovetail.frontends.tracing import Request, forget, last_of_channels, trace
+from dovetail.frontends.tracing import (
+    Computed,
+    Request,
+    compare_with_real,
+    forget,
+    last_of_channels,
+    trace,
+)
 from dovetail.graph import Graph
 from dovetail.plans import Source
-from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
+from dovetail.runtime.torch_versions import (
+    FakeTensor,
+    FakeTensorMode,
+    is_traceable_wrapper_subclass,
+)
 from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said
 from dovetail.training.keras_models import is_keras
 
@@ -37,7 +48,6 @@ pairs. Its other implementations count tokens per expert, so that shapes depend 
 kernels that exist for bfloat16 alone."""
 FOLLOWS_DATA = ("eager", "grouped_mm")
 """The names of the implementations whose shapes depend on data."""
-_LRU_CACHE = type(functools.lru_cache(len))
 _ADVICE = {
     "DataDependentOutputException": "the model turns a tensor into a number (.item(), bool(), "
     "if on a tensor); decide on shapes or on Python values, or use torch.where",
@@ -133,7 +143,8 @@ def capture_call(  # noqa: PLR0913  one argument each
     signature = Signature.of(model, args, kwargs, targets)
     if not signature.inputs:
         raise ModelError(name, "has no inputs; give at least one example tensor")
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters = dict[str, Tensor](model.named_parameters())
+    buffers = dict(model.named_buffers())
     originals = {**parameters, **buffers}
     _check_apart(name, parameters, buffers, signature)
     inputs = signature.inputs
@@ -164,6 +175,7 @@ def capture_call(  # noqa: PLR0913  one argument each
             traced = trace(request)
     except UserCodeError as error:
         assert error.__cause__ is not None, "it says what it comes from"
+        clear_caches(lambda value: isinstance(value, FakeTensor) and value.fake_mode is mode)
         raise _failure(name, error.__cause__, error.location) from error.__cause__
     graph, program = build(name, traced, train, _aliases(model), scaler)
     _check_computes(name, model, graph, program)
@@ -181,13 +193,21 @@ def capture_call(  # noqa: PLR0913  one argument each
         modes, gradients = _modes(model)
         plain = PlainStep(loss, train, dtype, modes, gradients)
     fused_steps = traced.fused_steps
-    # A function of the model may have cached a value that follows from constants, and such a value
-    # is fake. Once this capture's own references are gone, whatever is alive is in such a cache.
-    maybe_cached = [weakref.ref(value) for value in traced.follow_from_constants]
-    if maybe_cached:
-        forget(traced)
-        del traced, request
-        _clear_caches(maybe_cached)
+    computed, made = traced.computed, traced.made
+    real = replace(
+        request,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        targets=targets,
+        scale=None if scaler is None else torch.tensor(scaler.init_scale),
+    )
+    forget(traced.graph)
+    del traced, request  # the last references of this capture to its fake tensors
+    _check_left(name, model, made)
+    # Other forms are of steps that were compared before.
+    if not (real.holds_fakes or chunks or channels_last):
+        notes += _compare_with_real(name, real, computed, graph, owners)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",
@@ -200,6 +220,48 @@ def capture_call(  # noqa: PLR0913  one argument each
     return Captured(
         graph, program, source, model, signature, notes=notes, plain=plain, fused_steps=fused_steps
     )
+
+
+def _check_left(name: str, model: nn.Module, made: list["weakref.ref[Tensor]"]) -> None:
+    """Raise `CaptureError` if someone still holds a fake tensor of the capture."""
+    if holders := take_back(made):
+        raise CaptureError(
+            name,
+            f"a step leaves a tensor in {' and '.join(holders[:3])}, and one of a capture has no "
+            "numbers; keep in a module, as an attribute or a buffer, what is computed once",
+            defined_at(model),
+        )
+
+
+MOST_FLOPS, MOST_BYTES = 4e9, 512e6
+"""A step of at most so many FLOPs, with values of at most so many bytes, is run once on real
+tensors when it is captured. That takes up to about a second."""
+
+
+def _compare_with_real(
+    name: str, real: Request, computed: Computed | None, graph: Graph, owners: tuple[Any, ...]
+) -> tuple[str, ...]:
+    """Return a note on how the step compares with one on real tensors, if there is something to
+    say. Raises `CaptureError` if it computes something else."""
+    said_of = "the step was not compared with one on real tensors"
+    tensors = (*real.originals.values(), *real.inputs, *real.targets)
+    if any(value.device.type != "cpu" for value in tensors):
+        return (f"{said_of}, as its tensors are not all on the CPU",)
+    flops, held_bytes = int(graph.flops.sum()), int(graph.tensor_bytes.sum())
+    if computed is None or flops > MOST_FLOPS or held_bytes > MOST_BYTES:
+        return (
+            f"{said_of}, as it is too large; a model that asks for a tensor's class may differ",
+        )
+    try:
+        with batched_experts(real.module), UserCode("the model", *owners):
+            note = compare_with_real(real, computed)
+    except UserCodeError as error:
+        cause = error.__cause__
+        if isinstance(cause, TracingError):
+            raise _failure(name, cause, error.location) from cause
+        assert cause is not None
+        return (f"{said_of}, which fails: {said(cause)}",)
+    return (note,) if note else ()
 
 
 def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) -> Captured:
@@ -444,31 +506,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
             if first != name:
                 aliases[name] = first
     return aliases
-
-
-def _clear_caches(maybe_cached: list["weakref.ref[Tensor]"]) -> None:
-    """Clear every `functools.lru_cache` that holds one of these fake tensors.
-
-    Otherwise the user's model would read the fake tensor from the cache later. A cache may be
-    cleared at any time.
-    """
-    if not _alive(maybe_cached):
-        return
-    # Tensors that only cycles of garbage hold are freed first, so that the search below is rare.
-    gc.collect()
-    if not (alive := _alive(maybe_cached)):
-        return
-    for cache in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
-        held = gc.get_referents(cache)
-        # A function may return its tensors in a tuple or list.
-        held += [value for result in held if type(result) in (tuple, list) for value in result]
-        if any(id(value) in alive for value in held):
-            cache.cache_clear()
-
-
-def _alive(references: list["weakref.ref[Tensor]"]) -> set[int]:
-    """Return the identities of the tensors that still exist."""
-    return {id(tensor) for reference in references if (tensor := reference()) is not None}
 
 
 def _failure(name: str, error: BaseException, location: str) -> CaptureError:

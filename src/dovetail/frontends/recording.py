@@ -83,15 +83,19 @@ class Recording:
     """A graph whose nodes have their value as `meta["val"]`.
 
     constants   target of a get_attr node -> the tensor
+    digests     target of a get_attr node -> a digest of the tensor's memory when it was first read,
+                or b"" where it has no memory that can be read. NumPy may write there, too, so the
+                tensor itself does not tell what it was
     marks       call node -> the value of `mark()` right before the call ran
-    draws       random call node -> a digest of the generator's state that it draws from. A
-                checkpoint that computes a draw again restores the state, so both digests are equal
+    draws       random call node -> the number of the generator's state that it draws from. A
+                checkpoint that computes a draw again restores the state, so both numbers are equal
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor]
+    digests: dict[str, bytes]
     marks: dict[fx.Node, Any]
-    draws: dict[fx.Node, bytes]
+    draws: dict[fx.Node, int]
 
 
 def record(
@@ -100,50 +104,67 @@ def record(
     mark: Callable[[], Any],
     rules: Rules,
     outside: "Outside | None" = None,
+    is_fake: bool = True,
+    seed: int | None = None,
 ) -> Recording:
     """Run `function(*values)` and return a recording of the operators that it calls below autograd.
 
-    The caller turns the fake tensor mode on. `mark` is called before each operator, and `rules`
-    replace some operators. `outside` refuses the tensors from before the step that must not become
-    constants.
+    The caller turns the fake tensor mode on, or says that the values are real. `mark` is called
+    before each operator, and `rules` replace some operators. `outside` refuses the tensors from
+    before the step that must not become constants. `seed` is of the random numbers that ops on real
+    values draw; None: any.
 
     Raises `TracingError`, or whatever the function raises. Takes about 0.3 ms per operator.
     """
-    recorder = _Recorder(mark, rules, outside or Outside({}))
+    recorder = _Recorder(mark, rules, outside or Outside({}), is_fake)
     for index, value in enumerate(values):
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
     # Autocast caches casts of parameters. One from before the step is no op of the graph, and one
     # from this step is fake and of no use after it. So the cache is cleared before and after.
     torch.clear_autocast_cache()
     try:
-        with recorder, torch.random.fork_rng(devices=[]), _drawing_from_torch():
-            results = function(*values)
+        with (
+            torch.random.fork_rng(devices=[]),
+            _drawing_from_torch(next(SEEDS) if seed is None else seed),
+        ):
+            recorder.note_state()
+            with recorder:
+                results = function(*values)
+            # A generator that is put back would give the same numbers in each step.
+            recorder.check_state(len(recorder.states) - 1)
     finally:
         torch.clear_autocast_cache()
     recorder.graph.output(recorder.argument(list(results)))
-    return Recording(recorder.graph, recorder.constants, recorder.marks, recorder.draws)
+    return Recording(
+        recorder.graph, recorder.constants, recorder.digests, recorder.marks, recorder.draws
+    )
 
 
 @contextlib.contextmanager
-def _drawing_from_torch() -> Iterator[None]:
-    """Raise `TracingError` if the block draws from Python's or numpy's generator, or seeds torch's.
+def _drawing_from_torch(seed: int) -> Iterator[None]:
+    """Raise `TracingError` if the block draws from Python's or numpy's generator, or reads torch's
+    seed.
 
     The graph could not repeat such draws. Python's and numpy's generators are put back.
     """
+
+    def refuse(*_: Any) -> int:
+        raise TracingError(
+            "the model reads torch's seed (initial_seed), but a step draws by its own seed; give "
+            "the number to the model when it is made"
+        )
+
     python, numpy_ = random.getstate(), np.random.get_state()  # noqa: NPY002  the one in use
     # `torch.manual_seed` would seed the generators of all accelerators too, which nobody restores.
-    torch.default_generator.manual_seed(_SEED)
+    torch.default_generator.manual_seed(seed)
+    before = torch.initial_seed
+    torch.initial_seed = torch.random.initial_seed = refuse
     try:
         yield
         if random.getstate() != python:
             source = "Python's random"
         elif str(np.random.get_state()) != str(numpy_):  # noqa: NPY002
             source = "numpy.random"
-        elif torch.default_generator.initial_seed() != _SEED:
-            raise TracingError(
-                "the model sets torch's seed while it runs; a step draws by its own seed, so leave "
-                "it out, or give what is to stay the same as a buffer"
-            )
         else:
             return
         raise TracingError(
@@ -151,13 +172,29 @@ def _drawing_from_torch() -> Iterator[None]:
             "random functions and torch.where, or give the number as an input"
         )
     finally:
+        torch.initial_seed = torch.random.initial_seed = before
         random.setstate(python)
         np.random.set_state(numpy_)  # noqa: NPY002
 
 
-_SEED = 0x5EED_0F_D0E7A11
-"""The seed of torch's generator while a step is recorded. If the generator has another seed
-afterwards, the model has set one."""
+SEEDS = itertools.count(0x5EED_0F_D0E7A11)
+"""The seeds of torch's generator while steps are recorded. Each has another one, so that a step
+that depends on it differs from the next."""
+
+
+class StatesOfDraws:
+    """The states of torch's generator in a recording with this seed, by their numbers: ops on real
+    tensors draw from them."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.states: list[Tensor] = []
+
+    def __getitem__(self, number: int) -> Tensor:
+        while len(self.states) <= number:
+            torch.rand((), generator=self.generator)
+            self.states.append(self.generator.get_state())
+        return self.states[number]
 
 
 class Outside:
@@ -233,6 +270,16 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + reach * width
 
 
+def digest_of(tensor: Tensor) -> bytes:
+    """Return a digest of the tensor's elements; b"" for a tensor without memory to be read."""
+    if is_fake(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return b""
+    with unset_fake_temporarily(), without_dispatch():
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+        elements: Any = plain.view(torch.uint8).numpy()
+        return hashlib.blake2b(elements, digest_size=16).digest()
+
+
 def read_past(what: str) -> str:
     """Return the message for a tensor of the model that the step reads from somewhere other than
     its module."""
@@ -263,12 +310,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         mark: Callable[[], Any],
         rules: Rules,
         outside: "Outside",
+        is_fake: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_fake = is_fake
         self.mark = mark
         self.rules = rules
         self.outside = outside
-        self.draws: dict[fx.Node, bytes] = {}
+        self.draws: dict[fx.Node, int] = {}
+        # Digest of a state of torch's generator that draws of this step have led to -> its number.
+        self.states: dict[bytes, int] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
         # Identity of a fake tensor whose integers are known -> (the tensor, its value). The tensor
@@ -277,6 +328,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         # (operator, form of its arguments) -> form of its results: see `remembered`.
         self.forms: dict[tuple[Any, Any], tuple[bool, list[Any]]] = {}
         self.constants: dict[str, Tensor] = {}
+        self.digests: dict[str, bytes] = {}
         self.marks: dict[fx.Node, Any] = {}
         # Keys are identities. They stay unique, because every tensor here is kept alive as a node's
         # value or as a constant.
@@ -305,7 +357,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # here too.
             with self:
                 return rule(*args, **kwargs)
-        known_args = self.known_arguments(traits, args, kwargs)
+        known_args = self.known_arguments(traits, args, kwargs) if self.is_fake else None
         if traits.is_number and known_args is not None:
             with unset_fake_temporarily():
                 return func(*known_args[0], **known_args[1])
@@ -313,19 +365,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         # a copy.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
-        if traits.is_random and kwargs.get("generator") not in (None, torch.default_generator):
-            raise TracingError(
-                f"{func} draws from a generator of the model's own, where a graph has none; use "
-                "torch's default one"
-            )
+        draw = self.draw(func, kwargs) if traits.is_random else None
         mark = self.mark()
         with laid_out_as_run(target):
-            if traits.is_pure:
-                result = self.remembered(target, args, kwargs)
-            elif traits.is_view:
-                result = self.remembered_view(target, args, kwargs)
-            else:
-                result = target(*args, **kwargs)
+            result = self.result(traits, target, args, kwargs)
         if traits.is_number:
             # A number that a constant tensor holds is itself constant and needs no node.
             return result
@@ -336,10 +379,54 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.note_known(func, traits, args, known_args, result)
         node = self.call(target, node_args, node_kwargs)
         self.marks[node] = mark
-        if traits.is_random:
-            self.draws[node] = _digest_generator()
+        if draw is not None:
+            self.draws[node] = draw
         self.bind(node, result)
         return result
+
+    def result(
+        self, traits: "_Traits", target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the operator's result."""
+        if self.is_fake and traits.is_pure:
+            return self.remembered(target, args, kwargs)
+        if self.is_fake and traits.is_view:
+            return self.remembered_view(target, args, kwargs)
+        if not traits.is_random:
+            return target(*args, **kwargs)
+        # `draw` has moved the generator on, and an op on real tensors would move it further.
+        with torch.random.fork_rng(devices=[]):
+            return target(*args, **kwargs)
+
+    def draw(self, func: OpOverload, kwargs: dict[str, Any]) -> int:
+        """Return the number of the state that a random op draws from, and move the generator on: an
+        op on fake tensors does not."""
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            raise TracingError(
+                f"{func} draws from a generator of the model's own, where a graph has none; use "
+                "torch's default one"
+            )
+        number = self.check_state()
+        with unset_fake_temporarily(), without_dispatch():
+            torch.rand(())
+        self.note_state()
+        return number
+
+    def note_state(self) -> None:
+        """Note that the generator is in a state that this step may draw from."""
+        self.states.setdefault(_digest_generator(), len(self.states))
+
+    def check_state(self, expected: int | None = None) -> int:
+        """Return the number of the generator's state. Raises `TracingError` for a state that the
+        draws of this step have not led to, or that is not the expected one."""
+        number = self.states.get(_digest_generator())
+        if number is None or expected not in (None, number):
+            raise TracingError(
+                "the model sets torch's seed or the state of its generator while it runs; a step "
+                "draws by its own seed, so leave it out, or give what is to stay the same as a "
+                "buffer"
+            )
+        return number
 
     def known_arguments(
         self, traits: "_Traits", args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -467,6 +554,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             taken = sum(name.startswith(f"_{kind}") for name in self.constants)
             self.constant_of[id(value)] = name = f"_{kind}_constant{taken}"
             self.constants[name] = value
+            self.digests[name] = digest_of(value)
         node = self.graph.create_node("get_attr", self.constant_of[id(value)])
         node.meta["val"] = value
         return node
@@ -592,15 +680,10 @@ def _traits(func: OpOverload) -> _Traits:
 
 
 def _digest_generator() -> bytes:
-    """Return a digest of the state of torch's generator, and move the generator on.
-
-    A random op on fake tensors does not move it, so two different draws would have one digest.
-    """
     state = torch.default_generator.get_state()
     with unset_fake_temporarily():
-        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-        torch.rand(())
-    return digest
+        numbers: Any = state.numpy()
+        return hashlib.blake2b(numbers, digest_size=16).digest()
 
 
 def _would_decompose(func: OpOverload, args: Any, kwargs: Any) -> bool:

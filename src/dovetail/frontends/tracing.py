@@ -17,12 +17,17 @@ the graph, because its numbers would be stale from the second step on. Four meas
 """
 
 import contextlib
+import copy
 import itertools
 import logging
 import operator
+import sys
+import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,9 +41,12 @@ from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
 from dovetail.frontends.recording import (
+    SEEDS,
     Outside,
     Recording,
+    StatesOfDraws,
     TracingError,
+    digest_of,
     is_fake,
     is_random,
     memory_of,
@@ -46,7 +54,13 @@ from dovetail.frontends.recording import (
     record,
     storage_of,
 )
-from dovetail.frontends.structures import TensorSlot, fill, flatten, is_plain_object
+from dovetail.frontends.structures import (
+    TensorSlot,
+    constants,
+    fill,
+    flatten,
+    is_plain_object,
+)
 from dovetail.graph import LOSS_MODULE, Phase
 from dovetail.runtime.torch_versions import (
     FAKE_TENSOR_LOGGER,
@@ -88,7 +102,11 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
         second = _functionalize(first, mode)
     else:  # a second trace would be a copy
         second = Recording(
-            first.graph, first.constants, {node: node for node in first.marks}, first.draws
+            first.graph,
+            first.constants,
+            first.digests,
+            {node: node for node in first.marks},
+            first.draws,
         )
     _remove_no_ops(second.graph)
     _check_pure(second.graph, names)
@@ -204,6 +222,8 @@ def _writes(node: fx.Node) -> bool:
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
+_MEMORY = (np.ndarray, bytearray, array)
+"""What holds plain memory, which tensors may share."""
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that `nn.Module` itself sets, except its mode."""
 _TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
@@ -212,6 +232,9 @@ hooks."""
 _OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 """In these attributes torch's recurrent layers list their parameters. A layer makes the lists again
 when its parameters are replaced, as they are by their twins, so a change there means nothing."""
+_MOST_OF_VARIABLES = 50e6
+"""Of the global variables of all modules together so many bytes are saved."""
+_DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
 _DEPTH = 3
 """The search for containers and plain objects goes this many levels into an attribute."""
 
@@ -228,12 +251,16 @@ class _Saved:
 class Attributes:
     """Saves the attributes of a module and its submodules, and the content of their containers.
 
-    It also saves the tree of modules itself: submodules, parameters, buffers, hooks and modes.
+    It also saves the tree of modules itself: submodules, parameters, buffers, hooks and modes. And
+    it saves data among the attributes of their classes, and among the global variables of the
+    modules that define these classes and the `functions`, as models keep caches there.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *functions: Any) -> None:
         self.saved: list[_Saved] = []
         self.seen: set[int] = set()
+        self.room_bytes = float("inf")
+        defined_in: dict[str, None] = {}  # names of modules, in order
         for path, part in module.named_modules():
             inside = {k: v for k, v in vars(part).items() if k not in _OF_MODULE}
             self.saved.append(_Saved(path, part, inside))
@@ -241,17 +268,49 @@ class Attributes:
                 self.saved.append(_Saved(path, vars(part)[key], vars(part)[key].copy()))
             for key, value in inside.items():
                 self._save(f"{path}.{key}" if path else key, value, _DEPTH)
+            functions += tuple(value for value in inside.values() if callable(value))
+            for kind in type(part).__mro__:
+                if _is_users(kind.__module__) and id(kind) not in self.seen:
+                    defined_in[kind.__module__] = None
+                    self._save_names(kind.__qualname__, kind, kind.__module__)
+        # A program's global variables may be its data, so only so much of them is copied.
+        self.room_bytes = _MOST_OF_VARIABLES
+        for function in functions:
+            defined_in[getattr(function, "__module__", None) or ""] = None
+        for name in filter(_is_users, defined_in):
+            if name in sys.modules:
+                self._save_names(name, sys.modules[name], name)
+
+    def _save_names(self, name: str, container: type | ModuleType, module: str) -> None:
+        """Save the data among the attributes of a class, or among a module's global variables."""
+        self.seen.add(id(container))
+        inside = _entries(container)
+        self.saved.append(_Saved(name, container, inside))
+        for key, value in inside.items():
+            # Objects of other modules, such as logs, are left alone, and tables that do something
+            # when they are read.
+            kind = type(value)
+            if kind in (*_CONTAINERS, *_MEMORY) or (
+                kind.__module__ == module and not issubclass(kind, _CONTAINERS)
+            ):
+                self._save(f"{name}.{key}", value, _DEPTH)
 
     def _save(self, name: str, value: Any, depth: int) -> None:
         if not depth or id(value) in self.seen:
             return
+        if isinstance(value, (*_CONTAINERS, *_MEMORY)):
+            # An entry of a container takes about as long to compare as a hundred bytes.
+            size_bytes = value.nbytes if isinstance(value, np.ndarray) else 100 * len(value)
+            if size_bytes > self.room_bytes:
+                return
+            self.room_bytes -= size_bytes
         if isinstance(value, _CONTAINERS):
             self.seen.add(id(value))
             self.saved.append(_Saved(name, value, value.copy()))
             inside: Any = value.items() if isinstance(value, dict) else enumerate(value)
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, _MEMORY):
             self.seen.add(id(value))
-            self.saved.append(_Saved(name, value, value.copy()))
+            self.saved.append(_Saved(name, value, copy.copy(value)))
             return
         elif is_plain_object(value):
             self.seen.add(id(value))
@@ -261,7 +320,7 @@ class Attributes:
         else:
             return
         for key, element in inside:
-            if isinstance(element, (*_CONTAINERS, np.ndarray)) or is_plain_object(element):
+            if isinstance(element, (*_CONTAINERS, *_MEMORY)) or is_plain_object(element):
                 self._save(f"{name}.{key}", element, depth - 1)
 
     def changed(self) -> list[str]:
@@ -270,18 +329,30 @@ class Attributes:
         names = [name for saved in self.saved for name in _find_changes(saved)]
         return [name for name in names if not name.endswith(_OF_PARAMETERS)]
 
+    def check_apart(self, owners: Mapping[str, Tensor]) -> None:
+        """Raise `TracingError` if an array that has changed shares memory with one of the owners:
+        the step would have written over a parameter, a buffer or an example past torch."""
+        for saved in self.saved:
+            if isinstance(saved.container, np.ndarray) and _find_changes(saved):
+                begin, end = np.lib.array_utils.byte_bounds(saved.container)
+                for what, value in owners.items():
+                    other_begin, other_end = memory_of(value)
+                    if begin < other_end and other_begin < end:
+                        raise TracingError(
+                            f"the model writes through the array {saved.name} over {what}, which "
+                            "no graph can show; write in place with torch"
+                        )
+
     def restore(self) -> None:
         """Put back every attribute and container content that has changed."""
         for saved in self.saved:
             if not _find_changes(saved):
                 continue
             container, content = saved.container, saved.content
-            if isinstance(container, nn.Module):
-                for key in [k for k in vars(container) if k not in _OF_MODULE | content.keys()]:
-                    vars(container).pop(key)
-                vars(container).update(content)
-            elif isinstance(container, np.ndarray):
+            if isinstance(container, np.ndarray):
                 container[...] = content
+            elif isinstance(container, _MEMORY):
+                container[:] = content
             elif isinstance(container, (list, deque)):
                 container.clear()
                 container.extend(content)
@@ -289,8 +360,19 @@ class Attributes:
                 container.clear()
                 container.update(content)
             else:
-                vars(container).clear()
-                vars(container).update(content)
+                _put_back(container, content)
+
+
+def _put_back(container: Any, content: dict[str, Any]) -> None:
+    """Give an object, a module or a class the attributes that were saved."""
+    is_class = isinstance(container, type)
+    for key in [key for key in _entries(container) if key not in content]:
+        delattr(container, key) if is_class else vars(container).pop(key)
+    for key, value in content.items():
+        if not is_class:
+            vars(container)[key] = value
+        elif vars(container).get(key) is not value:
+            setattr(container, key, value)
 
 
 def _find_changes(saved: _Saved) -> list[str]:
@@ -299,18 +381,41 @@ def _find_changes(saved: _Saved) -> list[str]:
     if isinstance(container, np.ndarray):
         equal = container.shape == before.shape and container.tobytes() == before.tobytes()
         return [] if equal else [saved.name]
+    if isinstance(container, _MEMORY):
+        return [] if container == before else [saved.name]
     if isinstance(container, set):
         return [] if container == before else [saved.name]
     if isinstance(container, (list, deque)):
         if len(container) == len(before) and all(map(_same, container, before)):
             return []
         return [saved.name]
-    is_module = isinstance(container, nn.Module)
-    now = container if isinstance(container, dict) else vars(container)
-    keys = [key for key in now if not (is_module and key in _OF_MODULE)]
-    names = [key for key in keys if key not in before or not _same(now[key], before[key])]
+    now = _entries(container)
+    names = [key for key in now if key not in before or not _same(now[key], before[key])]
     names += [key for key in before if key not in now]
     return [f"{saved.name}.{key}" if saved.name else str(key) for key in names]
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    """Return what is saved of a dict or of an object's attributes."""
+    if isinstance(container, dict):
+        return container
+    attributes: Any = vars(container)
+    if isinstance(container, nn.Module):
+        return {key: value for key, value in attributes.items() if key not in _OF_MODULE}
+    if isinstance(container, (type, ModuleType)):
+        return {
+            key: value
+            for key, value in attributes.items()
+            if not key.startswith("__")
+            and not callable(value)
+            and not isinstance(value, (ModuleType, *_DESCRIPTORS))
+        }
+    return attributes  # type: ignore[no-any-return]
+
+
+def _is_users(module: str) -> bool:
+    """Return True unless a module is of torch, of Python's builtins, or of this package."""
+    return module.partition(".")[0] not in ("", "torch", "builtins", "dovetail")
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -381,12 +486,12 @@ class Trace:
     constants   get_attr node -> its value
     origins     call node -> its origin
     results     structure of nodes: the loss (training) or the model's output
-    follow_from_constants   values computed from constants alone; the model may cache them beyond
-                            this capture
+    made        the fake tensors of this capture; the model may keep some of them beyond it
     draws       random call node -> the call node whose random numbers it draws. That is the node
                 itself, except where a checkpoint computes an earlier draw again
     written_inputs   indices of the inputs that the model writes over
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
+    computed    what a step on real tensors must compute as well; None for a long step
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or frozen parameter -> node of its new value
     """
@@ -399,15 +504,21 @@ class Trace:
     gradients: dict[str, fx.Node]
     written: dict[str, fx.Node]
     draws: dict[fx.Node, fx.Node]
-    follow_from_constants: list[Tensor]
+    made: list["weakref.ref[Tensor]"]
     written_inputs: tuple[int, ...] = ()
     fused_steps: int = 0
+    computed: "Computed | None" = None
 
 
 TRACED_TWICE = 2000
 """A step of at most this many calls is traced a second time even if it changed no attribute,
 because a model may also keep state in a closure, an iterator or a global variable. The second trace
 takes up to about a second."""
+
+
+COMPARED = 6000
+"""A step of at most this many calls can be compared with one on real tensors, whose calls take
+about a tenth of the time of calls on fake ones."""
 
 
 def trace(request: Request) -> Trace:
@@ -427,31 +538,64 @@ def trace(request: Request) -> Trace:
     def one_step(stale: Mapping[int, bool]) -> Recording:
         at = _Position()
         step = _flat_step(request, at, layout, steps)
-        rules = {aten.native_batch_norm.default: _batch_norm}
         outside = Outside(request.owners, stale, None if request.holds_fakes else request.mode)
-        return record(step, flat, at.mark, rules, outside)
+        return record(step, flat, at.mark, _RULES, outside)
 
-    attributes = Attributes(request.module)
+    attributes = Attributes(request.module, request.loss)
     try:
         with request.mode, _silence_log():
             first = one_step({})
+            made = _references(first)
             changed = attributes.changed()
+            attributes.check_apart(request.owners)
             _check_held(request)
-            if changed or len(first.marks) <= TRACED_TWICE:
-                _check_repeats(first, one_step, changed, _find_lasting(request, first))
+            numbers, results = _Numbers({}), ("", "")
+            is_repeated = changed or len(first.marks) <= TRACED_TWICE or _borrows(first)
+            if is_repeated or len(first.marks) <= COMPARED:
+                results = numbers.of_results(first, layout[0])
+            if is_repeated:
+                node_of = {
+                    id(value): node
+                    for node in first.graph.nodes
+                    if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
+                }
+                lasting = _find_lasting(request, first)
+                follows = _follow_from_constants(first, lasting)
+                again = one_step({key: node in follows for key, node in node_of.items()})
+                # A value that the first step left behind and the second reads has the number it had
+                # there.
+                numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
+                if numbers.of_results(again, layout[1]) != results:
+                    raise TracingError(_describe_changes(changed))
+                made += _references(again)
+                forget(again.graph)
+            # They are compared once more on real tensors, when no fake one is left.
+            numbers.given, numbers.of_node = {}, {}
     finally:
         attributes.restore()
     # The first recording is read here, before `purified`, which may change its graph.
     written_inputs = _written_inputs(request, first)
-    constant = _follow_from_constants(first)
-    values = [node.meta["val"] for node in constant]
-    kept = [value for value in values if isinstance(value, Tensor) and is_fake(value)]
     recorded = list(first.graph.nodes)
     origins = _first_origins(first)
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
-    traced = _clean(request, second, origins, layout, first.draws, kept)
-    traced = replace(traced, written_inputs=written_inputs, fused_steps=max(steps, default=0))
+    recorded += second.graph.nodes
+    made += _references(second)
+    traced = _clean(request, second, origins, layout, first.draws, made)
+    states = {
+        node: first.draws[second.marks[node]]
+        for node in traced.graph.nodes
+        if second.marks.get(node) in first.draws and is_random(node.target)
+    }
+    traced = replace(
+        traced,
+        written_inputs=written_inputs,
+        fused_steps=max(steps, default=0),
+        computed=Computed(numbers, results, traced.graph, traced.constants, states)
+        if results[0]
+        else None,
+    )
+    _check_unwritten(first, traced.constants.values())
     left = set(traced.graph.nodes)
     for node in recorded:
         if node not in left:
@@ -460,10 +604,160 @@ def trace(request: Request) -> Trace:
     return traced
 
 
-def forget(traced: Trace) -> None:
-    """Drop the trace's references to fake values, so that those without other owners are freed."""
-    for node in traced.graph.nodes:
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What a traced step computes, without any fake tensor, to be compared with a real step.
+
+    numbers            the traced step's value numbers
+    results            those of its results, and the constants among the results, as texts
+    graph, constants   its pure graph, and the values of that graph's get_attr nodes
+    draws              random call node -> number of the generator's state that it draws from
+    """
+
+    numbers: "_Numbers"
+    results: tuple[str, str]
+    graph: fx.Graph
+    constants: dict[fx.Node, Tensor]
+    draws: dict[fx.Node, int]
+
+
+def compare_with_real(request: Request, computed: Computed) -> str:
+    """Run the step on the real tensors of the request, whose parameters and buffers are the
+    originals. Return a note if the model calls other operators then, but with the same numbers.
+
+    A model may look at more of a tensor than its shape, such as its class, and fake tensors have
+    another one. Raises `TracingError` if the real step has other numbers, or whatever the model
+    raises. The module's attributes are put back in either case.
+    """
+    layout: list[Any] = []
+    held = [value.detach() for value in request.originals.values()]
+    # One tensor may be given as several inputs.
+    flat = [*held, *(value.detach() for value in (*request.inputs, *request.targets))]
+    if request.scale is not None:
+        flat.append(request.scale)
+    at, seed = _Position(), next(SEEDS)
+    step = _flat_step(request, at, layout, [])
+    attributes = Attributes(request.module, request.loss)
+    try:
+        outside = Outside(request.owners)
+        real = record(step, flat, at.mark, _RULES, outside, is_fake=False, seed=seed)
+    finally:
+        attributes.restore()
+    known = len(computed.numbers.table)
+    results = computed.numbers.of_results(real, layout[0])
+    if results == computed.results:
+        return ""
+    of_node = computed.numbers.of_node
+    new = (node for node in real.marks if of_node[node] >= known)
+    node = next(new, None)
+    where = ""
+    if node is not None:
+        module = real.marks[node][1]
+        where = f" ({node.target}{f' in {module}' if module else ''})"
+    (output,) = (node for node in real.graph.nodes if node.op == "output")
+    found = _run_graph(computed, flat, seed)
+    expected = [None if node is None else node.meta["val"] for node in output.args[0]]
+    error = _largest_error(found, expected)
+    if error > _MOST_ERROR or results[1] != computed.results[1]:
+        raise TracingError(
+            f"it computes something else on real tensors than while it is captured{where}; it "
+            "looks at what only real tensors have, such as their class (type(x) is torch.Tensor), "
+            "or reads their numbers; use isinstance, and torch.where"
+        )
+    return (
+        f"on real tensors the model calls other operators than those captured{where}; on the "
+        f"examples the results agree within {_MOST_ERROR:g} of their size"
+    )
+
+
+_MOST_ERROR = 1e-3
+"""Results that differ by at most this part of their size differ by rounding."""
+
+
+def _run_graph(computed: Computed, flat: list[Tensor], seed: int) -> list[Tensor | None]:
+    """Return the results of the traced step on real tensors, with the random numbers of a real step
+    that was recorded with this seed."""
+    rest, env = iter(flat), dict[fx.Node, Any]()
+    states = StatesOfDraws(seed)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
+        for node in computed.graph.nodes:
+            args, kwargs = replace_nodes((node.args, dict(node.kwargs)), env.__getitem__)
+            if node.op == "placeholder":
+                env[node] = next(rest)
+            elif node.op == "get_attr":
+                env[node] = computed.constants[node]
+            elif node.op == "call_function":
+                if node in computed.draws:
+                    torch.default_generator.set_state(states[computed.draws[node]])
+                env[node] = node.target(*args, **kwargs)
+            else:
+                return list(args[0])
+    raise AssertionError("a graph ends with its output")
+
+
+def _largest_error(found: list[Tensor | None], expected: list[Tensor | None]) -> float:
+    """Return the largest difference of two results, relative to the result's largest number. What
+    is much smaller than all other results counts as rounding."""
+    if len(found) != len(expected):
+        return float("inf")
+    numbers = [value.detach() for value in expected if value is not None and _is_float(value)]
+    sizes = [float(value.abs().max()) for value in numbers]
+    least = 1e-3 * max((size for size in sizes if size < float("inf")), default=0.0)
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            if one is not other:
+                return float("inf")
+        elif not _is_float(other):
+            worst = worst if torch.equal(one, other) else float("inf")
+        else:
+            one, other = one.detach().double(), other.detach().double()
+            if not torch.equal(one.isfinite(), other.isfinite()):
+                return float("inf")
+            one, other = one.nan_to_num(0, 0, 0), other.nan_to_num(0, 0, 0)
+            size = max(float(other.abs().max()), least)
+            difference = float((one - other).abs().max())
+            worst = max(worst, difference / size if size else float(difference > 0))
+    return worst
+
+
+def _is_float(value: Tensor) -> bool:
+    return value.is_floating_point() and bool(value.numel())
+
+
+def _references(recording: Recording) -> list["weakref.ref[Tensor]"]:
+    """Return weak references to the fake tensors among the recording's values."""
+    values = (node.meta["val"] for node in recording.graph.nodes if node.op == "call_function")
+    return [weakref.ref(v) for v in values if isinstance(v, FakeTensor)]
+
+
+def forget(graph: fx.Graph) -> None:
+    """Drop the graph's references to fake values, so that those without other owners are freed."""
+    for node in graph.nodes:
         node.meta.clear()
+
+
+def _borrows(recording: Recording) -> bool:
+    """Return True if a constant lies in memory that is not torch's, such as that of an array. What
+    `forward` writes there between two steps goes past torch."""
+    return any(
+        recording.digests[name] and not value.untyped_storage().resizable()
+        for name, value in recording.constants.items()
+    )
+
+
+def _check_unwritten(recording: Recording, constants: Iterable[Tensor]) -> None:
+    """Raise `TracingError` if the memory of one of these constants holds something else than when
+    the step read it. Call it when all that the step changed has been put back."""
+    names = {id(value): name for name, value in recording.constants.items()}
+    for value in constants:
+        name = names.get(id(value))
+        if name is not None and digest_of(value) != recording.digests[name]:
+            raise TracingError(
+                f"the model writes past torch (through NumPy, a bytearray) over the memory of a "
+                f"tensor of shape {tuple(value.shape)} that it reads; compute it with torch, in a "
+                "buffer that is written in place"
+            )
 
 
 def _check_held(request: Request) -> None:
@@ -482,41 +776,14 @@ def _check_held(request: Request) -> None:
             raise TracingError(f"{name} is removed while the model runs; keep its module")
 
 
-def _check_repeats(
-    first: Recording,
-    one_step: Callable[[Mapping[int, bool]], Recording],
-    changed: list[str],
-    lasting: set[fx.Node],
-) -> None:
-    """Trace another step after `first`, and raise `TracingError` unless it computes the same.
-
-    A model may keep a computed value in an attribute in three cases: the next step does not read it
-    (weight normalisation), it follows from constants alone (tables of rotary embeddings that are
-    made when they are first needed), or it follows from values that no step changes.
-
-    changed   names of attributes that `first` changed
-    lasting   placeholders whose values are the same in every step
-    """
-    follows_from_constants = _follow_from_constants(first, lasting)
-    node_of = {
-        id(value): node
-        for node in first.graph.nodes
-        if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
-    }
-    again = one_step({key: node in follows_from_constants for key, node in node_of.items()})
-    numbers = _Numbers({})
-    of_first = numbers.of_results(first)
-    # A value that the first step left behind and the second reads has the number it had there.
-    numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
-    if numbers.of_results(again) != of_first:
-        what = (
-            _list_names(changed)
-            or "what is in no module (a closure, an iterator, a global variable)"
-        )
-        raise TracingError(
-            f"its next step is another one, as this one changes {what}; keep in buffers, written "
-            "in place, what goes from step to step"
-        )
+def _describe_changes(changed: list[str]) -> str:
+    what = _list_names(changed) or (
+        "what is in no module (a closure, an iterator, a global variable)"
+    )
+    return (
+        f"its next step is another one, as this one changes {what}; keep in buffers, written in "
+        "place, what goes from step to step"
+    )
 
 
 def _find_lasting(request: Request, first: Recording) -> set[fx.Node]:
@@ -610,20 +877,33 @@ class _Numbers:
         self.constants: list[Tensor] = []
         self.of_node: dict[fx.Node, int] = {}
 
-    def of_results(self, recording: Recording) -> str:
-        """Return the numbers of the values that the recording returns, as text."""
+    def of_results(self, recording: Recording, layout: tuple[int, Any]) -> tuple[str, str]:
+        """Return, as texts, the numbers of the values that the recording returns, and the constants
+        among them.
+
+        layout   number of its results, and their template
+        """
         of_storage: dict[int, list[fx.Node]] = {}
         for position, node in enumerate(recording.graph.nodes):
             if node.op == "output":
-                return repr(fx.map_arg(node.args, self.of_node.__getitem__))
+                return repr(fx.map_arg(node.args, self._named)), repr(constants(layout[1]))
             if node.op == "placeholder":
                 key: Any = ("given", position)
             elif node.op == "get_attr":
-                key = self._of_constant(recording.constants[node.target])
+                name = node.target
+                key = self._of_constant(recording.constants[name], recording.digests[name])
+            elif node.target in (aten.detach.default, aten.alias.default):
+                # Parameters on fake tensors have one of these that real ones do not have.
+                key = None
             else:
-                arguments = repr(fx.map_arg((node.args, node.kwargs), self.of_node.__getitem__))
+                arguments = repr(fx.map_arg((node.args, node.kwargs), self._named))
                 key = (node.target, arguments, recording.draws.get(node))
-            self.of_node[node] = number = self.table.setdefault(key, len(self.table))
+            number = (
+                self.of_node[node.args[0]]
+                if key is None
+                else self.table.setdefault(key, len(self.table))
+            )
+            self.of_node[node] = number
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 # After a write every value in the same memory is a new value: it gets a new number.
                 for read in node.all_input_nodes:
@@ -634,19 +914,25 @@ class _Numbers:
                 of_storage.setdefault(storage_of(node.meta["val"]), []).append(node)
         raise AssertionError("a graph ends with its output")
 
-    def _of_constant(self, value: Tensor) -> Any:
+    def _named(self, node: fx.Node) -> str:
+        """Return the node's number as text, which differs from a number among the arguments."""
+        return f"%{self.of_node[node]}"
+
+    def _of_constant(self, value: Tensor, digest: bytes) -> Any:
         """Return the key of a constant in `table`; equal constants have one key."""
         if id(value) in self.given:
             number = self.given[id(value)]
             return next(key for key, entry in self.table.items() if entry == number)
+        if digest:
+            return "constant", digest, value.shape, value.dtype
         for index, other in enumerate(self.constants):
-            if _equal_constants(value, other):
+            if _equal(value, other):
                 return "constant", index
         self.constants.append(value)
         return "constant", len(self.constants) - 1
 
 
-def _equal_constants(value: Tensor, other: Tensor) -> bool:
+def _equal(value: Tensor, other: Tensor) -> bool:
     if value is other:
         return True
     if is_fake(value) or is_fake(other) or value.shape != other.shape or value.dtype != other.dtype:
@@ -703,6 +989,9 @@ def _batch_norm(
     return aten._native_batch_norm_legit(x, weight, bias, mean, variance, True, momentum, eps)
 
 
+_RULES = {aten.native_batch_norm.default: _batch_norm}
+
+
 @contextlib.contextmanager
 def _silence_log() -> Iterator[None]:
     """Silence torch's log of failures under fake tensors, which are raised with their traceback
@@ -728,8 +1017,13 @@ def _flat_step(
         rest, trainable = iter(flat), frozenset(request.trainable)
         leaves = {name: _leaf(request, name, next(rest)) for name in request.parameters}
         frozen = {name: leaf for name, leaf in leaves.items() if name not in trainable}
-        buffers = {name: next(rest).clone() for name in request.buffers}
-        inputs = [_input(next(rest), like, request.channels_last) for like in request.inputs]
+        buffers = {
+            name: _as_seen(next(rest).clone(), request.originals[name]) for name in request.buffers
+        }
+        inputs = [
+            _as_seen(_input(next(rest), like, request.channels_last), original)
+            for like, original in zip(request.inputs, request.signature.inputs, strict=True)
+        ]
         targets = [next(rest).clone() for _ in request.targets]
         args, kwargs = request.signature.call(inputs)
         differentiated = request.training or any(value.requires_grad for value in inputs)
@@ -768,7 +1062,9 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
     """
     original = request.originals[name]
     start = value.detach() if name in request.trainable else value.clone()
-    leaf = nn.Parameter(start, requires_grad=original.requires_grad)
+    # A fake parameter is one for `isinstance`, but not of its class.
+    leaf = nn.Parameter(start, requires_grad=False) if is_fake(start) else start
+    leaf = _as_seen(leaf, original).requires_grad_(original.requires_grad)
     if getattr(original, "_post_accumulate_grad_hooks", None):
         raise TracingError(
             f"parameter {name} has a hook that runs once its gradient is accumulated "
@@ -776,8 +1072,25 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
         )
     if name in request.trainable:
         for hook in (original._backward_hooks or {}).values():
+            if getattr(hook, "__module__", "") == "torch.autograd.graph":
+                raise TracingError(
+                    f"parameter {name} has a hook on the gradients of several tensors "
+                    "(register_multi_grad_hook), which only a whole backward pass can call; "
+                    "register a hook on each"
+                )
             leaf.register_hook(hook)  # type: ignore[no-untyped-call]
     return leaf
+
+
+def _as_seen(twin: Tensor, original: Tensor) -> Tensor:
+    """Return the twin with what else a model may see of the original: the attributes that its user
+    has given it, and its class, which only a real tensor can have."""
+    if isinstance(original, FakeTensor):
+        return twin
+    if not is_fake(twin):
+        twin.__class__ = type(original)
+    vars(twin).update(vars(original))
+    return twin
 
 
 def last_of_channels(value: Tensor) -> Tensor:
@@ -953,6 +1266,7 @@ class _Held:
     path    its name in the module's state_dict
     name    the parameter's or buffer's name; of a tied one the first of its names
     table   the dict of the module that holds it, under `key`
+    hooks   the number of hooks on its gradient
     """
 
     path: str
@@ -960,10 +1274,15 @@ class _Held:
     table: dict[str, Tensor | None]
     key: str
     twin: Tensor
+    hooks: int
 
     @property
     def now(self) -> Tensor | None:
         return self.table.get(self.key)
+
+
+def _count_hooks(value: Tensor) -> int:
+    return len(value._backward_hooks or ()) + len(value._post_accumulate_grad_hooks or ())
 
 
 @contextlib.contextmanager
@@ -976,7 +1295,14 @@ def _standing_in(
     """
     name_of = {id(value): name for name, value in request.originals.items()}
     held = [
-        _Held(f"{path}.{key}" if path else key, name, table, key, twins[name])
+        _Held(
+            f"{path}.{key}" if path else key,
+            name,
+            table,
+            key,
+            twin := twins[name],
+            _count_hooks(twin),
+        )
         for path, part in request.module.named_modules()
         for table in (part._parameters, part._buffers)
         for key, value in table.items()
@@ -998,8 +1324,8 @@ def _collect_written(held: list[_Held], writable: dict[str, Tensor]) -> list[Ten
     """Return the tensors that buffers and frozen parameters hold after the step, in the order of
     `writable`: those they held before, perhaps written in place, or those assigned to them.
 
-    Raises `TracingError` if a trained parameter was replaced, if one was removed, or if two names
-    of one buffer hold different tensors.
+    Raises `TracingError` if a trained parameter was replaced or got a hook, if one was removed, or
+    if two names of one buffer hold different tensors.
     """
     values: dict[str, Tensor] = {}
     for slot in held:
@@ -1007,6 +1333,11 @@ def _collect_written(held: list[_Held], writable: dict[str, Tensor]) -> list[Ten
             if slot.now is not slot.twin:
                 raise TracingError(
                     f"parameter {slot.path} is replaced while the model runs; write to a buffer"
+                )
+            if _count_hooks(slot.twin) != slot.hooks:
+                raise TracingError(
+                    f"{slot.path} gets a hook on its gradient each time that the model runs, beside"
+                    " those of the steps before; register it once, when the model is made"
                 )
         elif slot.now is None:
             raise TracingError(f"{slot.path} is removed while the model runs")
@@ -1048,7 +1379,8 @@ def _gradients(
             # A reentrant checkpoint is a custom function that calls `backward` itself and refuses
             # `torch.autograd.grad`. So gradients are accumulated, and those that this adds to
             # tensors outside of the model are put back.
-            before = [(other, other.grad) for other in outside]
+            others = set(outside).difference(leaves)
+            before = [(other, other.grad) for other in others]
             try:
                 run_backward(
                     (loss,), (torch.ones_like(loss),), False, False, (),
@@ -1185,8 +1517,8 @@ def _clean(
     recording: Recording,
     origins: dict[fx.Node, Origin],
     layout: list[Any],
-    keys: dict[fx.Node, bytes],
-    kept: list[Tensor],
+    keys: dict[fx.Node, int],
+    made: list["weakref.ref[Tensor]"],
 ) -> Trace:
     """Return the trace of the pure recording.
 
@@ -1224,7 +1556,7 @@ def _clean(
     }
     final = _origins(recording, origins)
     draws = _draws(recording, keys)
-    return Trace(graph, sources, constants, final, results, gradients, written, draws, kept)
+    return Trace(graph, sources, constants, final, results, gradients, written, draws, made)
 
 
 def _check_apart(request: Request, written: Iterable[str]) -> None:
@@ -1241,9 +1573,9 @@ def _check_apart(request: Request, written: Iterable[str]) -> None:
             )
 
 
-def _draws(recording: Recording, keys: dict[fx.Node, bytes]) -> dict[fx.Node, fx.Node]:
+def _draws(recording: Recording, keys: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
     """Return random call node -> the first node that draws from the same state of the generator."""
-    first_with: dict[bytes, fx.Node] = {}
+    first_with: dict[int, fx.Node] = {}
     draws: dict[fx.Node, fx.Node] = {}
     for node in recording.graph.nodes:
         key = keys.get(recording.marks[node]) if is_random(node.target) else None

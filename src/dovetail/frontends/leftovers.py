@@ -1,0 +1,151 @@
+"""Finds the fake tensors that a capture has left in the user's process, and takes them from there.
+
+A model may keep what it computes beyond its modules: in a cached function, a closure, an object of
+another module. After a capture the user's own model would read a tensor without numbers there.
+"""
+
+import contextlib
+import functools
+import gc
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType, FrameType
+from typing import Any
+
+from torch import Tensor
+
+_LRU_CACHE = type(functools.lru_cache(len))
+
+
+def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
+    """Return the names of those who hold one of the tensors, and let them hold it no more.
+
+    A cache of `functools` is cleared and not named, as it may be cleared at any time. The caller
+    has dropped its own references. Looks through all objects of Python, unless all are gone.
+    """
+    if not any(reference() is not None for reference in made):
+        return []
+    # Tensors that only cycles of garbage hold are freed first, so that the search below is rare.
+    gc.collect()
+    if not _alive(made):
+        return []
+    identities = set(map(id, _alive(made)))
+    clear_caches(lambda value: id(value) in identities)
+    with _nothing_frozen():
+        held: list[Any] = _alive(made)
+        names: dict[str, None] = {}
+        # A tuple cannot give up a tensor, so whoever holds the tuple does.
+        while held:
+            identities = set(map(id, held))
+            tuples: list[Any] = []
+            for holder in gc.get_referrers(*held):
+                if holder is held or isinstance(holder, FrameType):
+                    continue
+                if isinstance(holder, tuple):
+                    tuples.append(holder)
+                else:
+                    names |= dict.fromkeys(_give_up(holder, identities))
+            held = tuples
+        return list(names)
+
+
+def clear_caches(is_made: Callable[[Any], bool]) -> None:
+    """Clear each cache of `functools` that holds such an object, or something that holds one."""
+    with _nothing_frozen():
+        for cache in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
+            if _holds(cache, is_made, depth=4):
+                cache.cache_clear()
+
+
+@contextlib.contextmanager
+def _nothing_frozen() -> Iterator[None]:
+    """Let the collector tell of the objects that are frozen, too, within the block."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
+def _alive(made: Sequence["weakref.ref[Tensor]"]) -> list[Tensor]:
+    return [tensor for reference in made if (tensor := reference()) is not None]
+
+
+def _holds(holder: Any, is_made: Callable[[Any], bool], depth: int) -> bool:
+    """Return True if such an object is in the holder, or in what it holds."""
+    inside = gc.get_referents(holder)
+    return any(map(is_made, inside)) or (
+        depth > 1
+        and any(
+            _holds(value, is_made, depth - 1)
+            for value in inside
+            if type(value) in (dict, list, tuple)
+        )
+    )
+
+
+def _give_up(holder: Any, identities: set[int]) -> list[str]:
+    """Remove the objects from the holder; return the names of the places where they were."""
+    if isinstance(holder, CellType):
+        holder.cell_contents = None
+        return ["a closure"]
+    if isinstance(holder, (list, deque)):
+        name = _name_of(holder)
+        rest = [value for value in holder if id(value) not in identities]
+        holder.clear()
+        holder.extend(rest)
+        return [name]
+    if isinstance(holder, set):
+        name = _name_of(holder)
+        holder -= {value for value in holder if id(value) in identities}
+        return [name]
+    inside = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    keys = [key for key, value in inside.items() if id(value) in identities]
+    if not keys:
+        return []
+    if not isinstance(holder, dict):
+        for key in keys:
+            setattr(holder, key, None)
+        name = _class_of(holder)
+        return [f"{name}.{key}" for key in keys]
+    name = _name_of(holder)
+    if _is_variables(holder):
+        holder.update(dict.fromkeys(keys))
+        return [f"{name}.{key}" for key in keys]
+    for key in keys:
+        del holder[key]
+    return [f"{name}[{key!r}]" for key in keys]
+
+
+def _name_of(container: Any) -> str:
+    """Return the name of a container by whoever holds it."""
+    if isinstance(container, dict) and _is_variables(container):
+        return str(container["__name__"])
+    for owner in gc.get_referrers(container):
+        if isinstance(owner, CellType):
+            return "a closure"
+        variables = isinstance(owner, dict) and _is_variables(owner)
+        inside = owner if variables else getattr(owner, "__dict__", {})
+        if inside is container:
+            return _class_of(owner)
+        name = owner["__name__"] if variables else _class_of(owner)
+        for key, value in inside.items():
+            if value is container:
+                return f"{name}.{key}"
+    return f"a {type(container).__name__}"
+
+
+def _class_of(holder: Any) -> str:
+    kind = holder if isinstance(holder, type) else type(holder)
+    return kind.__qualname__
+
+
+def _is_variables(inside: dict[Any, Any]) -> bool:
+    """Return True for the global variables of a module."""
+    name = inside.get("__name__")
+    return isinstance(name, str) and name in sys.modules and vars(sys.modules[name]) is inside
