@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from dovetail.errors import CaptureError
+from dovetail.frontends.checks import CHECK
 from dovetail.frontends.flops import count_bytes, count_flops, tensor_bytes
 from dovetail.frontends.optimizers import (
     SCALE,
@@ -278,7 +279,8 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
     op = _CapturedOp(
         name=f"{module}/{kind.rpartition('.')[2]}" if module else kind.rpartition(".")[2],
         kind=kind,
-        signature=signature(str(target), fakes, fake_kwargs),
+        # The text of a check is no part of what it costs.
+        signature=signature(str(target), fakes[:1] if target is CHECK else fakes, fake_kwargs),
         module=module,
         phase=origin.phase,
         flops=0 if view else count_flops(target, fakes, fake_kwargs, result),

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from dovetail.frontends.checks import CHECK, Questions
 from dovetail.runtime.torch_versions import (
     FakeTensor,
     FakeTensorMode,
@@ -99,16 +100,17 @@ def record(
     mark: Callable[[], Any],
     rules: Rules,
     outside: "Outside | None" = None,
+    questions: Questions | None = None,
 ) -> Recording:
     """Run `function(*values)` and return a recording of the operators that it calls below autograd.
 
     The caller turns the fake tensor mode on. `mark` is called before each operator, and `rules`
     replace some operators. `outside` refuses the tensors from before the step that must not become
-    constants.
+    constants. `questions` answer what the function asks of data.
 
     Raises `TracingError`, or whatever the function raises. Takes about 0.3 ms per operator.
     """
-    recorder = _Recorder(mark, rules, outside or Outside({}))
+    recorder = _Recorder(mark, rules, outside or Outside({}), questions)
     for index, value in enumerate(values):
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
     # Autocast caches casts of parameters. One from before the step is no op of the graph, and one
@@ -262,11 +264,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         mark: Callable[[], Any],
         rules: Rules,
         outside: "Outside",
+        questions: Questions | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mark = mark
         self.rules = rules
         self.outside = outside
+        self.questions = questions
+        # Identity of a tensor whose truth was asked for -> the answer.
+        self.answers: dict[int, bool] = {}
         self.draws: dict[fx.Node, bytes] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
@@ -305,9 +311,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             with self:
                 return rule(*args, **kwargs)
         known_args = self.known_arguments(traits, args, kwargs)
-        if traits.is_number and known_args is not None:
-            with unset_fake_temporarily():
-                return func(*known_args[0], **known_args[1])
+        if traits.is_number and (number := self.number(func, args, known_args)) is not None:
+            return number
         # A lifted tensor becomes a constant of the graph. Later ops may write over it, so they get
         # a copy.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
@@ -356,6 +361,40 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         real_args = tuple(_replace_tensors(value, real) for value in args)
         return real_args, _replace_tensors(kwargs, real)
 
+    def number(self, func: OpOverload, args: tuple[Any, ...], known_args: Any) -> Any:
+        """Return the number that the op reads from known tensors, or the truth with which the model
+        goes on; else None."""
+        if known_args is None:
+            is_truth = func is aten._local_scalar_dense.default and args[0].dtype == torch.bool
+            return self.answer(args[0]) if is_truth else None
+        for value in tensors_of(args):
+            if not is_fake(value):
+                self.outside.check(value)
+        with unset_fake_temporarily():
+            return func(*known_args[0], **known_args[1])
+
+    def answer(self, value: Tensor) -> bool | None:
+        """Return the truth with which the model goes on, and record a check of it. None if the
+        question is refused."""
+        if self.questions is None or id(value) in self.answers:
+            return self.answers.get(id(value))
+        answered = self.questions.ask(self.guess(self.node_of.get(id(value))), record.__code__)
+        if answered is None:
+            return None
+        number, answer = answered
+        with self:
+            # What it raises is known once the other answer has been tried.
+            CHECK(value, answer, "", str(number))
+        self.answers[id(value)] = answer
+        return answer
+
+    def guess(self, node: fx.Node | None) -> bool:
+        """Return the more likely truth: models check that all is well, or that nothing is not."""
+        target = None if node is None else node.target
+        if target is aten.logical_not.default or target is aten.bitwise_not.default:
+            return not self.guess(node.args[0])  # type: ignore[union-attr, arg-type]
+        return getattr(target, "overloadpacket", None) not in (aten.any, aten._is_any_true)
+
     def note_known(
         self, func: OpOverload, traits: "_Traits", args: Any, known_args: Any, result: Any
     ) -> None:
@@ -365,6 +404,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         """
         if traits.is_mutable:
             # The op may have changed what is in this memory, so its integers are no longer known.
+            self.answers.clear()
             touched = {storage_of(value) for value in tensors_of(args)}
             self.known = {
                 key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
@@ -431,6 +471,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Return a new call node. It is given a name, because torch would take longer to derive one
         from the target."""
+        if self.questions is not None:
+            self.questions.called()
         name = f"call_{next(self.calls)}"
         return self.graph.create_node("call_function", target, args, kwargs, name)
 

@@ -17,6 +17,7 @@ the graph, because its numbers would be stale from the second step on. Four meas
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -32,12 +33,14 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends import recurrent
+from dovetail.frontends.checks import CHECK, Questions, settled
 from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
 from dovetail.frontends.recording import (
     Outside,
     Recording,
+    Rules,
     TracingError,
     is_fake,
     is_random,
@@ -171,7 +174,8 @@ def _remove_dead(graph: fx.Graph) -> None:
     """Remove the calls and constants that no node reads."""
     # From the end to the start, so that one pass also removes what only removed nodes read.
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op in ("call_function", "get_attr"):
+        kept = node.users or node.target is CHECK
+        if not kept and node.op in ("call_function", "get_attr"):
             graph.erase_node(node)
 
 
@@ -424,23 +428,40 @@ def trace(request: Request) -> Trace:
     if request.scale is not None:
         flat.append(request.scale)
 
-    def one_step(stale: Mapping[int, bool]) -> Recording:
+    def one_step(stale: Mapping[int, bool], questions: Questions) -> Recording:
         at = _Position()
+        layout.clear()
+        steps.clear()
         step = _flat_step(request, at, layout, steps)
-        rules = {aten.native_batch_norm.default: _batch_norm}
+        rules: Rules = {
+            aten.native_batch_norm.default: _batch_norm,
+            aten.equal.default: _equal,
+            aten._assert_async.default: _assert,
+            aten._assert_async.msg: _assert,
+        }
         outside = Outside(request.owners, stale, None if request.holds_fakes else request.mode)
-        return record(step, flat, at.mark, rules, outside)
+        return record(step, flat, at.mark, rules, outside, questions)
+
+    def first_step(questions: Questions) -> Recording:
+        attributes.restore()
+        return one_step({}, questions)
 
     attributes = Attributes(request.module)
     try:
         with request.mode, _silence_log():
-            first = one_step({})
+            step = settled(first_step)
+            first = step.result
             changed = attributes.changed()
             _check_held(request)
             if changed or len(first.marks) <= TRACED_TWICE:
-                _check_repeats(first, one_step, changed, _find_lasting(request, first))
+                again = functools.partial(one_step, questions=Questions(dict(step.answers)))
+                _check_repeats(first, again, changed, _find_lasting(request, first))
     finally:
         attributes.restore()
+    for node in first.marks:
+        if node.target is CHECK and not node.args[2]:
+            number: Any = node.args[3]
+            node.args = (*node.args[:2], *step.raised[int(number)])
     # The first recording is read here, before `purified`, which may change its graph.
     written_inputs = _written_inputs(request, first)
     constant = _follow_from_constants(first)
@@ -703,6 +724,16 @@ def _batch_norm(
     return aten._native_batch_norm_legit(x, weight, bias, mean, variance, True, momentum, eps)
 
 
+def _equal(value: Tensor, other: Tensor) -> bool:
+    """Compute `torch.equal` by an op of whose result the model asks the truth."""
+    return value.shape == other.shape and bool((value == other).all())
+
+
+def _assert(value: Tensor, text: str = "") -> None:
+    """Record `torch._assert_async` as a check, since a graph drops an op without a result."""
+    CHECK(value != 0, True, "RuntimeError", text or "Expected Tensor to be nonzero")
+
+
 @contextlib.contextmanager
 def _silence_log() -> Iterator[None]:
     """Silence torch's log of failures under fake tensors, which are raised with their traceback
@@ -829,6 +860,8 @@ class _Twins(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is Tensor.__bool__ and args[0].dtype != torch.bool:
+            return bool(self._twin_of(args[0]) != 0)
         if func in _BACKWARD:
             return self._run_backward(func, args, kwargs or {})
         if func == _SET_DATA:

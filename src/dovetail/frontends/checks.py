@@ -1,0 +1,231 @@
+"""Checks that a model makes of data: assertions, `if not valid: raise`, validation of arguments.
+
+The model asks for the truth of a traced tensor, which has none while a step is captured. If one of
+the two answers makes the model raise, the captured step goes on with the other one. An operator,
+`dovetail::check`, stays in the graph; it raises the model's error at a step whose tensor says
+otherwise.
+
+    run 1   guess each answer ──► the model raises: the last answer was wrong, run again
+    run 2   ──► the step is recorded
+    run 3.. one for each line that asked, with its other answer ──► the model must raise
+
+Where both answers let the model go on, its values depend on the branch, and the step is refused.
+"""
+
+import builtins
+import dis
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from dovetail.runtime.user_code import location_of
+
+_LIBRARY: Any = torch.library.Library("dovetail", "DEF")
+_LIBRARY.define("check(Tensor value, bool expected, str kind, str text) -> Tensor")
+
+
+def _check(value: Tensor, expected: bool, kind: str, text: str) -> Tensor:
+    """Return a copy of the value, or raise the exception of this builtin kind and text if the value
+    is not the expected one."""
+    if bool(value) is not expected:
+        raise getattr(builtins, kind)(text)
+    return value.clone()
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("check", _check, _device)
+_LIBRARY.impl("check", lambda value, *_: torch.empty_like(value), "Meta")
+CHECK = torch.ops.dovetail.check.default
+
+Site = tuple[Any, ...]
+"""A place in the code that asks: where each function on the stack is, and the texts among the local
+variables of the innermost one, which go into its message."""
+_MOST_CALLS = 30
+"""A model that raises does so at most so many operators after it has asked; they make the
+message."""
+_OURS = str(Path(__file__).parents[1])
+_TORCH = Path(torch.__file__).parent
+_BETWEEN = (_OURS, str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
+"""The folders of the functions that run between the model's own and the recorder."""
+_Result = TypeVar("_Result")
+
+
+class _GoesOn(BaseException):
+    """Ends a run that has shown that the model goes on with an answer."""
+
+
+@dataclass(eq=False)
+class Questions:
+    """What one run of a step asks, and the answers that it is given.
+
+    answers   of each place that has asked so far
+    probed    the place whose other answer is tried: the run ends as soon as the model goes on
+    refused   a place that is given no answer
+    last      the place that asked last
+    calls     the operators that have run
+    """
+
+    answers: dict[Site, bool]
+    probed: Site | None = None
+    refused: Site | None = None
+    last: Site | None = None
+    calls: int = 0
+    goes_on: bool = False
+    sites: dict[Site, None] = field(default_factory=dict)
+    _limit: int = sys.maxsize
+
+    def called(self) -> None:
+        """Note that the step calls an operator."""
+        self.calls += 1
+        if self.calls > self._limit:
+            self.end()
+
+    def ask(self, guess: bool, root: CodeType) -> tuple[int, bool] | None:
+        """Return the number of the place that asks, and the answer; `guess` if it has none yet.
+        None at the refused place.
+
+        root   the function that runs the step
+        """
+        site = _asking(root)
+        if site == self.refused:
+            return None
+        if self.probed is not None:
+            if self.probed in self.sites and site not in self.answers:
+                self.end()
+            if site == self.probed:
+                self._limit = min(self._limit, self.calls + _MOST_CALLS)
+        self.last = site
+        answer = self.answers.setdefault(site, guess)
+        self.sites.setdefault(site)
+        return list(self.answers).index(site), answer
+
+    def end(self) -> None:
+        """End a run that tries an answer, if it is one, since the model goes on."""
+        if self.probed is not None:
+            # The model may catch what is raised here.
+            self.goes_on = True
+            raise _GoesOn
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What the model raises with one answer: an exception's builtin kind and text."""
+
+    kind: str
+    text: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Settled(Generic[_Result]):
+    """A run with answers that let the model go on.
+
+    raised   number of a place that asks -> the builtin kind and the text of the exception that the
+             model raises with the other answer
+    """
+
+    result: _Result
+    answers: dict[Site, bool]
+    raised: dict[int, tuple[str, str]]
+
+
+def settled(run: Callable[[Questions], _Result]) -> Settled[_Result]:
+    """Return the run of a step with answers that let the model go on.
+
+    Runs at most twice for each place that asks. Raises what the run raises. Where both answers let
+    the model go on, or what one does cannot be found out, the place that asks gets no answer.
+    """
+    answers: dict[Site, bool] = {}
+    raised: dict[Site, _Raised] = {}
+    while True:
+        questions = Questions(answers)
+        try:
+            result = run(questions)
+            break
+        except Exception as error:
+            site = questions.last
+            if site is None or not _raised_by_model(error):
+                raise
+            if site in raised and questions.calls > raised[site].calls + _MOST_CALLS:
+                raise
+            first = site not in raised
+            answers[site] = not answers[site]
+            raised[site] = _told(error, questions.calls)
+        if not first:
+            # Both answers lead to an error, and the first is as likely the reason.
+            run(Questions(answers))
+    for site in questions.sites:
+        if site in raised:
+            continue
+        probe = Questions({**answers, site: not answers[site]}, probed=site)
+        try:
+            run(probe)
+        except _GoesOn:
+            pass
+        except Exception as error:
+            if not probe.goes_on and _raised_by_model(error):
+                raised[site] = _told(error, probe.calls)
+                continue
+        run(Questions(answers, refused=site))
+        raise AssertionError("the place is asked at again")
+    of_number = {
+        number: (raised[site].kind, raised[site].text)
+        for number, site in enumerate(answers)
+        if site in raised
+    }
+    return Settled(result, answers, of_number)
+
+
+def _asking(root: CodeType) -> Site:
+    """Return the place in the model's code that runs now, below the function `root`."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
+        frame = frame.f_back
+    texts = tuple(value for value in frame.f_locals.values() if type(value) is str)
+    stack: list[Any] = []
+    caller: Any = frame
+    while caller is not None and caller.f_code is not root:
+        # A call's number is that of the instruction or of its cache. Their positions are the same.
+        place = itertools.islice(caller.f_code.co_positions(), caller.f_lasti // 2, None)
+        stack.append((caller.f_code, next(place)))
+        caller = caller.f_back
+    return texts, tuple(stack)
+
+
+def _raised_by_model(error: BaseException) -> bool:
+    """Return True if a `raise` or `assert` of Python code has raised the exception, for a reason
+    that is none of fake tensors alone."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    if code.co_filename.startswith(_OURS) or isinstance(error, NotImplementedError):
+        return False
+    if type(error).__module__.startswith(("torch._subclasses", "torch.fx")):
+        return False
+    return dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _told(error: BaseException, calls: int) -> _Raised:
+    """Return the exception as a check op raises it: of a builtin class, since a worker may not have
+    the model's own."""
+    kind = next(c for c in type(error).__mro__ if getattr(builtins, c.__name__, None) is c)
+    text = str(error).replace("FakeTensor(", "tensor(").replace("FakeTensor", "Tensor")
+    text = text or location_of(error)
+    if kind is not type(error):
+        text = f"{type(error).__name__}: {text}"
+    try:
+        kind(text)
+    except TypeError:
+        kind = RuntimeError
+    # The text goes through C++, which takes valid UTF-8 alone.
+    return _Raised(kind.__name__, text.encode(errors="replace").decode(), calls)
