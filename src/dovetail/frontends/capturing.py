@@ -40,7 +40,8 @@ FOLLOWS_DATA = ("eager", "grouped_mm")
 _LRU_CACHE = type(functools.lru_cache(len))
 _ADVICE = {
     "DataDependentOutputException": "the model turns a tensor into a number (.item(), bool(), "
-    "if on a tensor); decide on shapes or on Python values, or use torch.where",
+    "if on a tensor); decide on shapes, on Python values or on tensors that are plain attributes, or "
+    "use torch.where",
     "DynamicOutputShapeException": "the shape of a result depends on the data (nonzero, boolean "
     "masks, unique); use torch.where or a fixed size",
     "GuardOnDataDependentSymNode": "the model branches on data; use torch.where",

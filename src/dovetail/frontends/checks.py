@@ -144,23 +144,27 @@ def settled(run: Callable[[Questions], _Result]) -> Settled[_Result]:
     """
     answers: dict[Site, bool] = {}
     raised: dict[Site, _Raised] = {}
-    while True:
+    results: list[_Result] = []
+    failure: Exception | None = None
+    while not results and failure is None:
         questions = Questions(answers)
         try:
-            result = run(questions)
-            break
+            results.append(run(questions))
         except Exception as error:
             site = questions.last
-            if site is None or not _raised_by_model(error):
+            if site is None:
                 raise
-            if site in raised and questions.calls > raised[site].calls + _MOST_CALLS:
-                raise
-            first = site not in raised
+            is_second = site in raised
+            if not _raised_by_model(error) or (
+                is_second and questions.calls > raised[site].calls + _MOST_CALLS
+            ):
+                failure = error
+                continue
             answers[site] = not answers[site]
+            if is_second:
+                # Both answers lead to an error, and the first is as likely the reason.
+                run(Questions(answers))
             raised[site] = _told(error, questions.calls)
-        if not first:
-            # Both answers lead to an error, and the first is as likely the reason.
-            run(Questions(answers))
     for site in questions.sites:
         if site in raised:
             continue
@@ -174,13 +178,15 @@ def settled(run: Callable[[Questions], _Result]) -> Settled[_Result]:
                 raised[site] = _told(error, probe.calls)
                 continue
         run(Questions(answers, refused=site))
-        raise AssertionError("the place is asked at again")
+        raise AssertionError("the place asks again")
+    if failure is not None:
+        raise failure
     of_number = {
         number: (raised[site].kind, raised[site].text)
         for number, site in enumerate(answers)
         if site in raised
     }
-    return Settled(result, answers, of_number)
+    return Settled(results[0], answers, of_number)
 
 
 def _asking(root: CodeType) -> Site:

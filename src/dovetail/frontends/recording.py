@@ -276,7 +276,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.draws: dict[fx.Node, bytes] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
-        # Identity of a fake tensor whose integers are known -> (the tensor, its value). The tensor
+        # Identity of a fake tensor whose numbers are known -> (the tensor, its value). The tensor
         # is held so that its identity is not given to another one.
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
         # (operator, form of its arguments) -> form of its results: see `remembered`.
@@ -349,11 +349,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     ) -> tuple[Any, Any] | None:
         """Return the arguments with real tensors in place of fake ones, or None.
 
-        It returns None unless the integers of every fake tensor are known: the model wrote them as
-        numbers, or they follow from such numbers.
+        It returns None unless the numbers of every fake tensor are known: the model wrote them, or
+        they follow from such numbers.
         """
-        if traits.is_random:
+        if traits.is_random or traits.is_unset:
             return None
+        if traits.is_fill and is_fake(args[0]):
+            # Only the form of this argument matters.
+            like = args[0]
+            with unset_fake_temporarily():
+                form = torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device="meta"
+                )
+            return (form, *args[1:]), {"device": like.device, **kwargs}
         tensors = tensors_of((args, kwargs))
         if any(is_fake(value) and id(value) not in self.known for value in tensors):
             return None
@@ -398,13 +406,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     def note_known(
         self, func: OpOverload, traits: "_Traits", args: Any, known_args: Any, result: Any
     ) -> None:
-        """Compute the op's integers (lengths, indices) for real, where they are known.
+        """Compute the op's numbers for real, where they are known.
 
-        Shapes may depend on them, as those of packed sequences do. The op is recorded all the same.
+        Shapes may depend on them, as those of packed sequences do, and so may branches. The op is
+        recorded all the same.
         """
         if traits.is_mutable:
-            # The op may have changed what is in this memory, so its integers are no longer known.
             self.answers.clear()
+            # The op may have changed what is in this memory, so its numbers are no longer known.
             touched = {storage_of(value) for value in tensors_of(args)}
             self.known = {
                 key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
@@ -413,10 +422,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if known_args is None:
             return
         outputs = tensors_of(result)
-        is_seed = func in (aten.lift_fresh.default, aten.arange.default, aten.arange.start)
         if not outputs or not all(map(_may_be_known, outputs)):
-            return
-        if not is_seed and not tensors_of(args):
             return
         with unset_fake_temporarily():
             values = func(*known_args[0], **known_args[1])
@@ -513,12 +519,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
 
 
 MOST_KNOWN = 4096
-"""Integers of a tensor with at most this many elements are computed while a step is recorded."""
+"""Numbers of a tensor with at most this many elements are computed while a step is recorded, if
+they follow from constants alone."""
 
 
 def _may_be_known(value: Tensor) -> bool:
-    kinds = (torch.int64, torch.int32, torch.bool)
-    return value.dtype in kinds and value.device.type == "cpu" and value.numel() <= MOST_KNOWN
+    is_plain = value.layout is torch.strided and value.device.type == "cpu"
+    return is_plain and value.numel() <= MOST_KNOWN
 
 
 def _replace_tensors(tree: Any, tensors: dict[int, Tensor]) -> Any:
@@ -593,6 +600,8 @@ class _Traits(NamedTuple):
     is_factory     it takes a dtype and no tensor
     is_pure        it reads tensors, and returns new ones whose shapes follow from the arguments
     is_view        it returns a view of its first argument
+    is_unset       it returns memory that was not written
+    is_fill        its first argument gives the result a form and no numbers
     defaults       position and name of an argument -> its default, where it has one
     """
 
@@ -603,6 +612,8 @@ class _Traits(NamedTuple):
     is_factory: bool
     is_pure: bool
     is_view: bool
+    is_unset: bool
+    is_fill: bool
     defaults: dict[int | str, Any]
 
 
@@ -626,9 +637,14 @@ def _traits(func: OpOverload) -> _Traits:
     view = tensors and len(schema.returns) == 1 and aliased == [0] and not schema.is_mutable
     if func is aten._unsafe_view.default:  # its schema does not say that it returns a view
         pure, view = False, True
+    name = func.overloadpacket.__name__
     return _Traits(
-        composite, number, is_random(func), schema.is_mutable, factory, pure, view, defaults
-    )
+        composite, number, is_random(func), schema.is_mutable, factory, pure, view,
+        "empty" in name, name in _FILLS, defaults,
+    )  # fmt: skip
+
+
+_FILLS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 
 
 def _digest_generator() -> bytes:
