@@ -13,6 +13,8 @@ from dovetail.frontends import SGD, capture, initial_values, run_step
 from dovetail.frontends.interpret import seed_for
 from tests.support.checked_models import (
     CHECKED,
+    LIMITED,
+    NOT_LIMITED,
     Wrapped,
     asserted_without_a_text,
     caught,
@@ -124,3 +126,40 @@ def test_a_line_in_a_loop_is_tried_once():
         captured = capture(Wrapped(functools.partial(looped, runs, count)), torch.randn(2, 3))
         assert len(checks_of(captured)) == count
     assert runs.count(40) == runs.count(2)
+
+
+@pytest.mark.parametrize("train", [None, SGD(0.01)])
+@pytest.mark.parametrize("function", LIMITED)
+def test_a_branch_that_limits_values_is_part_of_the_graph(function, train):
+    module = Wrapped(lambda h, added: (function(h + added) * 1e-9).tanh().square().sum())
+    x, added = torch.randn(2, 3), torch.zeros(2, 4)
+    captured = capture(module, x, added, train=train)
+    for number in (0.0, 3e9, float("inf")):
+        added[0, 1] = number
+        assert_equals_plain(captured, module, x, added, train=train)
+
+
+@pytest.mark.parametrize("function", NOT_LIMITED)
+def test_a_branch_that_does_more_than_limit_values_is_refused(function):
+    with pytest.raises(CaptureError, match="turns a tensor into a number"):
+        capture(Wrapped(lambda h: function(h * 1)), torch.randn(2, 3))
+
+
+def test_what_a_model_caches_while_answers_are_tried_is_no_part_of_the_step():
+    @functools.lru_cache
+    def table(width):
+        return torch.arange(float(width)).sin()
+
+    class Remembers(Wrapped):
+        def forward(self, x):
+            h = self.layer(x) + table(4)
+            self.last = h.detach()
+            if (h > 1e6).sum() > 0 or (h < -1e6).any():
+                raise ValueError("out of range")
+            return (h * table(4)).sum()
+
+    module, x = Remembers(None), torch.randn(2, 3)
+    captured = capture(module, x)
+    assert not hasattr(module, "last")
+    assert table.cache_info().currsize == 0
+    assert_equals_plain(captured, module, x, train=None)

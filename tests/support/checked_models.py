@@ -134,3 +134,64 @@ CHECKED = [
     equal_to_itself,
     checked_in_a_loop,
 ]
+
+
+def clamped(h):
+    """As layers of DETR do in training."""
+    if not torch.isfinite(h).all():
+        limit = torch.finfo(h.dtype).max - 1000
+        h = torch.clamp(h, min=-limit, max=limit)
+    return h
+
+
+def clamped_twice(h):
+    for _ in range(2):
+        if torch.isinf(h).any():
+            h = h.clamp(-1e30, 1e30)
+        h = h * 2
+    if torch.isnan(h).any():
+        h = h.nan_to_num(0.5)
+    return h
+
+
+def filled_and_checked(h):
+    assert h.shape[0] == 2 and (h == h).any(), "no number"
+    if (h > 1e9).any():
+        h = torch.masked_fill(h, h > 1e9, 7.0)
+    return h
+
+
+LIMITED = [clamped, clamped_twice, filled_and_checked]
+
+
+def clamped_with_a_memory(h):
+    was_bad = False
+    if torch.isinf(h).any():
+        h, was_bad = h.clamp(-1e30, 1e30), True
+    return h * 2 if was_bad else h
+
+
+def clamped_beside_what_it_was(h):
+    if torch.isinf(h).any():
+        return h.clamp(-1e30, 1e30).add_(1) + h
+    return h.add_(1) + h
+
+
+def scaled_if_large(h):
+    if (h > 1).any():
+        h = h / h.max()
+    return h
+
+
+def clamped_and_changed(h):
+    if torch.isinf(h).any():
+        h = h.clamp(-1e30, 1e30) + 1
+    return h
+
+
+NOT_LIMITED = [
+    clamped_with_a_memory,
+    clamped_beside_what_it_was,
+    scaled_if_large,
+    clamped_and_changed,
+]

@@ -5,7 +5,6 @@ from the trace, and turns failures into errors that say what to change in the mo
 """
 
 import contextlib
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimize
 from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.structures import substitute
-from dovetail.frontends.tracing import Request, forget, last_of_channels, trace
+from dovetail.frontends.tracing import Request, clear_caches, forget, last_of_channels, trace
 from dovetail.graph import Graph
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
@@ -37,11 +36,10 @@ pairs. Its other implementations count tokens per expert, so that shapes depend 
 kernels that exist for bfloat16 alone."""
 FOLLOWS_DATA = ("eager", "grouped_mm")
 """The names of the implementations whose shapes depend on data."""
-_LRU_CACHE = type(functools.lru_cache(len))
 _ADVICE = {
     "DataDependentOutputException": "the model turns a tensor into a number (.item(), bool(), "
-    "if on a tensor); decide on shapes, on Python values or on tensors that are plain attributes, or "
-    "use torch.where",
+    "if on a tensor); decide on shapes, on Python values or on tensors that are plain attributes, "
+    "or use torch.where",
     "DynamicOutputShapeException": "the shape of a result depends on the data (nonzero, boolean "
     "masks, unique); use torch.where or a fixed size",
     "GuardOnDataDependentSymNode": "the model branches on data; use torch.where",
@@ -450,8 +448,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def _clear_caches(maybe_cached: list["weakref.ref[Tensor]"]) -> None:
     """Clear every `functools.lru_cache` that holds one of these fake tensors.
 
-    Otherwise the user's model would read the fake tensor from the cache later. A cache may be
-    cleared at any time.
+    Otherwise the user's model would read the fake tensor from the cache later.
     """
     if not _alive(maybe_cached):
         return
@@ -459,12 +456,7 @@ def _clear_caches(maybe_cached: list["weakref.ref[Tensor]"]) -> None:
     gc.collect()
     if not (alive := _alive(maybe_cached)):
         return
-    for cache in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
-        held = gc.get_referents(cache)
-        # A function may return its tensors in a tuple or list.
-        held += [value for result in held if type(result) in (tuple, list) for value in result]
-        if any(id(value) in alive for value in held):
-            cache.cache_clear()
+    clear_caches(lambda held: id(held) in alive)
 
 
 def _alive(references: list["weakref.ref[Tensor]"]) -> set[int]:

@@ -9,7 +9,10 @@ otherwise.
     run 2   ──► the step is recorded
     run 3.. one for each line that asked, with its other answer ──► the model must raise
 
-Where both answers let the model go on, its values depend on the branch, and the step is refused.
+Where both answers let the model go on, its values may depend on the branch. One kind of branch
+becomes part of the graph: `if not ok: h = clamp(h)`, with any function of `_LIMITS`. Let P be the
+rest of the step as a function of what clamp returns. The step must compute the same by P(h) as
+without the branch; then it is P(where(ok, h, clamp(h))) in both cases. Other branches are refused.
 """
 
 import builtins
@@ -27,7 +30,7 @@ from torch import Tensor
 
 from dovetail.runtime.user_code import location_of
 
-_LIBRARY: Any = torch.library.Library("dovetail", "DEF")
+_LIBRARY: Any = torch.library.Library("dovetail", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("check(Tensor value, bool expected, str kind, str text) -> Tensor")
 
 
@@ -50,6 +53,12 @@ variables of the innermost one, which go into its message."""
 _MOST_CALLS = 30
 """A model that raises does so at most so many operators after it has asked; they make the
 message."""
+_LIMITS = (
+    torch.clamp, torch.clip, torch.nan_to_num, torch.masked_fill,
+    Tensor.clamp, Tensor.clip, Tensor.nan_to_num, Tensor.masked_fill,
+)  # fmt: skip
+"""Functions of a tensor whose gradient is zero wherever that of the result is. `where` would make
+NaN of the gradient of others."""
 _OURS = str(Path(__file__).parents[1])
 _TORCH = Path(torch.__file__).parent
 _BETWEEN = (_OURS, str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
@@ -68,6 +77,9 @@ class Questions:
     answers   of each place that has asked so far
     probed    the place whose other answer is tried: the run ends as soon as the model goes on
     refused   a place that is given no answer
+    limited   the places that ask whether a tensor is to be limited
+    skips     what is to be limited stays as it is
+    skipped   what has stayed so
     last      the place that asked last
     calls     the operators that have run
     """
@@ -75,21 +87,25 @@ class Questions:
     answers: dict[Site, bool]
     probed: Site | None = None
     refused: Site | None = None
+    limited: frozenset[Site] = frozenset()
+    skips: bool = False
+    skipped: list[Tensor] = field(default_factory=list)
     last: Site | None = None
     calls: int = 0
     goes_on: bool = False
     sites: dict[Site, None] = field(default_factory=dict)
-    _limit: int = sys.maxsize
+    _most_calls: int = sys.maxsize
+    _asked: tuple[Tensor, bool] | None = None
 
     def called(self) -> None:
         """Note that the step calls an operator."""
         self.calls += 1
-        if self.calls > self._limit:
+        if self.calls > self._most_calls:
             self.end()
 
-    def ask(self, guess: bool, root: CodeType) -> tuple[int, bool] | None:
-        """Return the number of the place that asks, and the answer; `guess` if it has none yet.
-        None at the refused place.
+    def ask(self, value: Tensor, guess: bool, root: CodeType) -> tuple[int, bool] | None:
+        """Return the number of the place that asks for the value's truth, and the answer; `guess`
+        if it has none yet. The number is -1 if the step needs no check. None at the refused place.
 
         root   the function that runs the step
         """
@@ -100,11 +116,30 @@ class Questions:
             if self.probed in self.sites and site not in self.answers:
                 self.end()
             if site == self.probed:
-                self._limit = min(self._limit, self.calls + _MOST_CALLS)
+                self._most_calls = min(self._most_calls, self.calls + _MOST_CALLS)
         self.last = site
         answer = self.answers.setdefault(site, guess)
         self.sites.setdefault(site)
+        if site in self.limited:
+            self._asked = value, answer
+            return -1, answer
         return list(self.answers).index(site), answer
+
+    def limits(self, function: Any) -> bool:
+        """Return True if the model calls the function because of an answer that it was given."""
+        return self._asked is not None and function in _LIMITS
+
+    def limit(self, function: Any, whole: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the tensor, limited by the function where the truth is as answered."""
+        assert self._asked is not None, "as `limits` has said"
+        (truth, answer), self._asked = self._asked, None
+        limited: Tensor = function(whole, *args, **kwargs)
+        if (limited.shape, limited.dtype) != (whole.shape, whole.dtype):
+            return limited
+        if self.skips:
+            self.skipped.append(whole)
+            return whole
+        return torch.where(truth, limited, whole) if answer else torch.where(truth, whole, limited)
 
     def end(self) -> None:
         """End a run that tries an answer, if it is one, since the model goes on."""
@@ -133,42 +168,33 @@ class Settled(Generic[_Result]):
 
     result: _Result
     answers: dict[Site, bool]
+    limited: frozenset[Site]
     raised: dict[int, tuple[str, str]]
 
+    def again(self) -> Questions:
+        """Return the questions of another run."""
+        return Questions(dict(self.answers), limited=self.limited)
 
-def settled(run: Callable[[Questions], _Result]) -> Settled[_Result]:
+
+def settled(
+    run: Callable[[Questions], _Result], same: Callable[[_Result, _Result, list[Tensor]], bool]
+) -> Settled[_Result]:
     """Return the run of a step with answers that let the model go on.
 
-    Runs at most twice for each place that asks. Raises what the run raises. Where both answers let
-    the model go on, or what one does cannot be found out, the place that asks gets no answer.
+    same   says of the results of two runs if they compute the same, and write over none of these
+           tensors of the second
+
+    Runs at most three times for each place that asks, and once more. Raises what the run raises.
+    Where both answers let the model go on, or what one does cannot be found out, the place that
+    asks gets no answer.
     """
-    answers: dict[Site, bool] = {}
     raised: dict[Site, _Raised] = {}
-    results: list[_Result] = []
-    failure: Exception | None = None
-    while not results and failure is None:
-        questions = Questions(answers)
-        try:
-            results.append(run(questions))
-        except Exception as error:
-            site = questions.last
-            if site is None:
-                raise
-            is_second = site in raised
-            if not _raised_by_model(error) or (
-                is_second and questions.calls > raised[site].calls + _MOST_CALLS
-            ):
-                failure = error
-                continue
-            answers[site] = not answers[site]
-            if is_second:
-                # Both answers lead to an error, and the first is as likely the reason.
-                run(Questions(answers))
-            raised[site] = _told(error, questions.calls)
-    for site in questions.sites:
-        if site in raised:
-            continue
-        probe = Questions({**answers, site: not answers[site]}, probed=site)
+    questions, outcome = _guessed(run, raised)
+    answers, limited = questions.answers, list[Site]()
+    unknown = [site for site in questions.sites if site not in raised]
+    for site in unknown:
+        other = {**answers, site: not answers[site]}
+        probe = Questions(dict(other), probed=site)
         try:
             run(probe)
         except _GoesOn:
@@ -177,16 +203,64 @@ def settled(run: Callable[[Questions], _Result]) -> Settled[_Result]:
             if not probe.goes_on and _raised_by_model(error):
                 raised[site] = _told(error, probe.calls)
                 continue
-        run(Questions(answers, refused=site))
-        raise AssertionError("the place asks again")
-    if failure is not None:
-        raise failure
+        trial = Questions(other, limited=frozenset([site]), skips=True)
+        if isinstance(outcome, Exception) or not _is_limit(run, same, outcome, trial):
+            run(Questions(answers, refused=site))
+            raise AssertionError("the place asks again")
+        limited.append(site)
+    if isinstance(outcome, Exception):
+        raise outcome
+    answers |= {site: not answers[site] for site in limited}
+    # What a step leaves behind is to be what this one does, and not what a trial did.
+    if unknown:
+        outcome = run(Questions(answers, limited=frozenset(limited)))
     of_number = {
         number: (raised[site].kind, raised[site].text)
         for number, site in enumerate(answers)
         if site in raised
     }
-    return Settled(results[0], answers, of_number)
+    return Settled(outcome, answers, frozenset(limited), of_number)
+
+
+def _guessed(
+    run: Callable[[Questions], _Result], raised: dict[Site, _Raised]
+) -> tuple[Questions, _Result | Exception]:
+    """Return a run with answers of which none lets the model raise, its questions and its result,
+    or what it raises whatever is answered. `raised` gets what the model raises on the way."""
+    answers: dict[Site, bool] = {}
+    while True:
+        questions = Questions(answers)
+        try:
+            return questions, run(questions)
+        except Exception as error:
+            site = questions.last
+            if site is None or not _raised_by_model(error):
+                return questions, error
+            before = raised.get(site)
+            if before is not None and questions.calls > before.calls + _MOST_CALLS:
+                return questions, error
+            answers[site] = not answers[site]
+            if before is not None:
+                # Both answers lead to an error, and the first is as likely the reason.
+                run(Questions(answers))
+            raised[site] = _told(error, questions.calls)
+
+
+def _is_limit(
+    run: Callable[[Questions], _Result],
+    same: Callable[[_Result, _Result, list[Tensor]], bool],
+    result: _Result,
+    trial: Questions,
+) -> bool:
+    """Return True if a run that skips what is to be limited gives the same as without the branch.
+
+    It must not ask anything new."""
+    known = len(trial.answers)
+    try:
+        found = run(trial)
+    except Exception:
+        return False
+    return len(trial.answers) == known and same(result, found, trial.skipped)
 
 
 def _asking(root: CodeType) -> Site:

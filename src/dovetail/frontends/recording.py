@@ -386,13 +386,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         question is refused."""
         if self.questions is None or id(value) in self.answers:
             return self.answers.get(id(value))
-        answered = self.questions.ask(self.guess(self.node_of.get(id(value))), record.__code__)
+        guess = self.guess(self.node_of.get(id(value)))
+        answered = self.questions.ask(value, guess, record.__code__)
         if answered is None:
             return None
         number, answer = answered
-        with self:
-            # What it raises is known once the other answer has been tried.
-            CHECK(value, answer, "", str(number))
+        if number >= 0:
+            with self:
+                # What it raises is known once the other answer has been tried.
+                CHECK(value, answer, "", str(number))
         self.answers[id(value)] = answer
         return answer
 

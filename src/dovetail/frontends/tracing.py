@@ -18,6 +18,7 @@ the graph, because its numbers would be stale from the second step on. Four meas
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import operator
@@ -432,29 +433,36 @@ def trace(request: Request) -> Trace:
         at = _Position()
         layout.clear()
         steps.clear()
-        step = _flat_step(request, at, layout, steps)
+        step = _flat_step(request, at, layout, steps, questions)
         rules: Rules = {
             aten.native_batch_norm.default: _batch_norm,
             aten.equal.default: _equal,
             aten._assert_async.default: _assert,
             aten._assert_async.msg: _assert,
         }
-        outside = Outside(request.owners, stale, None if request.holds_fakes else request.mode)
+        # Of a run that only tries an answer nothing is kept.
+        may_be_fake = request.holds_fakes or questions.probed is not None
+        outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
         return record(step, flat, at.mark, rules, outside, questions)
 
     def first_step(questions: Questions) -> Recording:
+        if runs and questions.probed is None:
+            # An earlier run may have left its tensors there.
+            clear_caches(lambda x: isinstance(x, FakeTensor) and x.fake_mode is request.mode)
+        runs.append(questions)
         attributes.restore()
         return one_step({}, questions)
 
+    runs: list[Questions] = []
     attributes = Attributes(request.module)
     try:
         with request.mode, _silence_log():
-            step = settled(first_step)
+            step = settled(first_step, _computes_the_same)
             first = step.result
             changed = attributes.changed()
             _check_held(request)
             if changed or len(first.marks) <= TRACED_TWICE:
-                again = functools.partial(one_step, questions=Questions(dict(step.answers)))
+                again = functools.partial(one_step, questions=step.again())
                 _check_repeats(first, again, changed, _find_lasting(request, first))
     finally:
         attributes.restore()
@@ -479,6 +487,20 @@ def trace(request: Request) -> Trace:
             # Nodes that were removed must not keep their values alive.
             node.meta.clear()
     return traced
+
+
+def clear_caches(is_left: Callable[[Any], bool]) -> None:
+    """Clear every `functools.lru_cache` that holds such a tensor. A cache may be cleared at any
+    time."""
+    for cache in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
+        held = gc.get_referents(cache)
+        # A function may return its tensors in a tuple or list.
+        held += [value for result in held if type(result) in (tuple, list) for value in result]
+        if any(isinstance(value, Tensor) and is_left(value) for value in held):
+            cache.cache_clear()
+
+
+_LRU_CACHE = type(functools.lru_cache(len))
 
 
 def forget(traced: Trace) -> None:
@@ -676,6 +698,15 @@ def _equal_constants(value: Tensor, other: Tensor) -> bool:
         return torch.equal(value, other)
 
 
+def _computes_the_same(recording: Recording, other: Recording, untouched: list[Tensor]) -> bool:
+    """Return True if two recordings of a step compute the same, and the second writes over none of
+    these tensors."""
+    numbers, written = _Numbers({}), _written_storages(other)
+    return numbers.of_results(recording) == numbers.of_results(other) and all(
+        storage_of(value) not in written for value in untouched
+    )
+
+
 def _list_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
 
@@ -747,7 +778,7 @@ def _silence_log() -> Iterator[None]:
 
 
 def _flat_step(
-    request: Request, at: _Position, layout: list[Any], steps: list[int]
+    request: Request, at: _Position, layout: list[Any], steps: list[int], questions: Questions
 ) -> Callable[..., list[Any]]:
     """Return the step as a function of flat tensors.
 
@@ -767,7 +798,7 @@ def _flat_step(
         grad = torch.enable_grad() if differentiated else torch.no_grad()
         # The twins stay in place until the backward pass has ended, because gradient checkpointing
         # computes parts of the forward pass again in it and reads the parameters there.
-        standing_in = _standing_in(request, leaves | buffers, steps)
+        standing_in = _standing_in(request, leaves | buffers, steps, questions)
         with grad, without_fused_kernels(), standing_in as slots:
             with _module_paths(at, request.module):
                 with _place(at, Phase.FORWARD):
@@ -851,8 +882,11 @@ class _Twins(TorchFunctionMode):
     module. The mode acts above autograd, so that gradients flow to the twin.
     """
 
-    def __init__(self, twins: dict[int, Tensor], chunks: int, steps: list[int]) -> None:
+    def __init__(
+        self, twins: dict[int, Tensor], chunks: int, steps: list[int], questions: Questions
+    ) -> None:
         super().__init__()
+        self.questions = questions
         self.twins = twins
         self.chunks = chunks
         self.steps = steps
@@ -873,6 +907,8 @@ class _Twins(TorchFunctionMode):
             args = tuple(map(self._twin_of, args))
         if kwargs and any(map(self._reads_original, kwargs.values())):
             kwargs = {key: self._twin_of(value) for key, value in kwargs.items()}
+        if self.questions.limits(func):
+            return self.questions.limit(func, *args, **(kwargs or {}))
         if func is torch.lstm and not kwargs and recurrent.has_fused_kernel(args):
             self.steps.append(recurrent.time_steps(args))
             if self.chunks:
@@ -1001,7 +1037,7 @@ class _Held:
 
 @contextlib.contextmanager
 def _standing_in(
-    request: Request, twins: dict[str, Tensor], steps: list[int]
+    request: Request, twins: dict[str, Tensor], steps: list[int], questions: Questions
 ) -> Iterator[list[_Held]]:
     """Put the twins of parameters and buffers into the modules, and the originals back at exit.
 
@@ -1020,7 +1056,7 @@ def _standing_in(
         slot.table[slot.key] = slot.twin
     try:
         of_original = {id(value): twins[name] for name, value in request.originals.items()}
-        with _Twins(of_original, request.chunks, steps):
+        with _Twins(of_original, request.chunks, steps, questions):
             yield held
     finally:
         for table, key, value in before:
