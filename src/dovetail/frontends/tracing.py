@@ -85,7 +85,9 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
     None. `names` are the names of the values that the recorded function was given. The function
     may change `first`'s graph.
 
-    Raises `TracingError` where an op writes over a value that was given to the recorded function.
+    What it writes over parameters comes after its results, in the order of these parameters, whose
+    nodes have `meta["is_written"]`. Raises `TracingError` where an op writes over another value
+    that was given to the recorded function.
     """
     if any(_writes(node) for node in first.marks):
         _check_constants(first.graph)
@@ -94,6 +96,7 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
         second = Recording(
             first.graph, first.constants, {node: node for node in first.marks}, first.draws
         )
+    _take_writes(second.graph, names)
     _remove_no_ops(second.graph)
     _check_pure(second.graph, names)
     _remove_dead(second.graph)
@@ -149,6 +152,19 @@ def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
     # The first recording already holds autocast's casts as ops, so they must not be added again.
     with mode, torch.no_grad(), without_autocast():
         return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
+
+
+def _take_writes(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Return the new values of parameters, instead of copying them over the old ones at the end."""
+    given = dict(zip(graph.nodes, names, strict=False))
+    output, values = next(iter(reversed(graph.nodes))), {}
+    for node in list(graph.nodes):
+        target = node.args[0] if node.target is aten.copy_.default else None
+        if target in given and given[target].startswith("parameter ") and not node.users:
+            values[target] = node.args[1]
+            target.meta["is_written"] = True
+            graph.erase_node(node)
+    output.args = ([*output.args[0], *(values[node] for node in given if node in values)],)
 
 
 def _remove_no_ops(graph: fx.Graph) -> None:
@@ -393,7 +409,7 @@ class Trace:
     written_inputs   indices of the inputs that the model writes over
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
     gradients   parameter -> node; parameters that the loss does not reach are absent
-    written     buffer or frozen parameter -> node of its new value
+    written     buffer or parameter -> node of its new value; an optimizer updates that one
     """
 
     graph: fx.Graph
@@ -1276,9 +1292,11 @@ def _clean(
     writable = [*(n for n in request.parameters if n not in request.trainable), *request.buffers]
     written = {
         name: node
-        for name, node in zip(writable, output[end:], strict=True)
+        for name, node in zip(writable, output[end : end + len(writable)], strict=True)
         if node is not None and node is not old[name]
     }
+    over_parameters = [n for n, node in old.items() if node.meta.pop("is_written", False)]
+    written |= zip(over_parameters, output[end + len(writable) :], strict=True)
     _check_apart(request, written)
     for name, node in written.items():
         value, before = node.meta["val"], old[name].meta["val"]
