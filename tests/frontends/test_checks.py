@@ -20,8 +20,16 @@ from tests.support.checked_models import (
     caught,
     checked_in_a_loop,
     looped,
+    raised_with_numbers,
     wrong_elsewhere,
 )
+
+
+@pytest.fixture(autouse=True)
+def validated(monkeypatch):
+    """Distributions are validated, as by default. torch switches that off when its compiler is
+    imported."""
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
 
 
 def checks_of(captured):
@@ -57,14 +65,14 @@ def test_a_model_that_checks_data_computes_what_plain_pytorch_does(function, tra
 def test_a_check_that_fails_raises_the_models_own_error(function):
     module, x = Wrapped(function), torch.randn(2, 3)
     captured, bad = capture(module, x), torch.full((2, 3), float("nan"))
-    if function is checked_in_a_loop:
-        bad = torch.full((2, 3), 1e6)
+    if function in (checked_in_a_loop, raised_with_numbers):
+        bad = torch.full((2, 3), 1e9)
     with pytest.raises((ValueError, AssertionError, RuntimeError)) as expected:
         module(bad)
     with pytest.raises(type(expected.value)) as raised:
         run_step(captured, initial_values(captured), [bad])
     # Numbers in a text are not known when the step is captured.
-    text = str(expected.value).partition("tensor")[0].partition("nan")[0]
+    text = str(expected.value).partition("tensor")[0].partition("nan")[0].partition("up to")[0]
     assert str(raised.value).startswith(text)
 
 
@@ -163,3 +171,23 @@ def test_what_a_model_caches_while_answers_are_tried_is_no_part_of_the_step():
     assert not hasattr(module, "last")
     assert table.cache_info().currsize == 0
     assert_equals_plain(captured, module, x, train=None)
+
+
+def test_numbers_in_the_text_of_an_error_stand_as_data():
+    captured = capture(Wrapped(raised_with_numbers), torch.randn(2, 3))
+    with pytest.raises(ValueError, match=r"up to \(data\), mean \(data\), at \(data\)"):
+        run_step(captured, initial_values(captured), [torch.full((2, 3), 1e9)])
+
+
+def test_a_loop_until_data_are_right_is_refused():
+    def redrawn(h):
+        done = torch.zeros_like(h, dtype=torch.bool)
+        while not done.all():
+            accepted = torch.rand_like(h) < 0.5
+            if accepted.any():
+                h = torch.where(accepted, h, h * 2)
+                done = done | accepted
+        return h
+
+    with pytest.raises(CaptureError, match="turns a tensor into a number"):
+        capture(Wrapped(redrawn), torch.randn(2, 3))

@@ -22,6 +22,7 @@ class Model(nn.Module):
         self.times = torch.linspace(0, 1, 4)
         self.register_buffer("held", torch.ones(3))
         self.part = self.held[:2]
+        self.norm = nn.BatchNorm1d(4, momentum=None)
         self.function = function
 
     def forward(self, x):
@@ -115,3 +116,70 @@ def test_a_step_that_reads_numbers_of_constants_computes_what_plain_pytorch_does
 def test_numbers_that_are_not_constant_are_refused(function, reason):
     with pytest.raises(CaptureError, match=reason):
         capture(Model(function), torch.randn(2, 3))
+
+
+def ctc_loss(lengths):
+    def run(_, h):
+        log_probs = h.repeat(3, 2).reshape(6, 2, 4).log_softmax(-1)
+        labels = torch.tensor([[1, 2, 1], [3, 1, 0]])
+        inputs, targets = lengths(h)
+        return nn.functional.ctc_loss(log_probs, labels, inputs, target_lengths=targets)
+
+    return run
+
+
+@pytest.mark.parametrize("train", [None, SGD(0.01)])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(lambda h: ((6, 5), (3, 2)), id="numbers"),
+        pytest.param(lambda h: (torch.full((2,), 6), torch.tensor([3, 2])), id="constants"),
+    ],
+)
+def test_a_ctc_loss_with_constant_lengths_is_that_of_plain_pytorch(lengths, train):
+    module, x = Model(ctc_loss(lengths)), torch.randn(2, 3)
+    captured, plain = capture(module, x, train=train), copy.deepcopy(module)
+    optimizer, values = torch.optim.SGD(plain.parameters(), 0.01), initial_values(captured)
+    for step in range(3):
+        expected = plain(x)
+        if train:
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+        found = run_step(captured, values, captured.inputs, step=step)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+
+
+def of_data(h):
+    return (h.sum(-1) > 0).long() + 3, torch.tensor([3, 2])
+
+
+def cumulative_norm(model, h):
+    return model.norm(h)
+
+
+@pytest.mark.parametrize(
+    ("function", "cure"),
+    [
+        (ctc_loss(of_data), "give it its lengths as numbers"),
+        (cumulative_norm, "give momentum a number"),
+    ],
+)
+def test_what_needs_numbers_of_data_is_refused_with_a_cure(function, cure):
+    with pytest.raises(CaptureError, match=cure):
+        capture(Model(function), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("train", [None, SGD(0.01)])
+def test_flex_attention_is_refused_with_what_to_use_instead(train, monkeypatch):
+    # torch's compiler, which it imports, switches the validation of distributions off.
+    kind = torch.distributions.Distribution
+    monkeypatch.setattr(kind, "_validate_args", kind._validate_args)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attended(_, h):
+        h = h.reshape(1, 1, *h.shape)
+        return flex_attention(h, h, h)
+
+    with pytest.raises(CaptureError, match="use scaled_dot_product_attention with attn_mask="):
+        capture(Model(attended), torch.randn(2, 3), train=train)

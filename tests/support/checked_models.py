@@ -69,6 +69,17 @@ def raised_by_hand(h):
     return h.square().sum()
 
 
+def raised_with_numbers(h):
+    if not (h.abs() < 1e6).all():
+        worst, where = h.max().item(), h[h.abs() >= 1e6]
+        raise ValueError(f"up to {worst:.2f}, mean {h.mean():.3f}, at {where}")
+    return h.square().sum()
+
+
+def geometric(h):
+    return distributions.Geometric(h.sigmoid()).log_prob(torch.ones_like(h)).sum()
+
+
 def checked_by_torch(h):
     torch._check_tensor_all(h.isfinite(), lambda: "no infinities")
     torch._assert(h.sum() < 1e9, "small sums")
@@ -129,6 +140,8 @@ CHECKED = [
     asserted,
     asserted_without_a_text,
     raised_by_hand,
+    raised_with_numbers,
+    geometric,
     checked_by_torch,
     a_number_is_asked,
     equal_to_itself,

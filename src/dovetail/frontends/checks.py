@@ -28,6 +28,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from dovetail.runtime.torch_versions import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from dovetail.runtime.user_code import location_of
 
 _LIBRARY: Any = torch.library.Library("dovetail", "DEF")  # type: ignore[no-untyped-call]
@@ -53,6 +58,8 @@ variables of the innermost one, which go into its message."""
 _MOST_CALLS = 30
 """A model that raises does so at most so many operators after it has asked; they make the
 message."""
+_MOST_ASKED = 1000
+"""A place that asks more often in one run gets no answer: it may be a loop that never ends."""
 _LIMITS = (
     torch.clamp, torch.clip, torch.nan_to_num, torch.masked_fill,
     Tensor.clamp, Tensor.clip, Tensor.nan_to_num, Tensor.masked_fill,
@@ -64,6 +71,16 @@ _TORCH = Path(torch.__file__).parent
 _BETWEEN = (_OURS, str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
 """The folders of the functions that run between the model's own and the recorder."""
 _Result = TypeVar("_Result")
+
+
+class Unknown:
+    """Stands in the text of an exception for what depends on data. It can be shown, and no more."""
+
+    def __repr__(self) -> str:
+        return "(data)"
+
+    def __format__(self, _: str) -> str:
+        return "(data)"
 
 
 class _GoesOn(BaseException):
@@ -79,8 +96,10 @@ class Questions:
     refused   a place that is given no answer
     limited   the places that ask whether a tensor is to be limited
     skips     what is to be limited stays as it is
+    most_calls   a run that calls more operators ends
     skipped   what has stayed so
     last      the place that asked last
+    sites     how often each place has asked
     calls     the operators that have run
     """
 
@@ -89,18 +108,18 @@ class Questions:
     refused: Site | None = None
     limited: frozenset[Site] = frozenset()
     skips: bool = False
+    most_calls: int = sys.maxsize
     skipped: list[Tensor] = field(default_factory=list)
     last: Site | None = None
     calls: int = 0
     goes_on: bool = False
-    sites: dict[Site, None] = field(default_factory=dict)
-    _most_calls: int = sys.maxsize
+    sites: dict[Site, int] = field(default_factory=dict)
     _asked: tuple[Tensor, bool] | None = None
 
     def called(self) -> None:
         """Note that the step calls an operator."""
         self.calls += 1
-        if self.calls > self._most_calls:
+        if self.calls > self.most_calls:
             self.end()
 
     def ask(self, value: Tensor, guess: bool, root: CodeType) -> tuple[int, bool] | None:
@@ -110,29 +129,39 @@ class Questions:
         root   the function that runs the step
         """
         site = _asking(root)
-        if site == self.refused:
+        self.sites[site] = self.sites.get(site, 0) + 1
+        if site == self.refused or self.sites[site] > _MOST_ASKED:
             return None
         if self.probed is not None:
-            if self.probed in self.sites and site not in self.answers:
+            if self.may_raise() and site not in self.answers:
                 self.end()
             if site == self.probed:
-                self._most_calls = min(self._most_calls, self.calls + _MOST_CALLS)
+                self.most_calls = min(self.most_calls, self.calls + _MOST_CALLS)
         self.last = site
         answer = self.answers.setdefault(site, guess)
-        self.sites.setdefault(site)
         if site in self.limited:
             self._asked = value, answer
             return -1, answer
         return list(self.answers).index(site), answer
 
-    def limits(self, function: Any) -> bool:
-        """Return True if the model calls the function because of an answer that it was given."""
-        return self._asked is not None and function in _LIMITS
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the function of torch returns for the model."""
+        if self._asked is not None and function in _LIMITS:
+            return self._limit(function, self._asked, *args, **kwargs)
+        if function is Tensor.__format__ and isinstance(args[0], FakeTensor):
+            return str(Unknown())
+        try:
+            return function(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not self.may_raise():
+                raise
+            return Unknown()
 
-    def limit(self, function: Any, whole: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _limit(
+        self, function: Any, asked: tuple[Tensor, bool], whole: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Return the tensor, limited by the function where the truth is as answered."""
-        assert self._asked is not None, "as `limits` has said"
-        (truth, answer), self._asked = self._asked, None
+        (truth, answer), self._asked = asked, None
         limited: Tensor = function(whole, *args, **kwargs)
         if (limited.shape, limited.dtype) != (whole.shape, whole.dtype):
             return limited
@@ -141,12 +170,15 @@ class Questions:
             return whole
         return torch.where(truth, limited, whole) if answer else torch.where(truth, whole, limited)
 
+    def may_raise(self) -> bool:
+        """Return True in a run that has tried its answer, so that the model is about to raise."""
+        return self.probed is not None and self.probed in self.sites
+
     def end(self) -> None:
-        """End a run that tries an answer, if it is one, since the model goes on."""
-        if self.probed is not None:
-            # The model may catch what is raised here.
-            self.goes_on = True
-            raise _GoesOn
+        """End a run that tries an answer, since the model goes on."""
+        # The model may catch what is raised here.
+        self.goes_on = True
+        raise _GoesOn
 
 
 @dataclass(frozen=True)
@@ -203,7 +235,9 @@ def settled(
             if not probe.goes_on and _raised_by_model(error):
                 raised[site] = _told(error, probe.calls)
                 continue
-        trial = Questions(other, limited=frozenset([site]), skips=True)
+        # An answer may let the model loop for ever.
+        most = 2 * questions.calls + _MOST_CALLS
+        trial = Questions(other, limited=frozenset([site]), skips=True, most_calls=most)
         if isinstance(outcome, Exception) or not _is_limit(run, same, outcome, trial):
             run(Questions(answers, refused=site))
             raise AssertionError("the place asks again")
@@ -258,7 +292,7 @@ def _is_limit(
     known = len(trial.answers)
     try:
         found = run(trial)
-    except Exception:
+    except (Exception, _GoesOn):
         return False
     return len(trial.answers) == known and same(result, found, trial.skipped)
 

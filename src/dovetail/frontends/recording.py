@@ -298,8 +298,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return args[0].device
         if not isinstance(func, OpOverload):
             raise TracingError(
-                f"the model has control flow that is part of the graph ({func}); write it with "
-                "torch.where"
+                f"the model has control flow that is part of the graph ({func}); {_cure_of(func)}"
             )
         traits = _traits(func)
         rule = self.rules.get(func)
@@ -328,7 +327,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         elif traits.is_view:
             result = self.remembered_view(target, args, kwargs)
         else:
-            result = target(*args, **kwargs)
+            result = _FORMS.get(target, target)(*args, **kwargs)
         if traits.is_number:
             # A number that a constant tensor holds is itself constant and needs no node.
             return result
@@ -520,6 +519,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return node
 
 
+def _cure_of(operator: Any) -> str:
+    """Return what to write in place of an operator that is control flow."""
+    if "flex_attention" in str(operator):
+        return "use scaled_dot_product_attention with attn_mask="
+    return "write it with torch.where"
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return fake results of `_ctc_loss`, which torch refuses since their shape follows from the
+    lengths."""
+    steps, batch = log_probs.shape[0], len(input_lengths)
+    states = 2 * max(target_lengths, default=0) + 1
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, states)
+
+
+_FORMS: dict[OpOverload, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss}
+"""Operator -> a function that returns its results on fake tensors."""
 MOST_KNOWN = 4096
 """Numbers of a tensor with at most this many elements are computed while a step is recorded, if
 they follow from constants alone."""

@@ -159,7 +159,7 @@ def _take_writes(graph: fx.Graph, names: Sequence[str]) -> None:
     given = dict(zip(graph.nodes, names, strict=False))
     output, values = next(iter(reversed(graph.nodes))), {}
     for node in list(graph.nodes):
-        target = node.args[0] if node.target is aten.copy_.default else None
+        target: Any = node.args[0] if node.target is aten.copy_.default else None
         if target in given and given[target].startswith("parameter ") and not node.users:
             values[target] = node.args[1]
             target.meta["is_written"] = True
@@ -455,6 +455,8 @@ def trace(request: Request) -> Trace:
             aten.equal.default: _equal,
             aten._assert_async.default: _assert,
             aten._assert_async.msg: _assert,
+            aten._ctc_loss.Tensor: _ctc_loss,
+            aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
         }
         # Of a run that only tries an answer nothing is kept.
         may_be_fake = request.holds_fakes or questions.probed is not None
@@ -923,13 +925,13 @@ class _Twins(TorchFunctionMode):
             args = tuple(map(self._twin_of, args))
         if kwargs and any(map(self._reads_original, kwargs.values())):
             kwargs = {key: self._twin_of(value) for key, value in kwargs.items()}
-        if self.questions.limits(func):
-            return self.questions.limit(func, *args, **(kwargs or {}))
+        if func in (torch.ctc_loss, nn.functional.ctc_loss):
+            args, kwargs = _with_lengths(args, kwargs or {})
         if func is torch.lstm and not kwargs and recurrent.has_fused_kernel(args):
             self.steps.append(recurrent.time_steps(args))
             if self.chunks:
                 return recurrent.lstm(args, self.chunks)
-        return func(*args, **(kwargs or {}))
+        return self.questions.call(func, args, kwargs or {})
 
     def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass that the model starts within its step, with this mode on.
@@ -1012,14 +1014,45 @@ def _pad(
     return (padded.transpose(0, 1) if batch_first else padded), lengths
 
 
+def _with_lengths(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of `ctc_loss` with its lengths as tensors. Of numbers torch makes a
+    tensor by code that fails under fake tensors."""
+    lengths = [*args[2:4], *(kwargs.get(name) for name in ("input_lengths", "target_lengths"))]
+    of_numbers = {
+        id(numbers): torch.tensor(numbers)
+        for numbers in lengths
+        if isinstance(numbers, (tuple, list))
+    }
+    return (
+        tuple(of_numbers.get(id(value), value) for value in args),
+        {name: of_numbers.get(id(value), value) for name, value in kwargs.items()},
+    )
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, *options: Any
+) -> Any:
+    """Compute `torch.ctc_loss` by the operator that takes the lengths as numbers."""
+    lengths = _known_lengths("ctc_loss", inputs), _known_lengths("ctc_loss", labels)
+    return aten._ctc_loss.default(log_probs, targets, *lengths, *options)
+
+
+def _ctc_loss_backward(
+    gradient: Tensor, log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, *rest: Any
+) -> Any:
+    """Compute the gradient of `_ctc_loss`."""
+    lengths = _known_lengths("ctc_loss", inputs), _known_lengths("ctc_loss", labels)
+    return aten._ctc_loss_backward.default(gradient, log_probs, targets, *lengths, *rest)
+
+
 def _known_lengths(function: str, lengths: Tensor) -> list[int]:
     """Return the lengths as numbers. Raises `TracingError` if they depend on data."""
     try:
         return [int(length) for length in lengths]
     except DataDependentOutputException:
         raise TracingError(
-            f"{function} makes tensors whose shapes depend on the lengths; give the model its "
-            "lengths as a list of numbers, which the graph holds constant"
+            f"{function} makes tensors whose shapes depend on the lengths; give it its lengths as "
+            "numbers, a list or tuple, which the graph holds constant"
         ) from None
 
 
