@@ -170,6 +170,7 @@ def test_what_needs_numbers_of_data_is_refused_with_a_cure(function, cure):
         capture(Model(function), torch.randn(2, 3))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("train", [None, SGD(0.01)])
 def test_flex_attention_is_refused_with_what_to_use_instead(train, monkeypatch):
     # torch's compiler, which it imports, switches the validation of distributions off.

@@ -66,6 +66,7 @@ _LIMITS = (
 )  # fmt: skip
 """Functions of a tensor whose gradient is zero wherever that of the result is. `where` would make
 NaN of the gradient of others."""
+_CONVERSIONS = (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__)
 _OURS = str(Path(__file__).parents[1])
 _TORCH = Path(torch.__file__).parent
 _BETWEEN = (_OURS, str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
@@ -101,6 +102,7 @@ class Questions:
     last      the place that asked last
     sites     how often each place has asked
     calls     the operators that have run
+    tells_data   the model was given an `Unknown`
     """
 
     answers: dict[Site, bool]
@@ -113,6 +115,7 @@ class Questions:
     last: Site | None = None
     calls: int = 0
     goes_on: bool = False
+    tells_data: bool = False
     sites: dict[Site, int] = field(default_factory=dict)
     _asked: tuple[Tensor, bool] | None = None
 
@@ -153,8 +156,9 @@ class Questions:
         try:
             return function(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            if not self.may_raise():
+            if not self.may_raise() or function in _CONVERSIONS:
                 raise
+            self.tells_data = True
             return Unknown()
 
     def _limit(
@@ -232,7 +236,8 @@ def settled(
         except _GoesOn:
             pass
         except Exception as error:
-            if not probe.goes_on and _raised_by_model(error):
+            is_of_unknown = probe.tells_data and isinstance(error, (TypeError, AttributeError))
+            if not (probe.goes_on or is_of_unknown) and _raised_by_model(error):
                 raised[site] = _told(error, probe.calls)
                 continue
         # An answer may let the model loop for ever.
@@ -247,7 +252,11 @@ def settled(
     answers |= {site: not answers[site] for site in limited}
     # What a step leaves behind is to be what this one does, and not what a trial did.
     if unknown:
-        outcome = run(Questions(answers, limited=frozenset(limited)))
+        questions = Questions(answers, limited=frozenset(limited))
+        outcome = run(questions)
+        for site in questions.sites:
+            if site not in raised and site not in limited:
+                run(Questions(answers, refused=site))
     of_number = {
         number: (raised[site].kind, raised[site].text)
         for number, site in enumerate(answers)
@@ -269,6 +278,9 @@ def _guessed(
         except Exception as error:
             site = questions.last
             if site is None or not _raised_by_model(error):
+                return questions, error
+            if questions.sites[site] > 1:
+                # The model went on with this answer before.
                 return questions, error
             before = raised.get(site)
             if before is not None and questions.calls > before.calls + _MOST_CALLS:
