@@ -744,7 +744,8 @@ def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> 
         for t in distinct_refs((call.args, call.kwargs))
     }
     # A check would not pass on random numbers; the copy that it returns costs as much.
-    call = replace(call, target=torch.clone, args=call.args[:1]) if call.target is CHECK else call
+    if call.target is CHECK:
+        call = replace(call, target=torch.ops.aten.clone.default, args=call.args[:1])
     return TimedEntry(call, layouts, frozenset(t for t in layouts if cold[t]))
 
 
