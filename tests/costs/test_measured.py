@@ -12,6 +12,7 @@ from dovetail.frontends import Call, Ref, capture
 from dovetail.machine import Link, Machine, local_machine
 from dovetail.runtime import neighbours
 from dovetail.runtime.processes import Worker
+from tests.support.checked_models import Wrapped, asserted
 from tests.support.setting_up import check_set_up
 
 
@@ -46,6 +47,13 @@ def test_equal_signatures_cost_the_same_and_are_measured_once(step, machine, tmp
 
     again = measured_costs(step.graph, None, machine, cache)  # all of it from the cache
     np.testing.assert_array_equal(again.compute_seconds, seconds)
+
+
+def test_checks_of_data_are_measured_though_random_numbers_would_not_pass(tmp_path):
+    step = capture(Wrapped(asserted), torch.randn(2, 3))
+    cache = CostCache(tmp_path / "costs.sqlite")
+    costs = measured_costs(step.graph, step.program, local_machine("here/1"), cache)
+    assert (costs.compute_seconds[step.graph.kinds.index("dovetail.check")] > 0).all()
 
 
 def test_ops_measured_beside_other_programs_have_costs_that_are_not_kept(

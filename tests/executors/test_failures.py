@@ -14,11 +14,13 @@ from torch import nn
 
 from dovetail.errors import RunError, WorkerDiedError, WorkerError
 from dovetail.executors import Workers, run
-from dovetail.frontends import capture
+from dovetail.frontends import SGD, capture
 from tests.support import faults
+from tests.support.checked_models import Wrapped, normal
 from tests.support.ending import gone
 from tests.support.named_memory import named_memory
 from tests.support.placing import plan_for, two_devices
+from tests.support.plain_steps import plain_steps
 
 
 def captured_pair(fault=None):
@@ -52,6 +54,21 @@ def test_an_op_that_raises_is_named_and_frees_the_other_device(workers):
             placed.step(torch.ones(2))
     del placed, raised
     assert shared_blocks() == before
+
+
+def test_a_model_that_checks_data_runs_on_two_devices_and_its_error_is_told(workers, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    module, x = Wrapped(normal), torch.randn(2, 3)
+    captured = capture(Wrapped(normal), x, train=SGD(0.01))
+    placement = [int("check" in kind or "_is_all" in kind) for kind in captured.graph.kinds]
+    optimizer = torch.optim.SGD(module.parameters(), 0.01, foreach=False)
+    with run(plan_for(captured, placement), captured, workers=workers) as placed:
+        for loss in plain_steps(optimizer, lambda: module(x), 3):
+            torch.testing.assert_close(placed.step(x), loss)
+        with pytest.raises(WorkerError, match="Expected parameter loc") as raised:
+            placed.step(x * float("nan"))
+    assert raised.value.said.startswith("ValueError: Expected parameter loc")
+    assert "check" in raised.value.op
 
 
 def test_borrowed_workers_go_on_after_an_op_raised(workers):
@@ -102,6 +119,7 @@ def test_a_device_that_was_killed_between_steps_is_reported_at_the_next():
 SCRIPT = textwrap.dedent("""
     import signal, torch
     from tests.support import faults
+from tests.support.checked_models import Wrapped, normal
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     from tests.executors.test_failures import captured_pair
     from dovetail.executors import run

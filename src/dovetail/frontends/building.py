@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from dovetail.errors import CaptureError
+from dovetail.frontends.checks import CHECK
 from dovetail.frontends.flops import count_bytes, count_flops, tensor_bytes
 from dovetail.frontends.optimizers import (
     SCALE,
@@ -24,6 +25,7 @@ from dovetail.frontends.optimizers import (
     next_scale,
     unscale,
     update_unless_found,
+    update_written,
 )
 from dovetail.frontends.program import (
     Call,
@@ -39,6 +41,7 @@ from dovetail.frontends.program import (
 from dovetail.frontends.structures import leaves, substitute
 from dovetail.frontends.tracing import Trace
 from dovetail.graph import Graph, Phase
+from dovetail.graph.replicate import WRITTEN
 
 # Control edges, which put all readers of a value before the op that writes over it.
 
@@ -198,9 +201,12 @@ def build(
     skip_flag = -1 if scaler is None else _add_scaler(builder, gradients, scaler)
     for parameter, gradient in gradients.items():
         assert optimizer is not None
-        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag)
-    for buffer in trace.written:
-        _add_copy(builder, trace, buffer)
+        written = trace.written.get(parameter)
+        value = -1 if written is None else builder.tensor_of[written]
+        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag, value)
+    for name in trace.written:
+        if name not in gradients:
+            _add_copy(builder, trace, name)
     results = substitute(trace.results, fx.Node, builder.ref)
     outputs = [ref.tensor for ref in leaves(results, Ref)]
     graph = _graph(model, builder, outputs)
@@ -278,7 +284,8 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
     op = _CapturedOp(
         name=f"{module}/{kind.rpartition('.')[2]}" if module else kind.rpartition(".")[2],
         kind=kind,
-        signature=signature(str(target), fakes, fake_kwargs),
+        # The text of a check is no part of what it costs.
+        signature=signature(str(target), fakes[:1] if target is CHECK else fakes, fake_kwargs),
         module=module,
         phase=origin.phase,
         flops=0 if view else count_flops(target, fakes, fake_kwargs, result),
@@ -408,23 +415,30 @@ def _add_update(
     states: list[int],
     optimizer: Optimizer,
     skip_flag: int,
+    value: int,
 ) -> None:
-    """Add the update of one parameter. skip_flag: the tensor that says not to update; -1: none."""
+    """Add the update of one parameter.
+
+    skip_flag   the tensor that says not to update; -1: none
+    value       the tensor that the step has written over the parameter; -1: none
+    """
+    kind = f"{'dovetail.' if value < 0 else WRITTEN}{optimizer.name}"
     written = [builder.source_of["parameter", parameter], *states]
     options = asdict(optimizer)
     reads = [written[0], gradient, *states]
+    others = [t for t in (skip_flag, value) if t >= 0]
     values = [builder.tensors[t].value for t in reads]
     # All reads, and the parameter and its state once more: these are written as well.
     traffic = sum(tensor_bytes(v) for v in [*values, *values[:1], *values[2:]])
     op = _CapturedOp(
         name=f"{parameter}/{optimizer.name}",
-        kind=f"dovetail.{optimizer.name}",
-        signature=signature(f"dovetail.{optimizer.name}", values, options),
+        kind=kind,
+        signature=signature(kind, values, options),
         module=parameter.rpartition(".")[0],
         phase=Phase.UPDATE,
         flops=optimizer.flops_per_element * values[0].numel(),
         accessed_bytes=traffic,
-        reads=list(dict.fromkeys(reads if skip_flag < 0 else [*reads, skip_flag])),
+        reads=list(dict.fromkeys([*reads, *others])),
     )
     _write(builder, op, written)
     args = tuple(Ref(t) for t in reads)
@@ -433,6 +447,9 @@ def _add_update(
     if skip_flag >= 0:
         options |= {"update": target}
         target, args = update_unless_found, (Ref(skip_flag), *args)
+    if value >= 0:
+        options |= {"then": target}
+        target, args = update_written, (Ref(value), args[-len(reads)], *args)
     op.call = Call(target, args, options, results, in_place=True)
 
 

@@ -6,6 +6,7 @@ from the trace, and turns failures into errors that say what to change in the mo
 
 import contextlib
 import gc
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ FOLLOWS_DATA = ("eager", "grouped_mm")
 """The names of the implementations whose shapes depend on data."""
 _ADVICE = {
     "DataDependentOutputException": "the model turns a tensor into a number (.item(), bool(), "
-    "if on a tensor); decide on shapes or on Python values, or use torch.where",
+    "if on a tensor); decide on shapes, on Python values or on tensors that are plain attributes, "
+    "or use torch.where",
     "DynamicOutputShapeException": "the shape of a result depends on the data (nonzero, boolean "
     "masks, unique); use torch.where or a fixed size",
     "GuardOnDataDependentSymNode": "the model branches on data; use torch.where",
@@ -527,9 +529,20 @@ def _advice(error: BaseException) -> str:
     except Exception:  # the user's own class, whose text cannot be read
         text = ""
     line = (text.strip().splitlines() or [""])[0]
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(code is nn.modules.batchnorm._BatchNorm.forward.__code__ for code in frames):
+        return (
+            "cannot be captured: BatchNorm with momentum=None averages by a factor that is another "
+            f"number in each step; give momentum a number [{line}]"
+        )
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:
             return f"cannot be captured: {_ADVICE[kind.__name__]} [{line}]"
+    if "FlexAttention" in text:
+        return (
+            "cannot be captured: flex_attention is code that torch compiles; use "
+            f"scaled_dot_product_attention with attn_mask= [{line}]"
+        )
     if "modified by an inplace operation" in text:
         return (
             "cannot be captured: the backward pass needs a value that the model has since written "

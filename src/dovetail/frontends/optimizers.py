@@ -353,3 +353,15 @@ def update_unless_found(
     if bool(found_inf):
         return (parameter, *states)
     return update(parameter, gradient, *states, **options)
+
+
+def update_written(
+    value: Tensor,
+    parameter: Tensor,
+    *args: Tensor,
+    then: Callable[..., tuple[Tensor, ...]],
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Write over the parameter the value that the model has given it, then run the update."""
+    parameter.copy_(value)
+    return then(*args, **options)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import dovetail.frontends.checks  # noqa: F401  an operator that calls name
 from dovetail.errors import UsageError
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched, substitute

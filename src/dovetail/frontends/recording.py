@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from dovetail.frontends.checks import CHECK, Questions
 from dovetail.runtime.torch_versions import (
     FakeTensor,
     FakeTensorMode,
@@ -104,19 +105,19 @@ def record(
     mark: Callable[[], Any],
     rules: Rules,
     outside: "Outside | None" = None,
-    is_fake: bool = True,
+    questions: Questions | None = None,
     seed: int | None = None,
 ) -> Recording:
     """Run `function(*values)` and return a recording of the operators that it calls below autograd.
 
-    The caller turns the fake tensor mode on, or says that the values are real. `mark` is called
-    before each operator, and `rules` replace some operators. `outside` refuses the tensors from
-    before the step that must not become constants. `seed` is of the random numbers that ops on real
-    values draw; None: any.
+    The caller turns the fake tensor mode on. `mark` is called before each operator, and `rules`
+    replace some operators. `outside` refuses the tensors from before the step that must not become
+    constants. `questions` answer what the function asks of data. With a `seed`, of the random
+    numbers that ops draw, the values are real.
 
     Raises `TracingError`, or whatever the function raises. Takes about 0.3 ms per operator.
     """
-    recorder = _Recorder(mark, rules, outside or Outside({}), is_fake)
+    recorder = _Recorder(mark, rules, outside or Outside({}), questions, seed is None)
     for index, value in enumerate(values):
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
     # Autocast caches casts of parameters. One from before the step is no op of the graph, and one
@@ -310,19 +311,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         mark: Callable[[], Any],
         rules: Rules,
         outside: "Outside",
-        is_fake: bool,
+        questions: Questions | None = None,
+        is_fake: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_fake = is_fake
         self.mark = mark
         self.rules = rules
         self.outside = outside
+        self.questions = questions
+        # Identity of a tensor whose truth was asked for -> the answer.
+        self.answers: dict[int, bool] = {}
         self.draws: dict[fx.Node, int] = {}
         # Digest of a state of torch's generator that draws of this step have led to -> its number.
         self.states: dict[bytes, int] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
-        # Identity of a fake tensor whose integers are known -> (the tensor, its value). The tensor
+        # Identity of a fake tensor whose numbers are known -> (the tensor, its value). The tensor
         # is held so that its identity is not given to another one.
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
         # (operator, form of its arguments) -> form of its results: see `remembered`.
@@ -345,8 +350,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return args[0].device
         if not isinstance(func, OpOverload):
             raise TracingError(
-                f"the model has control flow that is part of the graph ({func}); write it with "
-                "torch.where"
+                f"the model has control flow that is part of the graph ({func}); {_cure_of(func)}"
             )
         traits = _traits(func)
         rule = self.rules.get(func)
@@ -358,9 +362,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             with self:
                 return rule(*args, **kwargs)
         known_args = self.known_arguments(traits, args, kwargs) if self.is_fake else None
-        if traits.is_number and known_args is not None:
-            with unset_fake_temporarily():
-                return func(*known_args[0], **known_args[1])
+        if (
+            self.is_fake
+            and traits.is_number
+            and (number := self.number(func, args, known_args)) is not None
+        ):
+            return number
         # A lifted tensor becomes a constant of the graph. Later ops may write over it, so they get
         # a copy.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
@@ -393,7 +400,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if self.is_fake and traits.is_view:
             return self.remembered_view(target, args, kwargs)
         if not traits.is_random:
-            return target(*args, **kwargs)
+            return _FORMS.get(target, target)(*args, **kwargs)
         # `draw` has moved the generator on, and an op on real tensors would move it further.
         with torch.random.fork_rng(devices=[]):
             return target(*args, **kwargs)
@@ -433,11 +440,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     ) -> tuple[Any, Any] | None:
         """Return the arguments with real tensors in place of fake ones, or None.
 
-        It returns None unless the integers of every fake tensor are known: the model wrote them as
-        numbers, or they follow from such numbers.
+        It returns None unless the numbers of every fake tensor are known: the model wrote them, or
+        they follow from such numbers.
         """
-        if traits.is_random:
+        if traits.is_random or traits.is_unset:
             return None
+        if traits.is_fill and is_fake(args[0]):
+            # Only the form of this argument matters.
+            like = args[0]
+            with unset_fake_temporarily():
+                form = torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device="meta"
+                )
+            return (form, *args[1:]), {"device": like.device, **kwargs}
         tensors = tensors_of((args, kwargs))
         if any(is_fake(value) and id(value) not in self.known for value in tensors):
             return None
@@ -445,15 +460,53 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         real_args = tuple(_replace_tensors(value, real) for value in args)
         return real_args, _replace_tensors(kwargs, real)
 
+    def number(self, func: OpOverload, args: tuple[Any, ...], known_args: Any) -> Any:
+        """Return the number that the op reads from known tensors, or the truth with which the model
+        goes on; else None."""
+        if known_args is None:
+            is_truth = func is aten._local_scalar_dense.default and args[0].dtype == torch.bool
+            return self.answer(args[0]) if is_truth else None
+        for value in tensors_of(args):
+            if not is_fake(value):
+                self.outside.check(value)
+        with unset_fake_temporarily():
+            return func(*known_args[0], **known_args[1])
+
+    def answer(self, value: Tensor) -> bool | None:
+        """Return the truth with which the model goes on, and record a check of it. None if the
+        question is refused."""
+        if self.questions is None or id(value) in self.answers:
+            return self.answers.get(id(value))
+        guess = self.guess(self.node_of.get(id(value)))
+        answered = self.questions.ask(value, guess, record.__code__)
+        if answered is None:
+            return None
+        number, answer = answered
+        if number >= 0:
+            with self:
+                # What it raises is known once the other answer has been tried.
+                CHECK(value, answer, "", str(number))
+        self.answers[id(value)] = answer
+        return answer
+
+    def guess(self, node: fx.Node | None) -> bool:
+        """Return the more likely truth: models check that all is well, or that nothing is not."""
+        target = None if node is None else node.target
+        if target is aten.logical_not.default or target is aten.bitwise_not.default:
+            return not self.guess(node.args[0])  # type: ignore[union-attr, arg-type]
+        return getattr(target, "overloadpacket", None) not in (aten.any, aten._is_any_true)
+
     def note_known(
         self, func: OpOverload, traits: "_Traits", args: Any, known_args: Any, result: Any
     ) -> None:
-        """Compute the op's integers (lengths, indices) for real, where they are known.
+        """Compute the op's numbers for real, where they are known.
 
-        Shapes may depend on them, as those of packed sequences do. The op is recorded all the same.
+        Shapes may depend on them, as those of packed sequences do, and so may branches. The op is
+        recorded all the same.
         """
         if traits.is_mutable:
-            # The op may have changed what is in this memory, so its integers are no longer known.
+            self.answers.clear()
+            # The op may have changed what is in this memory, so its numbers are no longer known.
             touched = {storage_of(value) for value in tensors_of(args)}
             self.known = {
                 key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
@@ -462,10 +515,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if known_args is None:
             return
         outputs = tensors_of(result)
-        is_seed = func in (aten.lift_fresh.default, aten.arange.default, aten.arange.start)
         if not outputs or not all(map(_may_be_known, outputs)):
-            return
-        if not is_seed and not tensors_of(args):
             return
         with unset_fake_temporarily():
             values = func(*known_args[0], **known_args[1])
@@ -520,6 +570,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Return a new call node. It is given a name, because torch would take longer to derive one
         from the target."""
+        if self.questions is not None:
+            self.questions.called()
         name = f"call_{next(self.calls)}"
         return self.graph.create_node("call_function", target, args, kwargs, name)
 
@@ -560,13 +612,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return node
 
 
+def _cure_of(operator: Any) -> str:
+    """Return what to write in place of an operator that is control flow."""
+    if "flex_attention" in str(operator):
+        return "use scaled_dot_product_attention with attn_mask="
+    return "write it with torch.where"
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return fake results of `_ctc_loss`, which torch refuses since their shape follows from the
+    lengths."""
+    steps, batch = log_probs.shape[0], len(input_lengths)
+    states = 2 * max(target_lengths, default=0) + 1
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, states)
+
+
+_FORMS: dict[OpOverload, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss}
+"""Operator -> a function that returns its results on fake tensors."""
 MOST_KNOWN = 4096
-"""Integers of a tensor with at most this many elements are computed while a step is recorded."""
+"""Numbers of a tensor with at most this many elements are computed while a step is recorded, if
+they follow from constants alone."""
 
 
 def _may_be_known(value: Tensor) -> bool:
-    kinds = (torch.int64, torch.int32, torch.bool)
-    return value.dtype in kinds and value.device.type == "cpu" and value.numel() <= MOST_KNOWN
+    is_plain = value.layout is torch.strided and value.device.type == "cpu"
+    return is_plain and value.numel() <= MOST_KNOWN
 
 
 def _replace_tensors(tree: Any, tensors: dict[int, Tensor]) -> Any:
@@ -641,6 +717,8 @@ class _Traits(NamedTuple):
     is_factory     it takes a dtype and no tensor
     is_pure        it reads tensors, and returns new ones whose shapes follow from the arguments
     is_view        it returns a view of its first argument
+    is_unset       it returns memory that was not written
+    is_fill        its first argument gives the result a form and no numbers
     defaults       position and name of an argument -> its default, where it has one
     """
 
@@ -651,6 +729,8 @@ class _Traits(NamedTuple):
     is_factory: bool
     is_pure: bool
     is_view: bool
+    is_unset: bool
+    is_fill: bool
     defaults: dict[int | str, Any]
 
 
@@ -674,9 +754,14 @@ def _traits(func: OpOverload) -> _Traits:
     view = tensors and len(schema.returns) == 1 and aliased == [0] and not schema.is_mutable
     if func is aten._unsafe_view.default:  # its schema does not say that it returns a view
         pure, view = False, True
+    name = func.overloadpacket.__name__
     return _Traits(
-        composite, number, is_random(func), schema.is_mutable, factory, pure, view, defaults
-    )
+        composite, number, is_random(func), schema.is_mutable, factory, pure, view,
+        "empty" in name, name in _FILLS, defaults,
+    )  # fmt: skip
+
+
+_FILLS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 
 
 def _digest_generator() -> bytes:

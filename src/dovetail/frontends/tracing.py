@@ -18,6 +18,7 @@ the graph, because its numbers would be stale from the second step on. Four meas
 
 import contextlib
 import copy
+import functools
 import itertools
 import logging
 import operator
@@ -37,6 +38,8 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends import recurrent
+from dovetail.frontends.checks import CHECK, Questions, settled
+from dovetail.frontends.leftovers import clear_caches
 from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
@@ -44,6 +47,7 @@ from dovetail.frontends.recording import (
     SEEDS,
     Outside,
     Recording,
+    Rules,
     StatesOfDraws,
     TracingError,
     digest_of,
@@ -95,7 +99,9 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
     None. `names` are the names of the values that the recorded function was given. The function
     may change `first`'s graph.
 
-    Raises `TracingError` where an op writes over a value that was given to the recorded function.
+    What it writes over parameters comes after its results, in the order of these parameters, whose
+    nodes have `meta["is_written"]`. Raises `TracingError` where an op writes over another value
+    that was given to the recorded function.
     """
     if any(_writes(node) for node in first.marks):
         _check_constants(first.graph)
@@ -108,6 +114,7 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
             {node: node for node in first.marks},
             first.draws,
         )
+    _take_writes(second.graph, names)
     _remove_no_ops(second.graph)
     _check_pure(second.graph, names)
     _remove_dead(second.graph)
@@ -165,6 +172,19 @@ def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
         return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
 
 
+def _take_writes(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Return the new values of parameters, instead of copying them over the old ones at the end."""
+    given = dict(zip(graph.nodes, names, strict=False))
+    output, values = next(iter(reversed(graph.nodes))), {}
+    for node in list(graph.nodes):
+        target: Any = node.args[0] if node.target is aten.copy_.default else None
+        if target in given and given[target].startswith("parameter ") and not node.users:
+            values[target] = node.args[1]
+            target.meta["is_written"] = True
+            graph.erase_node(node)
+    output.args = ([*output.args[0], *(values[node] for node in given if node in values)],)
+
+
 def _remove_no_ops(graph: fx.Graph) -> None:
     """Remove the ops that move no data, and let their readers read what they read."""
     for node in list(graph.nodes):
@@ -189,7 +209,8 @@ def _remove_dead(graph: fx.Graph) -> None:
     """Remove the calls and constants that no node reads."""
     # From the end to the start, so that one pass also removes what only removed nodes read.
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op in ("call_function", "get_attr"):
+        kept = node.users or node.target is CHECK
+        if not kept and node.op in ("call_function", "get_attr"):
             graph.erase_node(node)
 
 
@@ -493,7 +514,7 @@ class Trace:
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
     computed    what a step on real tensors must compute as well; None for a long step
     gradients   parameter -> node; parameters that the loss does not reach are absent
-    written     buffer or frozen parameter -> node of its new value
+    written     buffer or parameter -> node of its new value; an optimizer updates that one
     """
 
     graph: fx.Graph
@@ -521,58 +542,109 @@ COMPARED = 6000
 about a tenth of the time of calls on fake ones."""
 
 
+class _Runs:
+    """Runs a requested step for its recordings.
+
+    layouts   identity of a recording -> number of its results, and their template
+    steps     numbers of time steps of the recurrent layers that the last run has met
+    made      weak references to the fake tensors of all recordings
+    """
+
+    def __init__(self, request: Request, attributes: Attributes) -> None:
+        self._request, self._attributes, self._has_run = request, attributes, False
+        self._flat = [
+            *request.parameters.values(), *request.buffers.values(), *request.inputs,
+            *request.targets,
+        ]  # fmt: skip
+        if request.scale is not None:
+            self._flat.append(request.scale)
+        self.layouts: dict[int, tuple[int, Any]] = {}
+        self.steps: list[int] = []
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def one(self, stale: Mapping[int, bool], questions: Questions) -> Recording:
+        """Return the recording of a run."""
+        request, at = self._request, _Position()
+        layout: list[tuple[int, Any]] = []
+        self.steps.clear()
+        step = _flat_step(request, at, layout, self.steps, questions)
+        # Of a run that only tries an answer nothing is kept.
+        may_be_fake = request.holds_fakes or questions.probed is not None
+        outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
+        recording = record(step, self._flat, at.mark, _RULES, outside, questions)
+        self.made += _references(recording)
+        self.layouts[id(recording)] = layout[0]
+        return recording
+
+    def first(self, questions: Questions) -> Recording:
+        """Return the recording of a run that finds the module as it was."""
+        mode = self._request.mode
+        if self._has_run and questions.probed is None:
+            # An earlier run may have left its tensors there.
+            clear_caches(lambda x: isinstance(x, FakeTensor) and x.fake_mode is mode)
+        self._has_run = True
+        self._attributes.restore()
+        return self.one({}, questions)
+
+    def compute_the_same(self, one: Recording, other: Recording, untouched: list[Tensor]) -> bool:
+        """Return True if two recordings compute the same, and the second writes over none of these
+        tensors."""
+        numbers, written = _Numbers({}), _written_storages(other)
+        first, second = (numbers.of_results(r, self.layouts[id(r)]) for r in (one, other))
+        return first == second and all(storage_of(value) not in written for value in untouched)
+
+    def numbers_again(
+        self,
+        numbers: "_Numbers",
+        first: Recording,
+        again: Callable[[Mapping[int, bool]], Recording],
+    ) -> tuple[str, str]:
+        """Run the step after its first run, and return the numbers of what it computes then."""
+        node_of = {
+            id(value): node
+            for node in first.graph.nodes
+            if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
+        }
+        follows = _follow_from_constants(first, _find_lasting(self._request, first))
+        second = again({key: node in follows for key, node in node_of.items()})
+        # A value that the first run left behind and the second reads has the number it had there.
+        numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
+        results = numbers.of_results(second, self.layouts[id(second)])
+        forget(second.graph)
+        return results
+
+
 def trace(request: Request) -> Trace:
     """Return the trace of the requested step.
 
     Raises `TracingError`, or whatever the model or torch raises. The module's attributes are put
     back in either case.
     """
-    layout: list[Any] = []
-    steps: list[int] = []
-    flat = [
-        *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets
-    ]  # fmt: skip
-    if request.scale is not None:
-        flat.append(request.scale)
-
-    def one_step(stale: Mapping[int, bool]) -> Recording:
-        at = _Position()
-        step = _flat_step(request, at, layout, steps)
-        outside = Outside(request.owners, stale, None if request.holds_fakes else request.mode)
-        return record(step, flat, at.mark, _RULES, outside)
-
     attributes = Attributes(request.module, request.loss)
+    runs = _Runs(request, attributes)
     try:
         with request.mode, _silence_log():
-            first = one_step({})
-            made = _references(first)
+            step = settled(runs.first, runs.compute_the_same)
+            first = step.result
             changed = attributes.changed()
             attributes.check_apart(request.owners)
             _check_held(request)
             numbers, results = _Numbers({}), ("", "")
             is_repeated = changed or len(first.marks) <= TRACED_TWICE or _borrows(first)
             if is_repeated or len(first.marks) <= COMPARED:
-                results = numbers.of_results(first, layout[0])
+                results = numbers.of_results(first, runs.layouts[id(first)])
             if is_repeated:
-                node_of = {
-                    id(value): node
-                    for node in first.graph.nodes
-                    if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
-                }
-                lasting = _find_lasting(request, first)
-                follows = _follow_from_constants(first, lasting)
-                again = one_step({key: node in follows for key, node in node_of.items()})
-                # A value that the first step left behind and the second reads has the number it had
-                # there.
-                numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
-                if numbers.of_results(again, layout[1]) != results:
+                again = functools.partial(runs.one, questions=step.again())
+                if runs.numbers_again(numbers, first, again) != results:
                     raise TracingError(_describe_changes(changed))
-                made += _references(again)
-                forget(again.graph)
             # They are compared once more on real tensors, when no fake one is left.
             numbers.given, numbers.of_node = {}, {}
     finally:
         attributes.restore()
+    for node in first.marks:
+        if node.target is CHECK and not node.args[2]:
+            number: Any = node.args[3]
+            node.args = (*node.args[:2], *step.raised[int(number)])
     # The first recording is read here, before `purified`, which may change its graph.
     written_inputs = _written_inputs(request, first)
     recorded = list(first.graph.nodes)
@@ -580,8 +652,9 @@ def trace(request: Request) -> Trace:
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
     recorded += second.graph.nodes
-    made += _references(second)
-    traced = _clean(request, second, origins, layout, first.draws, made)
+    runs.made += _references(second)
+    layout = [runs.layouts[id(first)]]
+    traced = _clean(request, second, origins, layout, first.draws, runs.made)
     states = {
         node: first.draws[second.marks[node]]
         for node in traced.graph.nodes
@@ -590,7 +663,7 @@ def trace(request: Request) -> Trace:
     traced = replace(
         traced,
         written_inputs=written_inputs,
-        fused_steps=max(steps, default=0),
+        fused_steps=max(runs.steps, default=0),
         computed=Computed(numbers, results, traced.graph, traced.constants, states)
         if results[0]
         else None,
@@ -636,11 +709,11 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     if request.scale is not None:
         flat.append(request.scale)
     at, seed = _Position(), next(SEEDS)
-    step = _flat_step(request, at, layout, [])
+    step = _flat_step(request, at, layout, [], Questions({}))
     attributes = Attributes(request.module, request.loss)
     try:
         outside = Outside(request.owners)
-        real = record(step, flat, at.mark, _RULES, outside, is_fake=False, seed=seed)
+        real = record(step, flat, at.mark, _RULES, outside, seed=seed)
     finally:
         attributes.restore()
     known = len(computed.numbers.table)
@@ -989,7 +1062,14 @@ def _batch_norm(
     return aten._native_batch_norm_legit(x, weight, bias, mean, variance, True, momentum, eps)
 
 
-_RULES = {aten.native_batch_norm.default: _batch_norm}
+def _torch_equal(value: Tensor, other: Tensor) -> bool:
+    """Compute `torch.equal` by an op of whose result the model asks the truth."""
+    return value.shape == other.shape and bool((value == other).all())
+
+
+def _assert(value: Tensor, text: str = "") -> None:
+    """Record `torch._assert_async` as a check, since a graph drops an op without a result."""
+    CHECK(value != 0, True, "RuntimeError", text or "Expected Tensor to be nonzero")
 
 
 @contextlib.contextmanager
@@ -1005,7 +1085,7 @@ def _silence_log() -> Iterator[None]:
 
 
 def _flat_step(
-    request: Request, at: _Position, layout: list[Any], steps: list[int]
+    request: Request, at: _Position, layout: list[Any], steps: list[int], questions: Questions
 ) -> Callable[..., list[Any]]:
     """Return the step as a function of flat tensors.
 
@@ -1030,7 +1110,7 @@ def _flat_step(
         grad = torch.enable_grad() if differentiated else torch.no_grad()
         # The twins stay in place until the backward pass has ended, because gradient checkpointing
         # computes parts of the forward pass again in it and reads the parameters there.
-        standing_in = _standing_in(request, leaves | buffers, steps)
+        standing_in = _standing_in(request, leaves | buffers, steps, questions)
         with grad, without_fused_kernels(), standing_in as slots:
             with _module_paths(at, request.module):
                 with _place(at, Phase.FORWARD):
@@ -1133,8 +1213,11 @@ class _Twins(TorchFunctionMode):
     module. The mode acts above autograd, so that gradients flow to the twin.
     """
 
-    def __init__(self, twins: dict[int, Tensor], chunks: int, steps: list[int]) -> None:
+    def __init__(
+        self, twins: dict[int, Tensor], chunks: int, steps: list[int], questions: Questions
+    ) -> None:
         super().__init__()
+        self.questions = questions
         self.twins = twins
         self.chunks = chunks
         self.steps = steps
@@ -1142,6 +1225,8 @@ class _Twins(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is Tensor.__bool__ and args[0].dtype != torch.bool:
+            return bool(self._twin_of(args[0]) != 0)
         if func in _BACKWARD:
             return self._run_backward(func, args, kwargs or {})
         if func == _SET_DATA:
@@ -1153,11 +1238,13 @@ class _Twins(TorchFunctionMode):
             args = tuple(map(self._twin_of, args))
         if kwargs and any(map(self._reads_original, kwargs.values())):
             kwargs = {key: self._twin_of(value) for key, value in kwargs.items()}
+        if func in (torch.ctc_loss, nn.functional.ctc_loss):
+            args, kwargs = _with_lengths(args, kwargs or {})
         if func is torch.lstm and not kwargs and recurrent.has_fused_kernel(args):
             self.steps.append(recurrent.time_steps(args))
             if self.chunks:
                 return recurrent.lstm(args, self.chunks)
-        return func(*args, **(kwargs or {}))
+        return self.questions.call(func, args, kwargs or {})
 
     def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass that the model starts within its step, with this mode on.
@@ -1240,16 +1327,56 @@ def _pad(
     return (padded.transpose(0, 1) if batch_first else padded), lengths
 
 
+def _with_lengths(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of `ctc_loss` with its lengths as tensors. Of numbers torch makes a
+    tensor by code that fails under fake tensors."""
+    lengths = [*args[2:4], *(kwargs.get(name) for name in ("input_lengths", "target_lengths"))]
+    of_numbers = {
+        id(numbers): torch.tensor(numbers)
+        for numbers in lengths
+        if isinstance(numbers, (tuple, list))
+    }
+    return (
+        tuple(of_numbers.get(id(value), value) for value in args),
+        {name: of_numbers.get(id(value), value) for name, value in kwargs.items()},
+    )
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, *options: Any
+) -> Any:
+    """Compute `torch.ctc_loss` by the operator that takes the lengths as numbers."""
+    lengths = _known_lengths("ctc_loss", inputs), _known_lengths("ctc_loss", labels)
+    return aten._ctc_loss.default(log_probs, targets, *lengths, *options)
+
+
+def _ctc_loss_backward(
+    gradient: Tensor, log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, *rest: Any
+) -> Any:
+    """Compute the gradient of `_ctc_loss`."""
+    lengths = _known_lengths("ctc_loss", inputs), _known_lengths("ctc_loss", labels)
+    return aten._ctc_loss_backward.default(gradient, log_probs, targets, *lengths, *rest)
+
+
 def _known_lengths(function: str, lengths: Tensor) -> list[int]:
     """Return the lengths as numbers. Raises `TracingError` if they depend on data."""
     try:
         return [int(length) for length in lengths]
     except DataDependentOutputException:
         raise TracingError(
-            f"{function} makes tensors whose shapes depend on the lengths; give the model its "
-            "lengths as a list of numbers, which the graph holds constant"
+            f"{function} makes tensors whose shapes depend on the lengths; give it its lengths as "
+            "numbers, a list or tuple, which the graph holds constant"
         ) from None
 
+
+_RULES: Rules = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.equal.default: _torch_equal,
+    aten._assert_async.default: _assert,
+    aten._assert_async.msg: _assert,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}
 
 _PACKING: dict[str, Callable[..., Any]] = {
     "_pack_padded_sequence": _pack,
@@ -1287,7 +1414,7 @@ def _count_hooks(value: Tensor) -> int:
 
 @contextlib.contextmanager
 def _standing_in(
-    request: Request, twins: dict[str, Tensor], steps: list[int]
+    request: Request, twins: dict[str, Tensor], steps: list[int], questions: Questions
 ) -> Iterator[list[_Held]]:
     """Put the twins of parameters and buffers into the modules, and the originals back at exit.
 
@@ -1313,7 +1440,7 @@ def _standing_in(
         slot.table[slot.key] = slot.twin
     try:
         of_original = {id(value): twins[name] for name, value in request.originals.items()}
-        with _Twins(of_original, request.chunks, steps):
+        with _Twins(of_original, request.chunks, steps, questions):
             yield held
     finally:
         for table, key, value in before:
@@ -1539,9 +1666,11 @@ def _clean(
     writable = [*(n for n in request.parameters if n not in request.trainable), *request.buffers]
     written = {
         name: node
-        for name, node in zip(writable, output[end:], strict=True)
+        for name, node in zip(writable, output[end : end + len(writable)], strict=True)
         if node is not None and node is not old[name]
     }
+    over_parameters = [n for n, node in old.items() if node.meta.pop("is_written", False)]
+    written |= zip(over_parameters, output[end + len(writable) :], strict=True)
     _check_apart(request, written)
     for name, node in written.items():
         value, before = node.meta["val"], old[name].meta["val"]

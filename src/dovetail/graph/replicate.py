@@ -56,6 +56,9 @@ from dovetail.graph.records import (
 AVERAGE = "dovetail.average"
 """The kind of an op that averages one tensor of each tower. Every replicated graph has one, which
 averages the losses."""
+WRITTEN = "dovetail.written_"
+"""The kind of an update begins so if it first writes what the model has written over the
+parameter."""
 MOST_OPS = 2**20
 """A replicated graph has at most so many ops, which take a gigabyte."""
 # More digits than these are no tower's number, and Python refuses to convert very many.
@@ -231,6 +234,13 @@ class Replica:
                 f"it is of inference, and {copies} share the updates of a training step; capture "
                 "it with an optimizer (--train)"
             )
+        for op, kind in enumerate(graph.kinds):
+            if kind.startswith(WRITTEN):
+                raise ReplicationError(
+                    f"the model writes over the parameter of {graph.names[op]!r} while it runs, "
+                    f"and {copies} would each write what is theirs",
+                    graph.names[op],
+                )
         names = (*graph.modules, *graph.names)
         if any(name.split(".", 1)[0] in own for name in names):
             raise ReplicationError(

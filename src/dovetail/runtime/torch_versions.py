@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
@@ -40,6 +41,7 @@ __all__ = [
     "FAKE_TENSOR_LOGGER",
     "GENERATED_CODE_ALIGNS",
     "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",

@@ -10,6 +10,7 @@ from torch import Tensor
 from dovetail.errors import UsageError
 from dovetail.executors.stages.issuing import readers_of
 from dovetail.executors.stages.preparing import PreparedKernels
+from dovetail.frontends.checks import CHECK
 from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Call, Ref
 from dovetail.runtime.torch_versions import pytree
@@ -58,14 +59,16 @@ def place(
     """Move constants and inputs to a device; float32 becomes `dtype` (such as `torch.float16`).
 
     Raises `UsageError` if there is no such device, and for a network whose step draws random
-    numbers or writes over its state, because a replayed CUDA graph can do neither.
+    numbers, writes over its state or checks data, because a replayed CUDA graph can do none of
+    these.
     """
     if str(device).startswith("cuda"):
         require(torch.cuda, str(device))
     for kernel in prepared.kernels:
         for call in kernel.calls:
-            if call.random or call.in_place:
+            if call.random or call.in_place or call.target is CHECK:
                 what = "draws random numbers" if call.random else "writes over its arguments"
+                what = "reads data to check them" if call.target is CHECK else what
                 raise UsageError("MODEL", f"{call.target} {what}; such a step is not captured")
 
     def moved(value: Tensor) -> Tensor:
