@@ -1,3 +1,4 @@
+import copy
 import sys
 import types
 from dataclasses import dataclass
@@ -349,3 +350,34 @@ def test_a_step_trains_by_a_text_or_by_an_optimizer_of_torch(train, optimizer):
 def test_what_no_optimizer_of_a_step_takes_over_is_named(train, message):
     with pytest.raises(UsageError, match=message):
         trained_by(train)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 4), (2, 3)),
+        (nn.Linear(300, 400, bias=False), (200, 300)),
+        (nn.Conv1d(3, 4, 3), (2, 3, 5)),
+        (nn.Conv2d(3, 4, 3), (2, 3, 5, 5)),
+        (nn.Conv2d(3, 4, 3, bias=False), (2, 3, 5, 5)),
+        (nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
+        (nn.BatchNorm1d(3), (2, 3, 5)),
+        (nn.LayerNorm(5), (2, 3, 5)),
+        (nn.MultiheadAttention(4, 2), (2, 4)),
+        (nn.LSTM(3, 4), (2, 2, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("train", [None, "adam"])
+def test_dtypes_that_torch_does_not_mix_are_refused_in_its_words(layer, shape, train):
+    model, inputs = copy.deepcopy(layer).half(), torch.randn(shape)
+    given = (inputs,) * (3 if isinstance(layer, nn.MultiheadAttention) else 1)
+    with pytest.raises((RuntimeError, ValueError)):
+        model(*given)
+    with pytest.raises(CaptureError, match="type"):
+        capture(model, *given, loss=lambda out: out.sum(), train=train)
+
+
+def test_dtypes_that_torch_mixes_are_captured():
+    step = capture(nn.LayerNorm(5), torch.randn(2, 3, 5).bfloat16())
+    assert "bfloat16" in step.graph.dtypes and "float32" in step.graph.dtypes

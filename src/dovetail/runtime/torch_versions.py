@@ -120,7 +120,8 @@ def with_real_forms(
     Where inputs do not lie row by row, some fake ops lay their results otherwise than the kernel:
     batch normalisation of [batch, channels, steps], the gradients of `mse_loss` and `softplus`.
     Where they have several dtypes, some say another one, as layer normalisation of bfloat16 by
-    weights of float32. So the kernel is asked, on small tensors that lie alike.
+    weights of float32, and others take what the kernel refuses, as products of float32 and float16.
+    So the kernel is asked, on small tensors that lie alike. Raises what it says about dtypes.
     """
     aten = torch.ops.aten
     if op is aten._scaled_dot_product_flash_attention_for_cpu.default:
@@ -135,8 +136,7 @@ def with_real_forms(
         return *results, workspace.new_empty(_workspace_bytes(forms, tuple(map(_hashed, args[7:]))))
     if op is aten.mkldnn_rnn_layer_backward.default:
         return *outputs[:4], outputs[3], *outputs[5:]
-    # Of products and convolutions the fake ones are right.
-    if op.namespace != "aten" or op.overloadpacket in flop_registry:
+    if op.namespace != "aten":  # a user's own kernel may do more than return tensors
         return outputs
     made = [outputs] if isinstance(outputs, Tensor) else outputs
     twins = _small_results(op, (args, kwargs), made)
@@ -149,7 +149,7 @@ def with_real_forms(
     return laid[0] if isinstance(outputs, Tensor) else laid
 
 
-_FULL, _SMALL, _LEAST = 2**12, 2**24, 4
+_FULL, _SMALL, _LEAST = 2**12, 2**22, 4
 """The kernel is asked on tensors of the real sizes if these have at most `_FULL` elements, or if
 they have at most `_SMALL` and the op has numbers among its arguments that may be sizes. These are
 all from `_LEAST` on: below it, dimensions and modes are numbered."""
@@ -157,12 +157,15 @@ all from `_LEAST` on: below it, dimensions and modes are numbered."""
 
 def _small_results(op: OpOverload, given: Any, outputs: Sequence[Any]) -> Sequence[Any] | None:
     """What the op returns for real tensors that lie in memory as the given ones do, but are smaller
-    if they can be. None if all inputs lie row by row and have one dtype, so that there is nothing
-    to ask, or if the op cannot be asked."""
+    if they can be. None if there is nothing to ask, or if the op cannot be asked. Raises the
+    kernel's own error about dtypes."""
     leaves = pytree.tree_leaves(given)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    dtypes = {value.dtype for value in inputs if value.is_floating_point()}
-    if len(dtypes) < 2 and all(value.is_contiguous() for value in inputs):
+    mixed = len({value.dtype for value in inputs}) > 1
+    # What products and convolutions of one dtype return is right, and takes longest.
+    if not mixed and (
+        op.overloadpacket in flop_registry or all(value.is_contiguous() for value in inputs)
+    ):
         return None
     elements = sum(value.numel() for value in (*inputs, *outputs) if value is not None)
     sizes: dict[int, int] = {}
@@ -176,17 +179,18 @@ def _small_results(op: OpOverload, given: Any, outputs: Sequence[Any]) -> Sequen
     def small(value: Tensor) -> Tensor:
         shape = [sizes.get(n, n) for n in value.shape]
         strides = value.stride() if not sizes else _dense_strides(shape, value.stride())
-        ends = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-        extent = 0 if 0 in shape else 1 + sum(ends)
-        return torch.zeros(extent, dtype=value.dtype).as_strided(shape, strides)
+        flat = torch.zeros(_extent(shape, strides), dtype=value.dtype, device="cpu")
+        return flat.as_strided(shape, strides)
 
     with unset_fake_temporarily(), without_dispatch(), torch.no_grad():
         state = torch.default_generator.get_state()
         try:
             args, kwargs = pytree.tree_map_only(Tensor, small, given)
             found = op(*args, **kwargs)
-        except Exception:  # the kernel wants other numbers than zeros, or there is none
-            return None
+        except Exception as error:
+            if mixed and any(text in str(error) for text in ("dtype", "scalar type")):
+                raise
+            return None  # the kernel wants other numbers than zeros, or there is none
         finally:
             torch.default_generator.set_state(state)
     return [found] if isinstance(found, Tensor) else list(found)
@@ -201,11 +205,20 @@ def _dense_strides(shape: Sequence[int], like: Sequence[int]) -> list[int]:
     return strides
 
 
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements from the first of a tensor to its last."""
+    ends = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return 0 if 0 in shape else 1 + sum(ends)
+
+
 def _formed_alike(value: Tensor, twin: Tensor) -> Tensor:
     """The fake tensor with the dtype of its twin, and its dimensions in memory in the order in
     which the twin has them."""
-    shape = value.shape
-    wanted = twin.stride() if twin.shape == shape else _dense_strides(shape, twin.stride())
+    shape, wanted = value.shape, twin.stride()
+    if twin.shape != shape:
+        # What a kernel lays with gaps tells nothing of other sizes.
+        is_dense = _extent(twin.shape, wanted) == twin.numel()
+        wanted = tuple(_dense_strides(shape, wanted)) if is_dense else value.stride()
     pairs = zip(wanted, value.stride(), shape, strict=True)
     if value.dtype == twin.dtype and all(n <= 1 or one == other for one, other, n in pairs):
         return value
