@@ -345,16 +345,18 @@ def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> 
 def _check_scaler(
     name: str, model: nn.Module, train: Optimizer | None, scaler: GradScaler | None
 ) -> None:
-    """Raise `ModelError` for a scaler in inference, and for trained parameters in float16."""
+    """Raise `ModelError` for a scaler in inference, and for trained parameters in float16 or of
+    complex numbers."""
     if scaler is None:
         return
     if train is None:
         raise ModelError(name, "a scaler is for training; give train= as well")
     for key, value in model.named_parameters():
-        if value.requires_grad and value.dtype == torch.float16:
+        if value.requires_grad and (value.dtype == torch.float16 or value.is_complex()):
+            dtype = str(value.dtype).removeprefix("torch.")
             raise ModelError(
                 name,
-                f"{key} is float16, whose gradients torch does not unscale either; keep parameters "
+                f"{key} is {dtype}, whose gradients torch does not unscale either; keep parameters "
                 "in float32 and compute under torch.autocast",
             )
 
