@@ -17,7 +17,9 @@ from dovetail.errors import CostError, MachineError
 from dovetail.graph import Graph
 from dovetail.machine import Device, Machine
 
-_WIDEST_FIRST = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16")
+_WIDEST_FIRST = (
+    "complex128", "complex64", "float64", "float32", "complex32", "bfloat16", "float16"
+)  # fmt: skip
 _EXACT = ("bool", "int", "uint", "bits")
 
 

@@ -142,8 +142,13 @@ def with_real_forms(
     twins = _small_results(op, (args, kwargs), made)
     if twins is None:
         return outputs
+    # Some return what they are given although their schema does not say so, which stays as it is.
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    taken = {value.untyped_storage()._cdata for value in inputs}
     laid = tuple(
-        value if twin is None or value is None else _formed_alike(value, twin)
+        value
+        if twin is None or value is None or value.untyped_storage()._cdata in taken
+        else _formed_alike(value, twin)
         for value, twin in zip(made, twins, strict=True)
     )
     return laid[0] if isinstance(outputs, Tensor) else laid
