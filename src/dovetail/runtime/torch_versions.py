@@ -136,14 +136,16 @@ def with_real_forms(
         return *results, workspace.new_empty(_workspace_bytes(forms, tuple(map(_hashed, args[7:]))))
     if op is aten.mkldnn_rnn_layer_backward.default:
         return *outputs[:4], outputs[3], *outputs[5:]
-    if op.namespace != "aten":  # a user's own kernel may do more than return tensors
-        return outputs
     made = [outputs] if isinstance(outputs, Tensor) else outputs
-    twins = _small_results(op, (args, kwargs), made)
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    strided = all(value.layout is torch.strided for value in (*inputs, *made) if value is not None)
+    # A user's own kernel may do more than return tensors.
+    if not strided or op.namespace != "aten":
+        return outputs
+    twins = _small_results(op, (args, kwargs), inputs, made)
     if twins is None:
         return outputs
     # Some return what they are given although their schema does not say so, which stays as it is.
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     taken = {value.untyped_storage()._cdata for value in inputs}
     laid = tuple(
         value
@@ -160,12 +162,12 @@ they have at most `_SMALL` and the op has numbers among its arguments that may b
 all from `_LEAST` on: below it, dimensions and modes are numbered."""
 
 
-def _small_results(op: OpOverload, given: Any, outputs: Sequence[Any]) -> Sequence[Any] | None:
+def _small_results(
+    op: OpOverload, given: Any, inputs: Sequence[Tensor], outputs: Sequence[Any]
+) -> Sequence[Any] | None:
     """What the op returns for real tensors that lie in memory as the given ones do, but are smaller
     if they can be. None if there is nothing to ask, or if the op cannot be asked. Raises the
     kernel's own error about dtypes."""
-    leaves = pytree.tree_leaves(given)
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     mixed = len({value.dtype for value in inputs}) > 1
     # What products and convolutions of one dtype return is right, and takes longest.
     if not mixed and (
@@ -175,7 +177,8 @@ def _small_results(op: OpOverload, given: Any, outputs: Sequence[Any]) -> Sequen
     elements = sum(value.numel() for value in (*inputs, *outputs) if value is not None)
     sizes: dict[int, int] = {}
     if elements > _FULL:
-        if all(not isinstance(leaf, int) or leaf < _LEAST for leaf in leaves):
+        numbers = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, int)]
+        if all(number < _LEAST for number in numbers):
             different = {n for value in inputs for n in value.shape if n >= _LEAST}
             sizes = {n: _LEAST + number for number, n in enumerate(sorted(different))}
         elif elements > _SMALL:
