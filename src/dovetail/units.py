@@ -17,20 +17,6 @@ BEYOND_ANY_BYTES = 2**50
 """A memory of this many bytes or more stands for one without a limit."""
 UNLIMITED_RATE = 1e30
 """At this bandwidth, in bytes per second, or a higher one, a transfer costs nothing."""
-DTYPE_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-}
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -28,12 +28,24 @@ def test_the_implied_host_and_unsuited_kinds_run_nothing():
     assert np.isfinite(seconds[1, :2]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "complex64", "float8_e4m3fn"])
-def test_a_dtype_without_a_rate_names_the_op(dtype):
-    graph = graph_of(Op("a", dtype=dtype), Op("b", ("a",), dtype="float32", flops=0))
-    with pytest.raises(CostError, match=dtype) as raised:
-        analytic_costs(graph, machine_of(1))
+def test_a_device_from_which_no_rate_can_be_derived_names_the_op():
+    graph = graph_of(Op("a", dtype="complex64"), Op("b", ("a",), dtype="float16", flops=0))
+    machine = machine_of(1)
+    rates = {"float16": 1e9}
+    machine = replace(machine, devices=(replace(machine.devices[0], flops_per_second=rates),))
+    with pytest.raises(CostError, match="complex64, nor for float32") as raised:
+        analytic_costs(graph, machine)
     assert raised.value.op == "a"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times"),
+    [("float16", 1), ("float8_e5m2", 1), ("uint16", 1), ("float64", 2), ("complex128", 8),
+     ("complex64", 4), ("complex32", 4)],
+)  # fmt: skip
+def test_a_dtype_without_a_rate_has_that_of_its_parts_or_of_float32(dtype, times):
+    graph = graph_of(Op("a", dtype=dtype, flops=2 * 10**9, accessed_bytes=8))
+    assert analytic_costs(graph, machine_of(1)).compute_seconds[0, 0] == 2.0 * times
 
 
 def test_integer_and_boolean_work_counts_at_the_float32_rate():

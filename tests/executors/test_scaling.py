@@ -103,6 +103,9 @@ def test_what_a_scaler_cannot_do_is_an_error():
     with pytest.raises(ModelError, match=r"0.weight is float16"):
         capture(network().half(), x.half(), targets=y, loss=squared, train=SGD(),
                 scaler=GradScaler())  # fmt: skip
+    with pytest.raises(ModelError, match=r"0.weight is complex64"):
+        capture(network().to(torch.complex64), x, targets=y, loss=squared, train=SGD(),
+                scaler=GradScaler())  # fmt: skip
     with pytest.raises(UsageError, match="growth_factor"):
         GradScaler(growth_factor=0.5)
     scaled = capture(network(), x, targets=y, loss=squared, train=SGD(), scaler=GradScaler())

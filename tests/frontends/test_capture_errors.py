@@ -1,8 +1,11 @@
+import copy
 import sys
 import types
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from dovetail.frontends import (
     SGD,
     Adam,
     AdamW,
+    GradScaler,
     RMSProp,
     capture,
     example_values,
@@ -244,7 +248,8 @@ def test_optimizers_are_read_from_text_and_written_back(text, optimizer):
         ("sgd:nesterov=maybe", "nesterov is true or false"),
         ("sgd:nesterov=true", "needs momentum"),
         ("sgd:lr=-1", "must be >= 0"),
-        ("adam:beta1=1.5", "must be <= 1"),
+        ("adam:beta1=1", "must be < 1"),
+        ("rmsprop:alpha=1.5", "must be <= 1"),
         ("sgd:lr=nan", "must be >= 0"),
     ],
 )
@@ -252,3 +257,116 @@ def test_a_wrong_optimizer_says_what_is_wrong(text, message):
     with pytest.raises(UsageError) as raised:
         parse_optimizer(text)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [lambda epoch: 0.1, "fast", None, torch.tensor(0.1), 1j, True])
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [(SGD, "lr"), (SGD, "momentum"), (RMSProp, "alpha"), (Adam, "beta2"), (AdamW, "weight_decay"),
+     (Adam, "eps"), (GradScaler, "init_scale"), (GradScaler, "growth_interval")],
+)  # fmt: skip
+def test_a_setting_that_is_no_number_is_named(kind, option, value):
+    with pytest.raises(UsageError, match=f"{option}: of .* is no number") as raised:
+        kind(**{option: value})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1])
+def test_a_setting_below_0_or_without_an_end_is_named(value):
+    for kind in (SGD, RMSProp, Adam, AdamW):
+        with pytest.raises(UsageError, match=r"lr: of .* must be >= 0"):
+            kind(value)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_a_flag_that_is_no_flag_is_named(value):
+    with pytest.raises(UsageError, match=r"centered: .* True or False"):
+        RMSProp(centered=value)
+
+
+def test_a_number_of_numpy_becomes_one_that_texts_hold():
+    optimizer = Adam(np.float32(0.5))
+    assert parse_optimizer(format_optimizer(optimizer)) == optimizer == Adam(0.5)
+
+
+def trained_by(train, model=None):
+    model = model or Wrapped(torch.tanh)
+    if callable(train) and getattr(train, "__name__", "") == "of_model":
+        train = train(model)
+    return capture(model, torch.randn(2, 3), loss=torch.sum, train=train).plain.optimizer
+
+
+def of_model(make):
+    def of_model(model):
+        return make(model.parameters())
+
+    return of_model
+
+
+@pytest.mark.parametrize(
+    ("train", "optimizer"),
+    [
+        ("adam", Adam()),
+        ("momentum:lr=0.5", SGD(0.5, momentum=0.9)),
+        (torch.optim.Adam, Adam()),
+        (partial(torch.optim.RMSprop, lr=0.1, centered=True), RMSProp(0.1, centered=True)),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+         SGD(0.1, momentum=0.9, nesterov=True)),
+        (of_model(lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9), foreach=True)),
+         AdamW(0.1, beta1=0.8, beta2=0.9)),
+        (of_model(lambda p: torch.optim.SGD([{"params": [v]} for v in p], lr=0.1)), SGD(0.1)),
+    ],
+)  # fmt: skip
+def test_a_step_trains_by_a_text_or_by_an_optimizer_of_torch(train, optimizer):
+    assert trained_by(train) == optimizer
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (of_model(lambda p: torch.optim.Adam(p, amsgrad=True)), "Adam has no amsgrad here"),
+        (of_model(lambda p: torch.optim.SGD(p, lr=0.1, dampening=0.5)), "SGD has no dampening"),
+        (of_model(lambda p: torch.optim.SGD([{"params": [v], "lr": 0.1 + v.dim()} for v in p])),
+         "groups with different lr"),
+        (of_model(lambda p: torch.optim.Adam(list(p)[:1])), "holds 1 of the 2 parameters"),
+        (of_model(lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))])), "does not have"),
+        (of_model(lambda p: torch.optim.Adagrad(p)), "Adagrad is not one of sgd, adam, adamw"),
+        (of_model(lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1))), "lr: of adam is no number"),
+        ("adagrad", "train: no optimizer named 'adagrad'"),
+        (3, "3 is no name, no record"),
+    ],
+)  # fmt: skip
+def test_what_no_optimizer_of_a_step_takes_over_is_named(train, message):
+    with pytest.raises(UsageError, match=message):
+        trained_by(train)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 4), (2, 3)),
+        (nn.Linear(300, 400, bias=False), (200, 300)),
+        (nn.Conv1d(3, 4, 3), (2, 3, 5)),
+        (nn.Conv2d(3, 4, 3), (2, 3, 5, 5)),
+        (nn.Conv2d(3, 4, 3, bias=False), (2, 3, 5, 5)),
+        (nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
+        (nn.BatchNorm1d(3), (2, 3, 5)),
+        (nn.LayerNorm(5), (2, 3, 5)),
+        (nn.MultiheadAttention(4, 2), (2, 4)),
+        (nn.LSTM(3, 4), (2, 2, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("train", [None, "adam"])
+def test_dtypes_that_torch_does_not_mix_are_refused_in_its_words(layer, shape, train):
+    model, inputs = copy.deepcopy(layer).half(), torch.randn(shape)
+    given = (inputs,) * (3 if isinstance(layer, nn.MultiheadAttention) else 1)
+    with pytest.raises((RuntimeError, ValueError)):
+        model(*given)
+    with pytest.raises(CaptureError, match="type"):
+        capture(model, *given, loss=lambda out: out.sum(), train=train)
+
+
+def test_dtypes_that_torch_mixes_are_captured():
+    step = capture(nn.LayerNorm(5), torch.randn(2, 3, 5).bfloat16())
+    assert "bfloat16" in step.graph.dtypes and "float32" in step.graph.dtypes

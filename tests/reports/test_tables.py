@@ -61,6 +61,14 @@ def test_a_plan_says_which_dtypes_its_cards_compute_in_float32(two_ops):
     assert "bfloat16 13.4 TFLOP/s (computed in float32)" in text_of(machine_table(machine))
 
 
+def test_a_plan_says_which_rates_it_derives(two_ops):
+    _, graph, _ = two_ops
+    plan = make_plan(graph, parse_machine("2080ti + a100"), [0, 1], costs_source="analytic")
+    text = text_of(plan_table(plan, replace(graph, dtypes=("complex64",) * len(graph.dtypes))))
+    assert "complex64 is costed at 1/4 of float32's rate, as 2080ti and a100 give none" in text
+    assert "is costed at" not in text_of(plan_table(plan, graph))
+
+
 def test_a_plan_is_shown_with_its_methods_bound_and_memory(two_ops):
     machine, graph, _ = two_ops
     plan = make_plan(graph, machine, [0, 1], caps=(("cpu1", 300_001),), pins=(("b", "cpu1"),))

@@ -13,20 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.costs.records import Costs
-from dovetail.errors import CostError
+from dovetail.errors import CostError, MachineError
 from dovetail.graph import Graph
 from dovetail.machine import Device, Machine
 
-_WIDEST_FIRST = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16")
-_EXACT = ("bool", "int", "uint")
+_WIDEST_FIRST = (
+    "complex128", "complex64", "float64", "float32", "complex32", "bfloat16", "float16"
+)  # fmt: skip
+_EXACT = ("bool", "int", "uint", "bits")
 
 
 def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     """Return costs [ops, devices] by the roofline.
 
     An op runs at the rate of its widest floating-point or complex output or input. Integer and
-    boolean work runs at the float32 rate. Raises `CostError` for a dtype that the device has no
-    rate for.
+    boolean work runs at the float32 rate. Dtypes that the device has no rate for have one that
+    `Device.rate` derives. Raises `CostError` for a device that has none to derive it from.
     """
     dtypes = _rate_dtypes(graph)
     seconds = np.zeros((len(graph), len(machine.devices)))
@@ -43,18 +45,15 @@ def _roofline(
     rates = np.empty(len(graph))
     for code, dtype in enumerate(dtypes[0]):
         of_dtype = dtypes[1] == code
-        if dtype not in device.flops_per_second:
-            # Ops without FLOPs need no rate; any value will do.
-            if not graph.flops[of_dtype].any():
-                rates[of_dtype] = 1.0
-                continue
+        # Ops without FLOPs need no rate; any value will do.
+        if not graph.flops[of_dtype].any():
+            rates[of_dtype] = 1.0
+            continue
+        try:
+            rates[of_dtype] = device.rate(dtype)
+        except MachineError as error:
             op = int(np.flatnonzero(of_dtype & (graph.flops > 0))[0])
-            raise CostError(
-                graph.names[op],
-                f"device {device.name} has no flops_per_second for {dtype}; add it to "
-                "the machine (`dovetail machine NAME --out box.toml` writes one to edit)",
-            )
-        rates[of_dtype] = device.flops_per_second[dtype]
+            raise CostError(graph.names[op], str(error)) from error
     if device.efficiencies:
         kinds = {kind: device.efficiency(kind) for kind in set(graph.kinds)}
         rates *= np.array([kinds[kind] for kind in graph.kinds])

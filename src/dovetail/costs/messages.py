@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from dovetail.frontends.program import Call
 from dovetail.runtime.timers import Timing
 
+_INEXACT = ("float", "bfloat", "complex")
 Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in elements, dtype
 
 
@@ -78,7 +79,8 @@ def random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
     """Return a random tensor of this layout for a call with these `layouts`.
 
     Floats are in [0.1, 1), so that no root or logarithm fails. Integers may be indices, so they are
-    below every axis of the call's floating-point tensors, or of all its tensors if it has none.
+    below every axis of the call's floating-point and complex tensors, or of all its tensors if it
+    has none.
     """
     shape, strides, dtype_name = layout
     dtype: torch.dtype = getattr(torch, dtype_name)
@@ -88,7 +90,7 @@ def random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         flat = torch.empty(extent).uniform_(0.1, 1.0).to(dtype)
     else:
-        indexed = [s for s, _, name in layouts.values() if "float" in name]
+        indexed = [s for s, _, name in layouts.values() if name.startswith(_INEXACT)]
         shapes = indexed or [s for s, _, _ in layouts.values()]
         lengths = [n for sizes in shapes for n in sizes if n > 0]
         high = 2 if dtype == torch.bool else min(lengths, default=2)

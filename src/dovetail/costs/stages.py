@@ -334,17 +334,13 @@ def stage_rates(device: Device, *, dtype: str = "float32", lanes: int = 0) -> St
 
     Raises `MachineError` if lanes or the rate of that dtype are not known.
     """
-    if dtype not in device.flops_per_second:
-        raise MachineError(
-            f"device {device.name!r} has no flops_per_second for {dtype}; add it to the machine"
-        )
+    peak, bandwidth = device.rate(dtype), device.bandwidth_bytes_per_second
     lanes = lanes or (_resident_threads(device) if device.kind == "gpu" else len(device.cores))
     if lanes < 1:
         raise MachineError(
             f"device {device.name!r}: how many {'threads' if device.kind == 'gpu' else 'cores'} "
             f"a {device.model} runs at once is not known; give it as lanes"
         )
-    peak, bandwidth = device.flops_per_second[dtype], device.bandwidth_bytes_per_second
     if device.kind == "cpu":
         share = device.efficiency(CONVOLUTION)
         return CpuRates(peak * share, bandwidth, lanes, launch_seconds=device.op_overhead_seconds)

@@ -47,7 +47,7 @@ from dovetail.runtime.timers import clock
 from dovetail.runtime.torch_versions import inductor_source
 
 ENTRY = "dovetail.executors.compiling:serve"
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised where compiled code is called otherwise, or its gain is measured otherwise."""
 _ROUNDS, _ROUND_SECONDS = 7, 2e-3
 _WARM_UPS, _REPEATS = 3, 10
@@ -232,6 +232,7 @@ def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
         path = _path(call.key, target, "py")
         _write(path, inductor_source(call.on(device).module(), examples))
         code = _loaded(path, examples)
+        _check_laid(code, call.on(device), examples)
         # What plays a GPU watches the code as one work.
         by_runner = (
             not target.gpu and code.instructions is not None and _is_same_by_runner(code, call)
@@ -245,6 +246,19 @@ def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
         lines = traceback.format_exc().strip().splitlines()
         return Compiled(float("inf"), lines[-1])
     return compiled
+
+
+def _check_laid(code: GeneratedCode, call: FusedCall, examples: Sequence[Tensor]) -> None:
+    """Raise ValueError if the code lays a result otherwise than the calls, for whose strides the
+    views of the step were made. Inductor goes by what fake tensors say."""
+    with torch.inference_mode():
+        for own, wanted in zip(code(*examples), call(*examples), strict=True):
+            pairs = zip(own.shape, own.stride(), wanted.stride(), strict=True)
+            if any(size > 1 and stride != other for size, stride, other in pairs):
+                raise ValueError(
+                    f"its code lays a result of {list(own.shape)} by strides of "
+                    f"{list(own.stride())}, torch by {list(wanted.stride())}"
+                )
 
 
 def _is_same_by_runner(code: GeneratedCode, call: FusedCall) -> bool:

@@ -40,7 +40,6 @@ from dovetail.frontends.program import Program
 from dovetail.graph import EVERYWHERE, Graph, Phase
 from dovetail.plans import Plan, Stages, needs_of, normalise, stages_of
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
-from dovetail.units import DTYPE_BYTES
 
 INT64_BYTES = 8
 """Bytes of a flag or a time stamp."""
@@ -388,7 +387,7 @@ class _InstructionBuilder:
         """A new slot for the tensor, with room for it to start up to `slack_bytes` later."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
-        extent_bytes = extent_of(shape, strides) * DTYPE_BYTES[dtype]
+        extent_bytes = extent_of(shape, strides) * getattr(torch, dtype).itemsize
         offset = self.layout.reserve(extent_bytes + slack_bytes) if in_block else NOT_IN_BLOCK
         return BlockSlot(offset, extent_bytes, shape, strides, dtype)
 

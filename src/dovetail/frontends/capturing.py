@@ -21,7 +21,13 @@ from dovetail.errors import CaptureError, ModelError, ModelRaisedError, UserCode
 from dovetail.frontends.building import build
 from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
 from dovetail.frontends.leftovers import clear_caches, take_back
-from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
+from dovetail.frontends.optimizers import (
+    GradScaler,
+    Optimizer,
+    OptimizerLike,
+    format_optimizer,
+    optimizer_of,
+)
 from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.structures import substitute
@@ -65,7 +71,7 @@ def capture(
     *args: Any,
     loss: Callable[..., Tensor] | None = None,
     targets: Any = (),
-    train: Optimizer | None = None,
+    train: OptimizerLike | None = None,
     scaler: GradScaler | None = None,
     **kwargs: Any,
 ) -> Captured:
@@ -75,6 +81,10 @@ def capture(
     structures of tensors. Other values (None, flags, numbers) are held constant, and so are the
     tensors' shapes. The model runs on fake tensors, in the training or evaluation mode that it is
     in. Its weights, real or fake, are neither read nor changed, and its attributes do not change.
+
+    `train` is dt.SGD, dt.RMSProp, dt.Adam or dt.AdamW, a text such as "adam:lr=1e-3", or what
+    `dt.Trainer` takes: an optimizer of torch, its class, or what makes one of parameters, if it is
+    one of these four and has the same settings for all parameters.
 
     `loss(output, *targets)` returns a scalar. `targets` is a tensor, one structure of tensors, or a
     tuple or list of the loss's arguments. Without a loss function the loss is the output, or its
@@ -121,7 +131,7 @@ def capture_call(  # noqa: PLR0913  one argument each
     *,
     loss: Callable[..., Tensor] | None = None,
     targets: Any = (),
-    train: Optimizer | None = None,
+    train: OptimizerLike | None = None,
     scaler: GradScaler | None = None,
     chunks: int = 0,
     channels_last: bool = False,
@@ -136,7 +146,7 @@ def capture_call(  # noqa: PLR0913  one argument each
         model = keras_module(model, train is not None)
     model = unwrap(model)
     _check_module(name, model)
-    _check_optimizer(name, model, train)
+    train = _optimizer_of(name, model, train)
     _check_loss(name, targets, loss)
     # A step that is captured again has such a loss already.
     if isinstance(model, KerasModule) and train is not None and not isinstance(loss, KerasLoss):
@@ -374,16 +384,15 @@ def _check_module(name: str, model: nn.Module) -> None:
                 )
 
 
-def _check_optimizer(name: str, model: nn.Module, train: Optimizer | None) -> None:
-    """Raise `ModelError` for an optimizer of another kind, and for a model that none can train."""
+def _optimizer_of(name: str, model: nn.Module, train: OptimizerLike | None) -> Optimizer | None:
+    """Return the optimizer that `train` stands for. Raises `UsageError` for one of another kind,
+    and `ModelError` for a model that none can train."""
     if train is None:
-        return
-    if not isinstance(train, Optimizer):
-        raise ModelError(
-            name, f"train is a {type(train).__name__}; give dt.SGD, dt.RMSProp, dt.Adam or dt.AdamW"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
         raise ModelError(name, "has no parameter that requires gradients; nothing can be trained")
+    return optimizer_of(train, trained)
 
 
 def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> None:
@@ -400,16 +409,18 @@ def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> 
 def _check_scaler(
     name: str, model: nn.Module, train: Optimizer | None, scaler: GradScaler | None
 ) -> None:
-    """Raise `ModelError` for a scaler in inference, and for trained parameters in float16."""
+    """Raise `ModelError` for a scaler in inference, and for trained parameters in float16 or of
+    complex numbers."""
     if scaler is None:
         return
     if train is None:
         raise ModelError(name, "a scaler is for training; give train= as well")
     for key, value in model.named_parameters():
-        if value.requires_grad and value.dtype == torch.float16:
+        if value.requires_grad and (value.dtype == torch.float16 or value.is_complex()):
+            dtype = str(value.dtype).removeprefix("torch.")
             raise ModelError(
                 name,
-                f"{key} is float16, whose gradients torch does not unscale either; keep parameters "
+                f"{key} is {dtype}, whose gradients torch does not unscale either; keep parameters "
                 "in float32 and compute under torch.autocast",
             )
 

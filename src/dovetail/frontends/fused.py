@@ -31,14 +31,16 @@ Meta = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 CPU = torch.device("cpu")
-_NOT_FUSED = ("empty", "new_empty", "mkldnn_rnn_layer")
+_NOT_FUSED = ("as_strided", "empty", "new_empty", "mkldnn_rnn_layer")
 
 
 def may_be_fused(graph: Graph, program: Program, op: int) -> bool:
     """True for a call of ATen that draws no numbers, writes over nothing and is no update. One that
     makes an empty tensor is not fused either, since what is in it differs from call to call, nor is
-    a whole recurrent layer: compiled code would only call it."""
+    a whole recurrent layer or a call on complex numbers: compiled code would only call it. Nor is a
+    view by strides, which reads what torch lays so: compiled code may lay it otherwise."""
     call = program.calls[op]
+    touched = (*graph.inputs_of(op).tolist(), *graph.outputs_of(op))
     return (
         call is not None
         and isinstance(call.target, OpOverload)
@@ -46,6 +48,7 @@ def may_be_fused(graph: Graph, program: Program, op: int) -> bool:
         and not call.target.overloadpacket.__name__.startswith(_NOT_FUSED)
         and not (call.random or call.in_place or call.target._schema.is_mutable)
         and graph.phases[op] != Phase.UPDATE
+        and not any(graph.dtypes[tensor].startswith("complex") for tensor in touched)
     )
 
 

@@ -8,6 +8,7 @@ steps of a deep convolutional net in float32.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -33,13 +34,22 @@ class OptimizerState:
     scalar: bool = False
 
 
-def _check(optimizer: Any) -> None:
-    for field in fields(optimizer):
-        value = getattr(optimizer, field.name)
+def _check(record: Any, of: str) -> None:
+    """Raise `UsageError` for a field that is no finite number from 0 on, or no flag where it is
+    one."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(field.default, bool):
+            if not isinstance(value, bool):
+                raise UsageError(field.name, f"of {of} is {value!r}; give True or False")
+            continue
+        if isinstance(value, bool) or not isinstance(value, Real):
+            kind = type(value).__name__
+            raise UsageError(field.name, f"of {of} is no number but of type {kind}")
         if not math.isfinite(value) or value < 0:
-            raise UsageError(field.name, f"of {optimizer.name} is {value}; it must be >= 0")
-        if field.name in ("beta1", "beta2", "alpha") and value > 1:
-            raise UsageError(field.name, f"of {optimizer.name} is {value}; it must be <= 1")
+            raise UsageError(field.name, f"of {of} is {value}; it must be >= 0")
+        if not isinstance(value, (int, float)):  # a number of numpy, which texts cannot hold
+            object.__setattr__(record, field.name, float(value))
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class SGD:
     name: ClassVar[str] = "sgd"
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, self.name)
         if self.nesterov and not self.momentum:
             raise UsageError("nesterov", "needs momentum; give momentum=0.9, say")
 
@@ -88,7 +98,9 @@ class RMSProp:
     name: ClassVar[str] = "rmsprop"
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, self.name)
+        if self.alpha > 1:
+            raise UsageError("alpha", f"of {self.name} is {self.alpha}; it must be <= 1")
 
     @property
     def states(self) -> tuple[OptimizerState, ...]:
@@ -122,7 +134,10 @@ class Adam:
     name: ClassVar[str] = "adam"
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, self.name)
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if beta >= 1:
+                raise UsageError(name, f"of {self.name} is {beta}; it must be < 1")
 
     @property
     def states(self) -> tuple[OptimizerState, ...]:
@@ -156,6 +171,8 @@ class AdamW(Adam):
 
 
 Optimizer = SGD | RMSProp | Adam | AdamW
+OptimizerLike = Optimizer | str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+"""What `optimizer_of` takes."""
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(),
@@ -180,26 +197,47 @@ def torch_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> torch
     return kind(parameters, betas=betas, **options)
 
 
-def parse_optimizer(text: str) -> Optimizer:
+def optimizer_of(train: OptimizerLike, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+    """Return the optimizer that `train` stands for: a record, a text as `parse_optimizer` reads, or
+    an optimizer of torch, its class or what makes one of parameters, as `dt.Trainer` takes them.
+
+    parameters   the model's trainable ones
+
+    Raises `UsageError` for what no record holds, such as groups with rates of their own.
+    """
+    if isinstance(train, Optimizer):
+        return train
+    if isinstance(train, str):
+        return parse_optimizer(train, "train")
+    # The command line has texts, and needs none of this.
+    from dovetail.training.torch_optimizers import settings_of_all
+
+    known = {
+        name: {"betas" if "beta" in field.name else field.name for field in fields(record)}
+        for name, record in OPTIMIZERS.items()
+    }
+    name, settings = settings_of_all(train, parameters, known)
+    if "betas" in settings:
+        settings["beta1"], settings["beta2"] = settings.pop("betas")
+    return replace(OPTIMIZERS[name], **settings)
+
+
+def parse_optimizer(text: str, option: str = "--train") -> Optimizer:
     """Return the optimizer that a text such as "adam" or "adam:lr=1e-3,weight_decay=0.1" names.
 
-    Raises `UsageError`.
+    Raises `UsageError` for the option.
     """
     name, _, options = text.partition(":")
     if name not in OPTIMIZERS:
-        raise UsageError(
-            "--train", f"no optimizer named {name!r}; there are {', '.join(OPTIMIZERS)}"
-        )
+        raise UsageError(option, f"no optimizer named {name!r}; there are {', '.join(OPTIMIZERS)}")
     optimizer = OPTIMIZERS[name]
     values: dict[str, Any] = {}
-    for option in filter(None, options.split(",")):
-        key, _, value = option.partition("=")
+    for setting in filter(None, options.split(",")):
+        key, _, value = setting.partition("=")
         defaults = asdict(optimizer)
         if key not in defaults:
-            raise UsageError(
-                "--train", f"{name} has no option {key!r}; it has {', '.join(defaults)}"
-            )
-        values[key] = _parse_value(name, key, value, type(defaults[key]))
+            raise UsageError(option, f"{name} has no option {key!r}; it has {', '.join(defaults)}")
+        values[key] = _parse_value(option, name, key, value, type(defaults[key]))
     return replace(optimizer, **values)
 
 
@@ -215,15 +253,15 @@ def format_optimizer(optimizer: Optimizer) -> str:
     return optimizer.name + (":" + ",".join(changed) if changed else "")
 
 
-def _parse_value(name: str, key: str, value: str, kind: type) -> float | bool:
+def _parse_value(option: str, name: str, key: str, value: str, kind: type) -> float | bool:
     if kind is bool:
         if value.lower() in ("true", "1", "false", "0"):
             return value.lower() in ("true", "1")
-        raise UsageError("--train", f"{name}'s {key} is true or false, not {value!r}")
+        raise UsageError(option, f"{name}'s {key} is true or false, not {value!r}")
     try:
         return float(value)
     except ValueError:
-        raise UsageError("--train", f"{name}'s {key} is a number, not {value!r}") from None
+        raise UsageError(option, f"{name}'s {key} is a number, not {value!r}") from None
 
 
 # The updates. Each writes over the parameter and its states and returns them, in the order of
@@ -305,7 +343,8 @@ class GradScaler:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.init_scale) and self.init_scale > 0):
+        _check(self, "the scaler")
+        if not self.init_scale > 0:
             raise UsageError("init_scale", f"is {self.init_scale}; it must be above 0")
         if not self.growth_factor > 1:
             raise UsageError("growth_factor", f"is {self.growth_factor}; it must be above 1")

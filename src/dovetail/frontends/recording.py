@@ -374,8 +374,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
         draw = self.draw(func, kwargs) if traits.is_random else None
         mark = self.mark()
-        with laid_out_as_run(target):
-            result = self.result(traits, target, args, kwargs)
+        result = self.result(traits, target, args, kwargs)
         if traits.is_number:
             # A number that a constant tensor holds is itself constant and needs no node.
             return result
@@ -395,15 +394,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self, traits: "_Traits", target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the operator's result."""
-        if self.is_fake and traits.is_pure:
-            return self.remembered(target, args, kwargs)
-        if self.is_fake and traits.is_view:
-            return self.remembered_view(target, args, kwargs)
-        if not traits.is_random:
-            return _FORMS.get(target, target)(*args, **kwargs)
         # `draw` has moved the generator on, and an op on real tensors would move it further.
-        with torch.random.fork_rng(devices=[]):
-            return target(*args, **kwargs)
+        drawing = (
+            torch.random.fork_rng(devices=[]) if traits.is_random else contextlib.nullcontext()
+        )
+        with drawing, laid_out_as_run(target):
+            if not self.is_fake:
+                return target(*args, **kwargs)
+            if traits.is_view:
+                return self.remembered_view(target, args, kwargs)
+            return self.remembered(target, traits, args, kwargs)
 
     def draw(self, func: OpOverload, kwargs: dict[str, Any]) -> int:
         """Return the number of the state that a random op draws from, and move the generator on: an
@@ -522,18 +522,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         for fake, value in zip(outputs, tensors_of(values), strict=True):
             self.known[id(fake)] = fake, value
 
-    def remembered(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a pure operator, made from its result for arguments of the same form
-        where there was one.
+    def remembered(
+        self, target: Any, traits: "_Traits", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of an operator; that of a pure one is made from its result for
+        arguments of the same form where there was one.
 
         Layers repeat: running the same fake operators again took half of the time of a capture.
         """
-        key = _form((args, kwargs))
+        key = _form((args, kwargs)) if traits.is_pure else None
         form = None if key is None else self.forms.get((target, key))
         if form is not None:
             outputs = [_new_fake(*item) for item in form[1]]
             return tuple(outputs) if form[0] else outputs[0]
-        result = with_real_forms(target, args, target(*args, **kwargs))
+        result = _FORMS.get(target, target)(*args, **kwargs)
+        if not traits.is_fresh:
+            return result
+        result = with_real_forms(target, args, kwargs, result)
         values = result if isinstance(result, tuple) else (result,)
         # A result may share memory with an argument although its schema does not say so, or two
         # results may be one tensor. Then a remembered result would be wrong: it has memory of its
@@ -715,7 +720,8 @@ class _Traits(NamedTuple):
     is_random      it draws random numbers
     is_mutable     it writes over some of its arguments
     is_factory     it takes a dtype and no tensor
-    is_pure        it reads tensors, and returns new ones whose shapes follow from the arguments
+    is_fresh       it returns new tensors, whose shapes follow from the arguments
+    is_pure        it reads tensors, and does nothing but return new ones as above
     is_view        it returns a view of its first argument
     is_unset       it returns memory that was not written
     is_fill        its first argument gives the result a form and no numbers
@@ -727,6 +733,7 @@ class _Traits(NamedTuple):
     is_random: bool
     is_mutable: bool
     is_factory: bool
+    is_fresh: bool
     is_pure: bool
     is_view: bool
     is_unset: bool
@@ -745,18 +752,22 @@ def _traits(func: OpOverload) -> _Traits:
     schema = func._schema
     kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     factory = "dtype" in kinds and not any("Tensor" in kind for kind in kinds.values())
-    aliases = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    tensors = all(str(item.type) == "Tensor" for item in schema.returns)
-    pure = tensors and not (
-        aliases or number or factory or torch.Tag.dynamic_output_shape in func.tags
+    returns = [str(item.type) for item in schema.returns]
+    tensors = bool(returns) and set(returns) == {"Tensor"}
+    fresh = tensors and not (
+        any(item.alias_info is not None for item in schema.returns)
+        or number
+        or factory
+        or torch.Tag.dynamic_output_shape in func.tags
     )
+    pure = fresh and all(argument.alias_info is None for argument in schema.arguments)
     aliased = [index for index, item in enumerate(schema.arguments) if item.alias_info is not None]
     view = tensors and len(schema.returns) == 1 and aliased == [0] and not schema.is_mutable
     if func is aten._unsafe_view.default:  # its schema does not say that it returns a view
-        pure, view = False, True
+        fresh, pure, view = False, False, True
     name = func.overloadpacket.__name__
     return _Traits(
-        composite, number, is_random(func), schema.is_mutable, factory, pure, view,
+        composite, number, is_random(func), schema.is_mutable, factory, fresh, pure, view,
         "empty" in name, name in _FILLS, defaults,
     )  # fmt: skip
 

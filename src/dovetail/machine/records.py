@@ -13,6 +13,16 @@ from pydantic import Field
 from dovetail.errors import MachineError, NoRouteError, UnknownDeviceError
 from dovetail.units import MOST_BYTES
 
+_DERIVED = {
+    "complex128": ("float64", 4),
+    "complex64": ("float32", 4),
+    "complex32": ("float16", 4),
+    "float64": ("float32", 2),
+}
+"""dtype -> the dtype whose rate counts where a device gives none for it, and how many times less it
+is. A multiply-add of complex numbers is four of their parts, and a vector has half as many doubles.
+Any other dtype counts as float32, in which torch and its libraries compute what a device has no
+units for, and at whose rate integers count."""
 MOST_DEVICES = 4096
 """A machine has at most so many devices. Tables of a number for each two of them then fit into
 memory."""
@@ -24,7 +34,8 @@ class Device:
 
     kind            "cpu", "gpu", or "host" for a host that runs nothing
     model           name of the hardware, such as "k80": devices of one model cost the same
-    flops_per_second   dtype name -> peak rate, such as {"float32": 4.37e12}
+    flops_per_second   dtype name -> peak rate, such as {"float32": 4.37e12}; `rate` derives
+                    others
     op_overhead_seconds   seconds that every op takes beyond its work
     cores           for a CPU of the machine that the program runs on: the only cores that it may
                     use; () for any other device
@@ -91,6 +102,25 @@ class Device:
     def op_threads(self) -> int:
         """The number of threads that an op uses; 0 for a device without cores."""
         return self.threads or len(self.cores)
+
+    def rate(self, dtype: str) -> float:
+        """The peak rate in FLOP/s of work in this dtype, given or derived as `rate_source` says.
+        Raises `MachineError` if it can be neither."""
+        source, times = self.rate_source(dtype)
+        if source not in self.flops_per_second:
+            raise MachineError(
+                f"device {self.name} has no flops_per_second for {dtype}, nor for {source}; add it "
+                "to the machine (`dovetail machine NAME --out box.toml` writes one to edit)"
+            )
+        return self.flops_per_second[source] / times
+
+    def rate_source(self, dtype: str) -> tuple[str, int]:
+        """(dtype whose given rate counts for this one, how many times less than that it is)."""
+        times = 1
+        while dtype not in self.flops_per_second and dtype != "float32":
+            dtype, less = _DERIVED.get(dtype, ("float32", 1))
+            times *= less
+        return dtype, times
 
     def efficiency(self, kind: str) -> float:
         """The share of the peak rate that ops of this kind reach."""

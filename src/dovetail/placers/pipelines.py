@@ -400,7 +400,7 @@ def sum_seconds(problem: PipelineProblem) -> Float64:
     for index, device in enumerate(problem.machine.devices):
         if device.kind == "host":
             continue
-        rates = np.array([device.flops_per_second.get(dtype, math.inf) for dtype in dtypes])
+        rates = np.array([device.rate(dtype) for dtype in dtypes])
         arithmetic = sizes / (rates * device.efficiency(ACCUMULATE))
         memory = 3 * graph.tensor_bytes[tensors] / device.bandwidth_bytes_per_second
         each = np.maximum(arithmetic, memory) + device.op_overhead_seconds

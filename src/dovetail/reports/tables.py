@@ -77,6 +77,8 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
     searched = format_seconds(plan.planning_seconds)
     facts.append(("planning", searched + (", interrupted: best so far" * plan.interrupted)))
     facts += [("note", note) for note in emulation_notes(plan.machine, graph)]
+    if plan.costs_source == "analytic":
+        facts += [("note", note) for note in derived_rate_notes(plan.machine, graph)]
     if plan.made_for:
         facts.append(("for", plan.made_for))
     facts += [("whole", pattern) for pattern in plan.whole]
@@ -95,6 +97,22 @@ def emulation_notes(machine: Machine, graph: Graph) -> list[str]:
         for model, emulated_of in emulated.items()
         # Integer tensors are mostly indices and flags, which nothing multiplies.
         if (dtypes := [dtype for dtype in emulated_of if dtype in used and dtype != "int8"])
+    ]
+
+
+def derived_rate_notes(machine: Machine, graph: Graph) -> list[str]:
+    """One sentence for each dtype of the graph's numbers whose rate some devices do not give."""
+    derived: dict[str, list[str]] = {}
+    for dtype in dict.fromkeys(graph.dtypes):
+        for device in machine.devices:
+            source, times = device.rate_source(dtype)
+            # Integers are mostly indices and flags, and count as float32 everywhere.
+            if device.kind != "host" and source != dtype and "int" not in dtype and dtype != "bool":
+                part = f"1/{times} of {source}'s" if times > 1 else f"{source}'s"
+                derived.setdefault(f"{dtype} is costed at {part} rate", []).append(device.model)
+    return [
+        f"{how}, as {' and '.join(dict.fromkeys(models))} give none for it"
+        for how, models in derived.items()
     ]
 
 

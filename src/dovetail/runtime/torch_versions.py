@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import (
     autograd_would_have_decomposed,
     is_traceable_wrapper_subclass,
 )
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "FAKE_TENSOR_LOGGER",
@@ -105,9 +106,11 @@ def backward_passes_run_by(run: Callable[..., Any]) -> Iterator[None]:
         torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
 
-def with_real_forms(op: OpOverload, args: Sequence[Any], outputs: Any) -> Any:
-    """The outputs of an op on fake tensors, with the shapes, dtypes and identities that real
-    tensors would give.
+def with_real_forms(
+    op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any
+) -> Any:
+    """The new outputs of an op on fake tensors, with the shapes, dtypes, strides and identities
+    that real tensors would give.
 
     In torch 2.11 the fake attention of CPUs says float32 of its logarithms of sums, where the
     kernel returns float64 for inputs of float64. A device that got them from another one then read
@@ -115,6 +118,12 @@ def with_real_forms(op: OpOverload, args: Sequence[Any], outputs: Any) -> Any:
 
     The fake recurrent kernel of oneDNN says that its workspace is empty, and that of its gradient
     returns one tensor for the gradients of both biases at its first call alone.
+
+    Where inputs do not lie row by row, some fake ops lay their results otherwise than the kernel:
+    batch normalisation of [batch, channels, steps], the gradients of `mse_loss` and `softplus`.
+    Where they have several dtypes, some say another one, as layer normalisation of bfloat16 by
+    weights of float32, and others take what the kernel refuses, as products of float32 and float16.
+    So the kernel is asked, on small tensors that lie alike. Raises what it says about dtypes.
     """
     aten = torch.ops.aten
     if op is aten._scaled_dot_product_flash_attention_for_cpu.default:
@@ -129,7 +138,101 @@ def with_real_forms(op: OpOverload, args: Sequence[Any], outputs: Any) -> Any:
         return *results, workspace.new_empty(_workspace_bytes(forms, tuple(map(_hashed, args[7:]))))
     if op is aten.mkldnn_rnn_layer_backward.default:
         return *outputs[:4], outputs[3], *outputs[5:]
-    return outputs
+    made = [outputs] if isinstance(outputs, Tensor) else outputs
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    strided = all(value.layout is torch.strided for value in (*inputs, *made) if value is not None)
+    # A user's own kernel may do more than return tensors.
+    if not strided or op.namespace != "aten":
+        return outputs
+    twins = _small_results(op, (args, kwargs), inputs, made)
+    if twins is None:
+        return outputs
+    # Some return what they are given although their schema does not say so, which stays as it is.
+    taken = {value.untyped_storage()._cdata for value in inputs}
+    laid = tuple(
+        value
+        if twin is None or value is None or value.untyped_storage()._cdata in taken
+        else _formed_alike(value, twin)
+        for value, twin in zip(made, twins, strict=True)
+    )
+    return laid[0] if isinstance(outputs, Tensor) else laid
+
+
+_FULL, _SMALL, _LEAST = 2**12, 2**22, 4
+"""The kernel is asked on tensors of the real sizes if these have at most `_FULL` elements, or if
+they have at most `_SMALL` and the op has numbers among its arguments that may be sizes. These are
+all from `_LEAST` on: below it, dimensions and modes are numbered."""
+
+
+def _small_results(
+    op: OpOverload, given: Any, inputs: Sequence[Tensor], outputs: Sequence[Any]
+) -> Sequence[Any] | None:
+    """What the op returns for real tensors that lie in memory as the given ones do, but are smaller
+    if they can be. None if there is nothing to ask, or if the op cannot be asked. Raises the
+    kernel's own error about dtypes."""
+    mixed = len({value.dtype for value in inputs}) > 1
+    # What products and convolutions of one dtype return is right, and takes longest.
+    if not mixed and (
+        op.overloadpacket in flop_registry or all(value.is_contiguous() for value in inputs)
+    ):
+        return None
+    elements = sum(value.numel() for value in (*inputs, *outputs) if value is not None)
+    sizes: dict[int, int] = {}
+    if elements > _FULL:
+        numbers = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, int)]
+        if all(number < _LEAST for number in numbers):
+            different = {n for value in inputs for n in value.shape if n >= _LEAST}
+            sizes = {n: _LEAST + number for number, n in enumerate(sorted(different))}
+        elif elements > _SMALL:
+            return None
+
+    def small(value: Tensor) -> Tensor:
+        shape = [sizes.get(n, n) for n in value.shape]
+        strides = value.stride() if not sizes else _dense_strides(shape, value.stride())
+        flat = torch.zeros(_extent(shape, strides), dtype=value.dtype, device="cpu")
+        return flat.as_strided(shape, strides)
+
+    with unset_fake_temporarily(), without_dispatch(), torch.no_grad():
+        state = torch.default_generator.get_state()
+        try:
+            args, kwargs = pytree.tree_map_only(Tensor, small, given)
+            found = op(*args, **kwargs)
+        except Exception as error:
+            if mixed and any(text in str(error) for text in ("dtype", "scalar type")):
+                raise
+            return None  # the kernel wants other numbers than zeros, or there is none
+        finally:
+            torch.default_generator.set_state(state)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _dense_strides(shape: Sequence[int], like: Sequence[int]) -> list[int]:
+    """The strides of dense memory whose dimensions are in the order of other strides; 0 stays."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        if like[dim]:
+            strides[dim], step = step, step * max(shape[dim], 1)
+    return strides
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements from the first of a tensor to its last."""
+    ends = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return 0 if 0 in shape else 1 + sum(ends)
+
+
+def _formed_alike(value: Tensor, twin: Tensor) -> Tensor:
+    """The fake tensor with the dtype of its twin, and its dimensions in memory in the order in
+    which the twin has them."""
+    shape, wanted = value.shape, twin.stride()
+    if twin.shape != shape:
+        # What a kernel lays with gaps tells nothing of other sizes.
+        is_dense = _extent(twin.shape, wanted) == twin.numel()
+        wanted = tuple(_dense_strides(shape, wanted)) if is_dense else value.stride()
+    pairs = zip(wanted, value.stride(), shape, strict=True)
+    if value.dtype == twin.dtype and all(n <= 1 or one == other for one, other, n in pairs):
+        return value
+    return value.new_empty_strided(shape, wanted, dtype=twin.dtype)
 
 
 def _hashed(value: Any) -> Any:

@@ -21,7 +21,7 @@ scheduler:
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
@@ -245,13 +245,58 @@ def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
     name = names.get(type(stepper))
     if name is None:
         raise _not_served(f"{type(stepper).__name__} is not one of {', '.join(_SERVED)}")
-    defaults = _defaults(type(stepper))
-    group = {key: value for key, value in stepper.param_groups[0].items() if key != "params"}
-    for key, value in group.items():
-        is_known = key in _SERVED[name] or key in _FREE
-        if not is_known and key in defaults and value != defaults[key]:
-            raise _not_served(f"{type(stepper).__name__} there has no {key}")
-    return name, {key: group[key] for key in _SERVED[name]}
+    (settings,) = _settings(stepper)
+    if others := _others_set(type(stepper), settings, _SERVED[name]):
+        raise _not_served(f"{type(stepper).__name__} there has no {others[0]}")
+    return name, {key: settings[key] for key in _SERVED[name]}
+
+
+def settings_of_all(
+    optimizer: Any, parameters: Sequence[nn.Parameter], known: Mapping[str, Collection[str]]
+) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of an optimizer of torch, or of what makes one, if it has the same
+    ones for all `parameters`. Raises `UsageError` for what would be lost.
+
+    known   name -> the settings that are wanted; all others must have torch's default
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        make = resolve_optimizer(optimizer)
+        with UserCode("making the optimizer", make):
+            made = make(list(parameters))
+        optimizer = check_optimizer(made, list(parameters), make)
+    kind = type(optimizer).__name__
+    names = {of: name for name, (of, settings) in _KINDS.items() if name in known and not settings}
+    name = names.get(type(optimizer))
+    if name is None:
+        raise UsageError("optimizer", f"{kind} is not one of {', '.join(names.values())} here")
+    groups = _taken_over(optimizer, None, parameters).groups
+    held = {i for numbers, _ in groups for i in numbers or range(len(parameters))}
+    if len(held) < len(parameters):
+        raise UsageError(
+            "optimizer",
+            f"this {kind} holds {len(held)} of the {len(parameters)} parameters that require "
+            "gradients; freeze the others (requires_grad_(False))",
+        )
+    settings = groups[0][1]
+    for key, value in settings.items():
+        if key not in _FREE - {"lr"} and any(other[key] != value for _, other in groups):
+            says = f"this {kind} has groups with different {key}, where a step has one for all"
+            raise UsageError("optimizer", says)
+    if others := _others_set(type(optimizer), settings, known[name]):
+        raise UsageError("optimizer", f"{kind} has no {others[0]} here; leave it at its default")
+    return name, {key: settings[key] for key in known[name]}
+
+
+def _others_set(
+    kind: Callable[..., torch.optim.Optimizer], settings: dict[str, Any], known: Collection[str]
+) -> list[str]:
+    """The settings beside `known` that change numbers and do not have torch's default."""
+    defaults = _defaults(kind)
+    return [
+        key
+        for key, value in settings.items()
+        if key not in known and key not in _FREE and key in defaults and value != defaults[key]
+    ]
 
 
 def _defaults(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
