@@ -4,11 +4,14 @@ import base64
 import json
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch import ones
 
 from dovetail.errors import FileFormatError
+from dovetail.executors import rank_checkpoints
 from dovetail.placers.learned.diary import DiaryEntry, Readers
 from dovetail.runtime import files
 from dovetail.training.trainer import Trainer
@@ -78,6 +81,53 @@ def test_the_json_of_a_runs_folder_is_bounded(kept, tmp_path, monkeypatch):
     (tmp_path / "trainer.json").write_bytes(b" " * 2**11)
     with pytest.raises(FileFormatError, match="holds more than"):
         fit(tmp_path, resume=True)
+
+
+def keep(folder, step):
+    rank_checkpoints.save_part(folder, step, "model-00001-of-00001.safetensors", {"a": ones(2)})
+    rank_checkpoints.save_index(folder, step, {"model-00001-of-00001.safetensors": ["a"]}, "run")
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "latest",
+        "step-2",
+        "step-4",
+        f"step-2/{rank_checkpoints.INDEX}",
+        "step-2/model-00001-of-00001.safetensors",
+        "step-2/more",
+    ],
+)
+def test_a_checkpoint_is_not_read_written_or_removed_through_links(link, tmp_path):
+    folder, outside = tmp_path / "kept", tmp_path / "outside"
+    keep(folder, 2)
+    path = folder / link
+    if path.exists():
+        path.rename(outside)
+    elif link == "step-4":
+        outside.mkdir()
+    else:
+        outside.write_text("of somebody's")
+    path.symlink_to(outside)
+    before = contents(outside)
+    with pytest.raises(FileFormatError, match="a link") as caught:
+        rank_checkpoints.check_own(folder, "run")
+    assert caught.value.path == str(path)
+    if link != "step-4":
+        with pytest.raises(FileFormatError, match="a link"):
+            rank_checkpoints.latest_in(folder)
+    with pytest.raises(FileFormatError, match="a link"):
+        keep(folder, 4 if link == "step-4" else 2)
+    # What lies behind a link is not removed, either.
+    for step in (5, 6, 7):
+        with suppress(FileFormatError):
+            keep(folder, step)
+    assert contents(outside) == before
+
+
+def contents(path):
+    return {p: p.read_bytes() for p in (path, *path.rglob("*")) if p.is_file()}
 
 
 def test_learning_writes_through_no_link(tmp_path):

@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.errors import ProcessDiedError, ProcessError
+from dovetail.errors import FileFormatError, ProcessDiedError, ProcessError
 from dovetail.executors.generated import GeneratedCode, noted
 from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
 from dovetail.machine.gpu_rates import GpuTimer
-from dovetail.runtime.files import cache_folder, is_own, write_atomically
+from dovetail.runtime.files import cache_folder, is_own, read_json, write_atomically
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.played_cuda import torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch, ready
@@ -182,7 +182,7 @@ def load_code(key: str, target: CompileTarget) -> GeneratedCode | None:
         return None
     use_own_cache()
     try:
-        facts = json.loads(_path(key, target, "json").read_text())
+        facts: Any = read_json(_path(key, target, "json"))
         examples = examples_of(facts["metas"], target.torch_device)
         code = _loaded(_path(key, target, "py"), examples)
     except Exception:  # whatever a damaged file leads to
@@ -307,11 +307,11 @@ def _kept(key: str, target: CompileTarget) -> Compiled | None:
     if not is_own(path):
         return None
     try:
-        facts = json.loads(path.read_text())
+        facts: Any = read_json(path)
         if not facts.get("is_update") and not has_code(key, target):
             return None
         return Compiled(float(facts["share"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (FileFormatError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

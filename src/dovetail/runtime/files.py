@@ -1,5 +1,6 @@
 """Writes a file whole or not at all, and reads JSON and archives of unknown origin."""
 
+import errno
 import gzip
 import io
 import json
@@ -60,6 +61,15 @@ def refuse_links(path: Path) -> None:
             raise FileFormatError(str(path), error.strerror or str(error)) from None
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
             raise FileFormatError(str(path), "it is a link, or another thing that is no file")
+
+
+def files_only(name: str, flags: int) -> int:
+    """The `opener` of `open` for each file that a user names: it opens no pipe, socket or device,
+    for which a reader could wait without end. Raises `OSError`."""
+    mode = os.stat(name).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device; name a file", name)
+    return os.open(name, flags)
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -141,7 +151,10 @@ _CHUNK_BYTES = 2**20
 def read_json(path: str | Path) -> Any:
     """The parsed JSON of a file, unzipped if its name ends in `.gz`. Raises `FileFormatError`."""
     try:
-        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+        with (
+            open(path, "rb", opener=files_only) as raw,
+            gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw as file,
+        ):
             data = b"".join(_chunks(file.read, str(path)))
         if data.count(b",") > MOST_VALUES or data.count(b"{") + data.count(b"[") > MOST_CONTAINERS:
             detail = f"holds more than {MOST_VALUES} values, or {MOST_CONTAINERS} lists and objects"
@@ -179,7 +192,9 @@ def check_archive(path: str | Path, content: bytes | None = None) -> None:
     content   the archive's bytes, of an archive within the file `path`; None: the file itself
     """
     try:
-        with open(path, "rb") if content is None else io.BytesIO(content) as file:
+        with (
+            open(path, "rb", opener=files_only) if content is None else io.BytesIO(content) as file
+        ):
             # Readers that unpickle other files tell an archive by its first bytes, zipfile by its
             # last.
             if file.read(4) != b"PK\x03\x04":
