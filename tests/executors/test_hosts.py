@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -504,6 +507,62 @@ def test_what_a_gpu_raises_ends_the_run_on_all_though_others_wait_for_it():
     assert [status for status, _, _ in ends] == [1, 1]
     assert "rank 1 on host box1 was lost in op 'sigmoid'" in ends[0][2]
     assert "not a number" in ends[0][2]
+
+
+KINDS = {
+    "run": ["--steps", "1000000"],
+    "train": ["--backend", "ranks", "--workers", "2", "--epochs", "100000"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_end_with_their_torchrun(kind, plan_file, tmp_path):
+    what = str(plan_file) if kind == "run" else "tests.support.trained_models:quadrants"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with open(tmp_path / "said", "w") as said:
+        launcher = subprocess.Popen(
+            [*command, "-m", "dovetail", kind, what, *KINDS[kind]],
+            env=environment(TMPDIR=str(tmp_path), PYTHONUNBUFFERED="1"),
+            stdout=said, stderr=said,
+        )  # fmt: skip
+    ranks = []
+    try:
+        ranks = _ranks_of(launcher, tmp_path / "said")
+    finally:
+        launcher.kill()
+        launcher.wait()
+    deadline = time.monotonic() + 10
+    try:
+        while any(map(is_there, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(is_there, ranks)), (tmp_path / "said").read_text()[-2000:]
+    finally:
+        for pid in filter(is_there, ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _ranks_of(launcher, said):
+    """The processes of two ranks that are at work, and those below them."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and launcher.poll() is None:
+        ranks = [[rank, *below(rank)] for rank in children_of(launcher.pid)]
+        # Each has a fork server, and what that or it has started.
+        if len(ranks) == 2 and all(len(pids) > 2 for pids in ranks):
+            time.sleep(1)
+            return [pid for rank in ranks for pid in rank]
+        time.sleep(0.2)
+    raise AssertionError(said.read_text()[-2000:])
+
+
+def children_of(pid):
+    with suppress(OSError):
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def below(pid):
+    """A process's children, and theirs."""
+    return [each for child in children_of(pid) for each in (child, *below(child))]
 
 
 @pytest.mark.parametrize(

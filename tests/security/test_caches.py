@@ -73,17 +73,21 @@ def test_a_runner_that_others_can_write_is_not_loaded(tmp_path, monkeypatch):
 def test_torch_compile_keeps_its_code_in_the_cache_and_not_in_tmp(tmp_path, monkeypatch):
     """Its own folder, /tmp/torchinductor_USER, can be made by anybody."""
     import torch
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     from dovetail.executors import plain
 
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before at the end
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    # What torch itself sets as soon as dynamo is imported.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     step = type("Step", (), {"loss": None})()
     monkeypatch.setattr(plain, "unpack_parcel", lambda *_: (torch.nn.ReLU(), None, step))
     monkeypatch.setattr(plain, "PlainModule", lambda *_, **__: None)
     _Served(LoadPlain(None, "default", 0, ""), 0)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/users")
+    _Served(LoadPlain(None, "default", 0, ""), 0)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/users"
 
 
 STRANGE = {

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from torch import ones
 
-from dovetail.errors import FileFormatError
+from dovetail.bench.store import Store
+from dovetail.cli import benching
+from dovetail.errors import FileFormatError, UsageError
 from dovetail.executors import rank_checkpoints
 from dovetail.placers.learned.diary import DiaryEntry, Readers
 from dovetail.runtime import files
@@ -61,6 +63,42 @@ def test_a_run_is_not_begun_through_links(tmp_path):
     with pytest.raises(FileFormatError, match="a link"):
         fit(tmp_path / "run")
     assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["best.npy", "evaluations.json", "center"])
+def test_a_run_is_not_begun_over_files_of_its_names(name, tmp_path):
+    (tmp_path / name).write_text("of years")
+    with pytest.raises(UsageError, match=f"{name} is there, and of no run"):
+        fit(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "of years"
+
+
+def test_a_learning_is_not_begun_over_diaries_that_are_there(tmp_path):
+    (tmp_path / "controllers").mkdir()
+    with pytest.raises(UsageError, match="controllers is there, and of no run"):
+        learn_table(folder=tmp_path, trials=16)
+    assert [path.name for path in tmp_path.iterdir()] == ["controllers"]
+
+
+def test_kept_results_of_bench_are_not_written_through_links_and_others_stay(tmp_path):
+    store = Store(tmp_path / "rows", pytest.fail)
+    store.put("ours", "f", 1)
+    store.path("theirs").write_text('{"of": "years"}')
+    store.drop("ours")
+    store.drop("theirs")
+    store.drop("nobody's")
+    assert [path.name for path in (tmp_path / "rows").iterdir()] == ["theirs.json"]
+    store.path("linked").symlink_to(tmp_path / "outside")
+    with pytest.raises(FileFormatError, match="a link"):
+        Store(tmp_path / "rows", pytest.fail)
+
+
+@pytest.mark.parametrize("name", [benching.PAGE, benching.CSV, benching.TRAININGS])
+def test_pages_of_bench_are_not_written_through_links(name, tmp_path):
+    (tmp_path / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(FileFormatError, match="a link"):
+        benching._folder(benching.Paper.RL17, tmp_path)
 
 
 def test_a_pipe_among_a_runs_files_is_not_waited_for(kept, tmp_path):

@@ -17,7 +17,6 @@ compiled is tried again by the next program: a full disk or a missing header may
 """
 
 import json
-import os
 import re
 import statistics
 import traceback
@@ -37,7 +36,13 @@ from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
 from dovetail.machine.gpu_rates import GpuTimer
-from dovetail.runtime.files import cache_folder, is_own, read_json, write_atomically
+from dovetail.runtime.files import (
+    compiled_folder,
+    is_own,
+    read_json,
+    use_own_cache,
+    write_atomically,
+)
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.played_cuda import torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch, ready
@@ -198,12 +203,6 @@ def _loaded(path: Path, examples: Sequence[Tensor]) -> GeneratedCode:
     return noted(module, examples)
 
 
-def use_own_cache() -> None:
-    """Have Inductor keep its files beside ours, unless the user has named a folder for them. Its
-    own default is a folder of /tmp whose name anybody can guess, and make first."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_folder() / "inductor"))
-
-
 def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
     """Compile a fused call, keep its code, and time it beside its calls."""
     try:
@@ -324,11 +323,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _path(key: str, target: CompileTarget, kind: str) -> Path:
-    return _folder() / _version() / f"{key}-{target.label}.{kind}"
-
-
-def _folder() -> Path:
-    return cache_folder() / "compiled"
+    return compiled_folder() / _version() / f"{key}-{target.label}.{kind}"
 
 
 def _version() -> str:

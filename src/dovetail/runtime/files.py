@@ -31,6 +31,23 @@ def cache_folder() -> Path:
     return Path(folder) if folder else user_cache_path("dovetail")
 
 
+def compiled_folder() -> Path:
+    """Return the folder of compiled code."""
+    return cache_folder() / "compiled"
+
+
+def use_own_cache() -> None:
+    """Have Inductor keep its files beside ours, unless the user has named a folder for them. Its
+    own default is a folder of /tmp whose name anybody can guess, and make first. torch makes that
+    one and names it to all later processes as soon as dynamo is imported."""
+    named = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    default = Path(tempfile.gettempdir()).resolve()
+    if named == Path() or (
+        named.name.startswith("torchinductor_") and named.parent.resolve() == default
+    ):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_folder() / "inductor")
+
+
 def is_own(path: Path) -> bool:
     """True for a file that exists and that nobody but this user can write or replace."""
     try:
