@@ -273,7 +273,6 @@ class Trials:
         environment = os.environ | {
             MARK: mark,
             "DOVETAIL_CACHE": str(self.work / "cache"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
             "TMPDIR": str(temporary),
             # A process that aborts says where its threads were.
             "PYTHONFAULTHANDLER": "1",

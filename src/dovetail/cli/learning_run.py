@@ -28,7 +28,6 @@ from dovetail.cli.output import (
 )
 from dovetail.cli.training_run import News, typed
 from dovetail.placers.learned.records import Point
-from dovetail.runtime.files import refuse_links
 from dovetail.training.request import launched_rank
 from dovetail.units import format_seconds, printable
 
@@ -164,8 +163,6 @@ def _write(
     for i, plan in enumerate(result.plans):
         path = plan_path(outputs, tasks, i)
         if path is not None and plan is not None:
-            if path != outputs.plans:
-                refuse_links(path)  # of a folder that may be somebody else's
             plan.save(path)
             written.append(path)
     if outputs.curves is not None:

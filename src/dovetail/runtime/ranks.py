@@ -32,6 +32,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from dovetail.errors import DovetailError, RankLostError, UsageError
+from dovetail.interrupts import INTERRUPTED
 from dovetail.runtime.processes import Channel, launch
 from dovetail.runtime.stopped import state_of
 from dovetail.units import printable
@@ -256,7 +257,8 @@ class Ranks:
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed."""
-        self._status = getattr(error, "exit_status", 1)
+        by_default = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        self._status = getattr(error, "exit_status", by_default)
         if self.lost is None:
             said = error.line if isinstance(error, DovetailError) else _one_line(repr(error))
             with suppress(RuntimeError):
