@@ -2,6 +2,7 @@
 
     python benchmarks/faults/signals.py --work FOLDER --out signals.json --trials 1000
     python benchmarks/faults/signals.py --work FOLDER --only 17
+    python benchmarks/faults/signals.py --work FOLDER --command run --signal INT --trials 200
 
 A trial starts a command, waits a random part of the time that it takes undisturbed, its imports
 included, and sends one signal to the command or to one of its processes:
@@ -34,7 +35,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,14 +145,18 @@ class Trial:
     before: bool
 
 
-def trial_of(seed: int, number: int) -> Trial:
+def trial_of(seed: int, number: int, command: str = "", to_itself: str = "") -> Trial:
+    """The trial of this number; with `to_itself` this signal to the command, and with `command`
+    this command."""
     rng = random.Random(f"{seed} {number}")
     names = [name for name, each in COMMANDS.items() for _ in range(each.weight)]
-    command, on_role = rng.choice(names), rng.random() < 0.55
+    drawn, on_role = rng.choice(names), rng.random() < 0.55 and not to_itself
+    command = command or drawn
     kinds = ("TERM", "KILL", "KILL", "STOP", "STOP", "PAUSE", "INT")
     kind = rng.choice(kinds if on_role else ("INT", "INT", "INT", "TERM", "KILL", "PAUSE"))
     # The processes of a command come in its second half; its imports in the first.
     share = rng.uniform(0.25, 1.0) if on_role else rng.random()
+    kind = to_itself or kind
     return Trial(number, command, share, kind, on_role, rng.getrandbits(30), rng.random() < 0.5)
 
 
@@ -233,19 +238,21 @@ class Trials:
     work: Path
     usual: dict[str, float] = field(default_factory=dict)
 
-    def prepare(self) -> None:
-        """Make the plan that `run` runs; run each command twice, the first time for the caches."""
+    def prepare(self, names: Collection[str]) -> None:
+        """Make the plan that `run` runs; run these commands twice, the first time for the
+        caches."""
         self.work.mkdir(parents=True, exist_ok=True)
         given, times = self.work / "given.json", self.work / "usual.json"
         if not given.exists():
             self._undisturbed((*PREPARE, str(given)))
         if times.exists():
             self.usual = json.loads(times.read_text())
-        for name, command in COMMANDS.items():
+        for name in names:
+            arguments = COMMANDS[name].arguments
             if name not in self.usual:
-                self._undisturbed(command.arguments)
+                self._undisturbed(arguments)
                 began = time.monotonic()
-                self._undisturbed(command.arguments)
+                self._undisturbed(arguments)
                 self.usual[name] = round(time.monotonic() - began, 2)
                 times.write_text(json.dumps(self.usual))
 
@@ -266,8 +273,9 @@ class Trials:
         environment = os.environ | {
             MARK: mark,
             "DOVETAIL_CACHE": str(self.work / "cache"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
             "TMPDIR": str(temporary),
+            # A process that aborts says where its threads were.
+            "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
         }
         printed_to = self.work / f"printed-{mark}"
@@ -490,6 +498,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of caches and trials")
     parser.add_argument("--trials", type=int, default=1000, help="how many, with those done")
     parser.add_argument("--only", type=int, help="run this trial alone, and write no result")
+    parser.add_argument("--command", choices=COMMANDS, default="", help="this command alone")
+    parser.add_argument("--signal", choices=ALLOWED, default="", help="this signal to it alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--out", type=Path)
@@ -497,10 +507,10 @@ def main() -> None:
     # What a shell starts in the background ignores Ctrl-C, and so would the commands.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     trials = Trials(arguments.work.resolve())
-    trials.prepare()
+    trials.prepare([arguments.command] if arguments.command else COMMANDS)
     began = time.monotonic()
     if arguments.only is not None:
-        trial = trial_of(arguments.seed, arguments.only)
+        trial = trial_of(arguments.seed, arguments.only, arguments.command, arguments.signal)
         print(trial, trials.run(trial), sep="\n")
         return
     result: dict[str, Any] = {
@@ -510,7 +520,7 @@ def main() -> None:
         result = json.loads(arguments.out.read_text())
     counts, left, before = Counter(result["counts"]), Counter(result["left"]), result["seconds"]
     while result["trials"] < arguments.trials and time.monotonic() - began < arguments.seconds:
-        trial = trial_of(result["seed"], result["trials"])
+        trial = trial_of(result["seed"], result["trials"], arguments.command, arguments.signal)
         found = trials.run(trial)
         counts[f"{trial.command}, {trial.signal}, {found.role}"] += 1
         if found.left:

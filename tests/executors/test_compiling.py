@@ -164,7 +164,10 @@ def test_a_damaged_file_counts_as_missing(cache, call, content):
 
 def test_a_missing_or_unreadable_record_is_compiled_again(cache, call):
     (path,) = cache[0].rglob(f"{call.key}-1.json")
-    path.write_text("{")
+    for content in ("[" * 100_000, "{"):
+        path.write_text(content)
+        assert load_code(call.key, CompileTarget(1)) is None
+    path.write_text("[" * 100_000)
     assert not compile_all([call], CompileTarget(1), PLACES, limit_seconds=300)[call.key].reason
     (code,) = cache[0].rglob(f"{call.key}-1.py")
     code.unlink()

@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -19,9 +23,11 @@ from dovetail.executors.hosts import _SlotBuffer, deal
 from dovetail.executors.placed import HostPart, part_bytes
 from dovetail.executors.rank_checkpoints import (
     INDEX,
+    check_own,
     file_of,
     latest_in,
     load_tensors,
+    read_index,
     save_index,
     save_part,
 )
@@ -209,8 +215,11 @@ def test_other_tools_read_a_checkpoint(compared, checkpoints):
         (lambda folder: (folder / "latest").unlink(), "no checkpoint there"),
         (lambda folder: (folder / "latest").write_text("../step-2"), "names no checkpoint"),
         (lambda folder: (folder / "step-2" / FILE).write_bytes(b"short"), "header"),
-        (lambda folder: _point(folder, "../other.safetensors"), "it has no file for 'bias'"),
+        (lambda folder: _say(folder, FILE, "../o.safetensors"), "it has no file for 'bias'"),
         (lambda folder: save_part(folder, 2, FILE, {"bias": torch.ones(4)}), "of shape (4,)"),
+        (lambda folder: _say(folder, ": 2,", ": 1e400,"), "its dovetail_step is no number"),
+        (lambda folder: _say(folder, ": 2,", ": -1,"), "its dovetail_step is no number"),
+        (lambda folder: (folder / "step-2" / INDEX).write_text("[]"), "not an index"),
     ],
 )
 def test_a_broken_checkpoint_is_an_error_that_names_it(damage, says, tmp_path):
@@ -221,20 +230,95 @@ def test_a_broken_checkpoint_is_an_error_that_names_it(damage, says, tmp_path):
         load_tensors(latest_in(tmp_path), {"bias": torch.zeros(3)})
 
 
-def _point(folder, file):
-    """Have the index name another file."""
+def _say(folder, old, new):
+    """Have the index say something else."""
     index = folder / "step-2" / INDEX
-    index.write_text(index.read_text().replace(FILE, file))
+    assert old in index.read_text()
+    index.write_text(index.read_text().replace(old, new))
+
+
+def _keep(folder, step, run=""):
+    save_part(folder, step, FILE, {"bias": torch.full((3,), float(step))})
+    save_index(folder, step, {FILE: ["bias"]}, run)
 
 
 def test_older_checkpoints_are_removed(tmp_path):
     for step in range(1, 6):
-        save_part(tmp_path, step, FILE, {"bias": torch.full((3,), float(step))})
-        save_index(tmp_path, step, {FILE: ["bias"]})
+        _keep(tmp_path, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-4", "step-5"]
     found = torch.zeros(3)
     assert load_tensors(latest_in(tmp_path), {"bias": found}) == 5
     assert found.tolist() == [5, 5, 5]
+
+
+def test_only_this_runs_own_checkpoints_are_removed(tmp_path):
+    _keep(tmp_path, 1, "another")
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "thesis.tex").write_text("of years")
+    (tmp_path / "step-3").write_text("a file")
+    _keep(tmp_path / "elsewhere", 4)
+    (tmp_path / "step-4").symlink_to(tmp_path / "elsewhere" / "step-4")
+    for step in range(5, 10):
+        _keep(tmp_path, step, "this")
+        (tmp_path / "step-5" / "notes").write_text("beside a checkpoint")
+    kept = ["elsewhere", "latest", *(f"step-{n}" for n in (1, 2, 3, 4, 5, 8, 9))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert (tmp_path / "step-2" / "thesis.tex").read_text() == "of years"
+    assert sorted(path.name for path in (tmp_path / "step-5").iterdir()) == [FILE, INDEX, "notes"]
+    assert sorted(path.name for path in (tmp_path / "step-4").iterdir()) == [FILE, INDEX]
+
+
+def _thesis(folder):
+    (folder / "step-1").mkdir()
+    (folder / "step-1" / "thesis.tex").write_text("of years")
+
+
+@pytest.mark.parametrize(
+    ("foreign", "names"),
+    [
+        (_thesis, "step-1/thesis.tex"),
+        (lambda folder: (folder / "step-1").write_text("a file"), "step-1"),
+        (lambda folder: (folder / "step-2" / "more").mkdir(), "step-2/more"),
+        # A sharded model of another tool has the same names.
+        (lambda folder: _say(folder, '"dovetail_step": 2,', ""), f"step-2/{INDEX}"),
+        (lambda folder: _say(folder, '_step": 2,', '_step": 3,'), f"step-2/{INDEX}"),
+        (lambda folder: _keep(folder, 3, "another"), "step-3 is another run's"),
+    ],
+)
+def test_a_run_is_not_begun_where_something_else_has_the_name_of_a_checkpoint(
+    foreign, names, tmp_path
+):
+    _keep(tmp_path, 2, "this")
+    check_own(tmp_path, "this")
+    (tmp_path / "notes").write_text("beside checkpoints")
+    check_own(tmp_path, "this")
+    foreign(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=rf"--checkpoint: .*{re.escape(names)}"):
+        check_own(tmp_path, "this")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_killed_run_has_left_is_its_own(tmp_path):
+    _keep(tmp_path, 2, "this")
+    save_part(tmp_path, 3, FILE, {"bias": torch.zeros(3)})
+    (tmp_path / "step-3" / f".{file_of(1, 2)}.abcd_123").touch()
+    (tmp_path / "step-4").mkdir()
+    check_own(tmp_path, "this")
+    # A part of a sharded model of another tool is not.
+    (tmp_path / "step-4" / FILE).write_bytes(safetensors_bytes({"a": torch.zeros(1)}))
+    with pytest.raises(UsageError, match=f"step-4/{FILE} is no part"):
+        check_own(tmp_path, "this")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(tmp_path):
+    _keep(tmp_path, 2)
+    _say(tmp_path, ',\n  "dovetail_run": ""', "")
+    run = read_index(latest_in(tmp_path)).run
+    check_own(tmp_path, run)
+    for step in (3, 4):
+        _keep(tmp_path, step, run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3", "step-4"]
 
 
 # ── The command ──
@@ -328,6 +412,18 @@ def test_going_on_needs_a_folder_and_several_ranks(plan_file, tmp_path, monkeypa
         using.run(plan_file, checkpoint=tmp_path)
 
 
+def test_a_folder_that_holds_something_else_is_refused_before_the_run_starts(tmp_path):
+    _thesis(tmp_path)
+    with pytest.raises(UsageError, match=r"--checkpoint: .*step-1/thesis.tex is no part"):
+        using.run(tmp_path / "no plan", checkpoint=tmp_path)
+    (tmp_path / "kept").mkdir()
+    _keep(tmp_path / "kept", 2, "another")
+    with pytest.raises(UsageError, match=r"step-2 is another run's; go on from it with --resume"):
+        using.run(tmp_path / "no plan", checkpoint=tmp_path / "kept")
+    with pytest.raises(FileFormatError, match="no plan"):
+        using.run(tmp_path / "no plan", checkpoint=tmp_path / "kept", resume=True)
+
+
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
@@ -411,6 +507,62 @@ def test_what_a_gpu_raises_ends_the_run_on_all_though_others_wait_for_it():
     assert [status for status, _, _ in ends] == [1, 1]
     assert "rank 1 on host box1 was lost in op 'sigmoid'" in ends[0][2]
     assert "not a number" in ends[0][2]
+
+
+KINDS = {
+    "run": ["--steps", "1000000"],
+    "train": ["--backend", "ranks", "--workers", "2", "--epochs", "100000"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_end_with_their_torchrun(kind, plan_file, tmp_path):
+    what = str(plan_file) if kind == "run" else "tests.support.trained_models:quadrants"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with open(tmp_path / "said", "w") as said:
+        launcher = subprocess.Popen(
+            [*command, "-m", "dovetail", kind, what, *KINDS[kind]],
+            env=environment(TMPDIR=str(tmp_path), PYTHONUNBUFFERED="1"),
+            stdout=said, stderr=said,
+        )  # fmt: skip
+    ranks = []
+    try:
+        ranks = _ranks_of(launcher, tmp_path / "said")
+    finally:
+        launcher.kill()
+        launcher.wait()
+    deadline = time.monotonic() + 10
+    try:
+        while any(map(is_there, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(is_there, ranks)), (tmp_path / "said").read_text()[-2000:]
+    finally:
+        for pid in filter(is_there, ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _ranks_of(launcher, said):
+    """The processes of two ranks that are at work, and those below them."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and launcher.poll() is None:
+        ranks = [[rank, *below(rank)] for rank in children_of(launcher.pid)]
+        # Each has a fork server, and what that or it has started.
+        if len(ranks) == 2 and all(len(pids) > 2 for pids in ranks):
+            time.sleep(1)
+            return [pid for rank in ranks for pid in rank]
+        time.sleep(0.2)
+    raise AssertionError(said.read_text()[-2000:])
+
+
+def children_of(pid):
+    with suppress(OSError):
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def below(pid):
+    """A process's children, and theirs."""
+    return [each for child in children_of(pid) for each in (child, *below(child))]
 
 
 @pytest.mark.parametrize(

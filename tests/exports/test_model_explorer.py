@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from torch import nn
 
 import dovetail as dt
+from dovetail.errors import FileFormatError
 from dovetail.exports import model_explorer
 from dovetail.reports import device_colours
 from tests.support.planned import blocks_step, captured, plan_of
@@ -186,3 +187,9 @@ def test_the_export_writes_a_folder_again_and_again(tmp_path):
         written = dt.export(plan, step, "model-explorer", tmp_path / "view")
     assert {path.name for path in (tmp_path / "view").iterdir()} == set(written)
     assert json.loads((tmp_path / "view" / "device.json").read_text()) == written["device.json"]
+    (tmp_path / "view" / "device.json").rename(tmp_path / "outside")
+    (tmp_path / "view" / "device.json").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside").write_text("of somebody's")
+    with pytest.raises(FileFormatError, match="a link"):
+        dt.export(plan, step, "model-explorer", tmp_path / "view")
+    assert (tmp_path / "outside").read_text() == "of somebody's"

@@ -1,6 +1,7 @@
 """Programs that torch.export.save wrote, and what is not opened."""
 
 import json
+import logging
 import zipfile
 
 import pytest
@@ -177,6 +178,20 @@ def test_what_is_no_archive_is_refused_in_one_line(tmp_path, content):
     with pytest.raises(FileFormatError) as raised:
         load_exported(str(path))
     assert "\n" not in str(raised.value)
+
+
+def test_torchs_own_log_of_a_damaged_program_is_not_shown(saved, tmp_path, caplog):
+    def damage(program):
+        program["graph_module"]["graph"]["nodes"][0]["inputs"][0]["arg"] = {
+            "as_tensor": {"name": "of no node"}
+        }
+
+    path = rewritten(saved[1], tmp_path / "damaged.pt2", damage)
+    with pytest.raises(FileFormatError, match="Failed deserializing node") as raised:
+        load_exported(path)
+    assert "\n" not in str(raised.value)
+    assert caplog.records == []
+    assert not logging.getLogger("torch.export").filters
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from dovetail import cli
 from dovetail.simulator import Simulator
 
 TWO_GPUS = ("--machine", "2 x p100 + haswell", "--budget", "200e")
@@ -395,6 +396,32 @@ def test_a_bad_gap_is_refused_in_one_line(dovetail, number):
     (line,) = [line for line in err.splitlines() if "importing torch" not in line]
     assert "gap" in line
     assert out == ""
+
+
+def _as_llvmlite_does():
+    try:
+        raise OSError("libllvmlite.so: failed to map segment from shared object")
+    except OSError:
+        raise OSError("Could not find/load shared object file 'libllvmlite.so'\nor so")  # noqa: B904
+
+
+def _as_torch_does():
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] can't allocate memory: 64 bytes\nor so")
+
+
+def _as_python_does():
+    raise MemoryError
+
+
+@pytest.mark.parametrize("fails", [_as_llvmlite_does, _as_torch_does, _as_python_does])
+def test_too_little_memory_is_one_line_and_exits_with_1(dovetail, monkeypatch, fails):
+    monkeypatch.setattr(cli, "make_app", lambda name: lambda *_, **__: fails())
+    # These tests are no user's own code.
+    monkeypatch.setattr(cli, "location_of", lambda *_, **__: "")
+    status, _, said = dovetail("networks")
+    assert status == 1
+    assert said.count("\n") == 1
+    assert said.startswith("error: there is too little memory: ")
 
 
 def test_the_package_runs_as_a_module():

@@ -103,6 +103,14 @@ def test_without_json_tables_and_lines_are_printed(dovetail):
     assert "learning tests.support.small_models:trained by gdp, simulated trials" in err
 
 
+def test_a_batch_writes_no_plan_through_a_link(dovetail, tmp_path):
+    (tmp_path / "1-tests.support.small-models-other-on-2-x-k80-haswell.json").symlink_to("/nowhere")
+    model = "tests.support.small_models:other"
+    machines = [word for n in (4, 2) for word in ("--machine", f"{n} x k80 + haswell")]
+    status, _, err = dovetail("learn", "batch", model, model, *machines, "--out", tmp_path)
+    assert (status, err.count("a link")) == (2, 1), err
+
+
 def test_a_batch_learns_one_policy_and_writes_a_plan_each(dovetail, tmp_path):
     status, out, err = dovetail(
         "learn", "batch", "tests.support.small_models:branches", "tests.support.small_models:other",

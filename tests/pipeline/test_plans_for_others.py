@@ -172,6 +172,7 @@ def test_a_plan_of_ours_is_priced_as_it_promises(step, tmp_path):
     ("place", "says"),
     [
         ({"layers.9": 0}, "'layers.9' is no module or parameter"),
+        ({"": "9" * 5000}, "'' is on '99999"),
         ({"": "disk"}, "on disk, where nothing runs"),
         ({"": 7}, "'' is on 7; 2 x p100 .* has .*accelerators 0 to 1"),
     ],

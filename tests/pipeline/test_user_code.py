@@ -375,6 +375,35 @@ def test_os_exit_ends_a_real_process_with_a_line(written, tmp_path):
     check((done.returncode, done.stdout, done.stderr), module)
 
 
+@pytest.fixture(scope="module")
+def computing_on(tmp_path_factory):
+    """What comes of a command that is done while a thread of the user's code computes on, and what
+    it leaves in TMPDIR. The user's code has torch import dynamo, which makes a folder there."""
+    folder = tmp_path_factory.mktemp("computing_on")
+    (temporary := folder / "temporary").mkdir()
+    on = "[torch.ones(2**20).add_(1) for _ in range(10**9)]"
+    start = f"import threading; threading.Thread(target=lambda: {on}, daemon=True).start()"
+    filled = dict.fromkeys(PLACES, "pass") | {"imported": f"import torch._dynamo; {start}"}
+    (folder / "computing_on.py").write_text(MODULE.format(here=os.getpid(), **filled))
+    command = (sys.executable, "-m", "dovetail", "capture", "computing_on:step", "--out", "g.json")
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, check=False,
+        env=environment | {"TMPDIR": str(temporary)},
+    )  # fmt: skip
+    return done, (folder / "g.json").exists(), os.listdir(temporary)
+
+
+def test_a_thread_that_computes_on_does_not_abort_a_command_that_is_done(computing_on):
+    done, is_written, _ = computing_on
+    assert done.returncode == 0, done.stderr
+    assert is_written
+
+
+def test_torch_leaves_no_folder_in_the_temporary_one(computing_on):
+    assert computing_on[2] == []
+
+
 def test_an_output_that_is_a_link_to_itself_is_refused(dovetail, written, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(link)

@@ -1,12 +1,18 @@
 """No file asks for more memory or time than the bounds that SECURITY.md names."""
 
 import json
+import os
+import socket
 import stat
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dovetail.cli.predicting import _read_arrays, _read_csv
+from dovetail.cli.weights import load_weights
 from dovetail.errors import (
     DovetailError,
     FileFormatError,
@@ -14,15 +20,21 @@ from dovetail.errors import (
     PolicyFileError,
     UsageError,
 )
+from dovetail.frontends.models import load_exported
+from dovetail.frontends.onnx import load_onnx
+from dovetail.graph.files import load_graph
 from dovetail.graph.replicate import MOST_OPS, replicate
+from dovetail.instances import load_instance
 from dovetail.machine import files as machine_files
 from dovetail.machine import load_machine, parse_machine
 from dovetail.machine.records import MOST_DEVICES
+from dovetail.pipeline.planning import read_place
 from dovetail.placers.learned import files as policy_files
 from dovetail.placers.learned.files import load_policy
 from dovetail.plans import load_plan, save_plan
 from dovetail.training.backends.contract import Assignment
 from dovetail.training.history import History
+from dovetail.training.step_times import read_trace
 from dovetail.training.supervisor import temporary_storage
 from tests.reports.test_page import small_report
 from tests.support.histories import make_history
@@ -38,6 +50,54 @@ def test_a_machine_file_is_bounded_in_bytes_and_in_parts_of_a_key(tmp_path, monk
     path.write_text("#" * 2**11)
     with pytest.raises(FileFormatError, match="it is larger than 1 KiB"):
         load_machine(path)
+
+
+READERS = {
+    "graph.json": load_graph,
+    "graph.json.gz": load_graph,
+    "plan.json": load_plan,
+    "map.json": read_place,
+    "instance.json": load_instance,
+    "run.json": History.load,
+    "run.csv": History.load,
+    "steps.csv": read_trace,
+    "machine.toml": load_machine,
+    "policy.safetensors": load_policy,
+    "model.pt2": load_exported,
+    "model.onnx": load_onnx,
+    "weights.pt": partial(load_weights, None),
+    "weights.safetensors": partial(load_weights, None),
+    "data.npy": _read_arrays,
+    "data.csv": _read_csv,
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_file_is_not_waited_for(name, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's path has 107 bytes at most
+    path = Path(name)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        socket.socket(socket.AF_UNIX).bind(name)
+    # Who opens a pipe that nobody writes waits, until it is interrupted.
+    monkeypatch.setattr("builtins.open", refusing(open))
+    with pytest.raises(FileFormatError, match=r"name a file|no such file") as raised:
+        READERS[name](path)
+    assert "\n" not in raised.value.line
+
+
+def refusing(opens):
+    """`open`, which fails where it would wait."""
+
+    def tried(name, *args, opener=None, **options):
+        assert opener is not None, f"{name} is opened whatever it is"
+        return opens(name, *args, opener=opener, **options)
+
+    return tried
 
 
 def test_a_machine_has_no_more_devices_than_can_be_planned_for():

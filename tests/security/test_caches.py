@@ -8,9 +8,9 @@ import pytest
 from dovetail.costs.cache import CostCache, MeasuredCost
 from dovetail.errors import FileFormatError
 from dovetail.executors import compiling
-from dovetail.executors.compiling import CompileTarget, load_code, own_cache
+from dovetail.executors.compiling import CompileTarget, load_code
 from dovetail.runtime import native
-from dovetail.runtime.files import is_own
+from dovetail.runtime.files import is_own, own_cache
 
 
 @pytest.fixture
@@ -71,15 +71,23 @@ def test_a_runner_that_others_can_write_is_not_loaded(tmp_path, monkeypatch):
 
 def test_torch_compile_keeps_its_code_in_the_cache_and_not_in_tmp(tmp_path, monkeypatch):
     """Its own folder, /tmp/torchinductor_USER, can be made by anybody."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    # What torch itself sets as soon as dynamo is imported.
+    monkeypatch.setenv(name, default_cache_dir())
     with own_cache():
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+        assert os.environ[name] == str(tmp_path / "compiled" / "inductor")
     # The caller's own compilations stay where they were.
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    assert os.environ[name] == default_cache_dir()
+    monkeypatch.delenv(name)
     with own_cache():
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+        assert os.environ[name] == str(tmp_path / "compiled" / "inductor")
+    assert name not in os.environ
+    monkeypatch.setenv(name, "/of/the/users")
+    with own_cache():
+        assert os.environ[name] == "/of/the/users"
 
 
 STRANGE = {

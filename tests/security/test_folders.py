@@ -4,11 +4,16 @@ import base64
 import json
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch import ones
 
-from dovetail.errors import FileFormatError
+from dovetail.bench.store import Store
+from dovetail.cli import benching
+from dovetail.errors import FileFormatError, UsageError
+from dovetail.executors import rank_checkpoints
 from dovetail.placers.learned.diary import DiaryEntry, Readers
 from dovetail.runtime import files
 from dovetail.training.trainer import Trainer
@@ -60,6 +65,42 @@ def test_a_run_is_not_begun_through_links(tmp_path):
     assert list(outside.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["best.npy", "evaluations.json", "center"])
+def test_a_run_is_not_begun_over_files_of_its_names(name, tmp_path):
+    (tmp_path / name).write_text("of years")
+    with pytest.raises(UsageError, match=f"{name} is there, and of no run"):
+        fit(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "of years"
+
+
+def test_a_learning_is_not_begun_over_diaries_that_are_there(tmp_path):
+    (tmp_path / "controllers").mkdir()
+    with pytest.raises(UsageError, match="controllers is there, and of no run"):
+        learn_table(folder=tmp_path, trials=16)
+    assert [path.name for path in tmp_path.iterdir()] == ["controllers"]
+
+
+def test_kept_results_of_bench_are_not_written_through_links_and_others_stay(tmp_path):
+    store = Store(tmp_path / "rows", pytest.fail)
+    store.put("ours", "f", 1)
+    store.path("theirs").write_text('{"of": "years"}')
+    store.drop("ours")
+    store.drop("theirs")
+    store.drop("nobody's")
+    assert [path.name for path in (tmp_path / "rows").iterdir()] == ["theirs.json"]
+    store.path("linked").symlink_to(tmp_path / "outside")
+    with pytest.raises(FileFormatError, match="a link"):
+        Store(tmp_path / "rows", pytest.fail)
+
+
+@pytest.mark.parametrize("name", [benching.PAGE, benching.CSV, benching.TRAININGS])
+def test_pages_of_bench_are_not_written_through_links(name, tmp_path):
+    (tmp_path / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(FileFormatError, match="a link"):
+        benching._folder(benching.Paper.RL17, tmp_path)
+
+
 def test_a_pipe_among_a_runs_files_is_not_waited_for(kept, tmp_path):
     os.mkfifo(tmp_path / "trainer.json")
     with pytest.raises(FileFormatError, match="no file"):
@@ -78,6 +119,53 @@ def test_the_json_of_a_runs_folder_is_bounded(kept, tmp_path, monkeypatch):
     (tmp_path / "trainer.json").write_bytes(b" " * 2**11)
     with pytest.raises(FileFormatError, match="holds more than"):
         fit(tmp_path, resume=True)
+
+
+def keep(folder, step):
+    rank_checkpoints.save_part(folder, step, "model-00001-of-00001.safetensors", {"a": ones(2)})
+    rank_checkpoints.save_index(folder, step, {"model-00001-of-00001.safetensors": ["a"]}, "run")
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "latest",
+        "step-2",
+        "step-4",
+        f"step-2/{rank_checkpoints.INDEX}",
+        "step-2/model-00001-of-00001.safetensors",
+        "step-2/more",
+    ],
+)
+def test_a_checkpoint_is_not_read_written_or_removed_through_links(link, tmp_path):
+    folder, outside = tmp_path / "kept", tmp_path / "outside"
+    keep(folder, 2)
+    path = folder / link
+    if path.exists():
+        path.rename(outside)
+    elif link == "step-4":
+        outside.mkdir()
+    else:
+        outside.write_text("of somebody's")
+    path.symlink_to(outside)
+    before = contents(outside)
+    with pytest.raises(FileFormatError, match="a link") as caught:
+        rank_checkpoints.check_own(folder, "run")
+    assert caught.value.path == str(path)
+    if link != "step-4":
+        with pytest.raises(FileFormatError, match="a link"):
+            rank_checkpoints.latest_in(folder)
+    with pytest.raises(FileFormatError, match="a link"):
+        keep(folder, 4 if link == "step-4" else 2)
+    # What lies behind a link is not removed, either.
+    for step in (5, 6, 7):
+        with suppress(FileFormatError):
+            keep(folder, step)
+    assert contents(outside) == before
+
+
+def contents(path):
+    return {p: p.read_bytes() for p in (path, *path.rglob("*")) if p.is_file()}
 
 
 def test_learning_writes_through_no_link(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import FileFormatError, UnwritableError
-from dovetail.runtime.files import read_json, write_atomically
+from dovetail.runtime.files import read_json, refuse_links, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
 GRAPHS, PLANNED, LEARNED, SEARCHED, DRAWN, TOWERS, TRAINED, SCHEDULED = (
@@ -72,6 +72,7 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UnwritableError(str(folder), error.strerror or str(error)) from error
+        refuse_links(folder)
 
     def complain(self, text: str) -> None:
         """Tell of a file that cannot be used, once."""
@@ -106,8 +107,14 @@ class Store:
         write_atomically(self.path(name), json.dumps(file, separators=(",", ":"), allow_nan=False))
 
     def drop(self, name: str) -> None:
-        """Forget a value, if it is there."""
-        self.path(name).unlink(missing_ok=True)
+        """Forget a value, if it is there. What is no file of ours stays."""
+        path = self.path(name)
+        try:
+            raw = read_json(path)
+        except FileFormatError:
+            return  # missing, or broken, so that it is written anew
+        if isinstance(raw, dict) and raw.get("format") == FORMAT:
+            path.unlink()
 
 
 def fingerprint(kind: str, /, **parts: Any) -> str:

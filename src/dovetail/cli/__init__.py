@@ -14,6 +14,7 @@ An error is one line. `--debug`, anywhere among the arguments, shows its traceba
 Nothing here imports torch before a command needs it, so that help and errors come at once.
 """
 
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -33,7 +34,7 @@ try:
 
     from dovetail.errors import DovetailError, InfeasibleError
     from dovetail.runtime.forking import start_fork_server
-    from dovetail.runtime.user_code import exits_noticed, line_of, location_of, refuse_exit
+    from dovetail.runtime.user_code import exits_noticed, line_of, location_of, refuse_exit, said
     from dovetail.units import printable
 # Ctrl-C may come during these imports as well.
 except KeyboardInterrupt:
@@ -121,6 +122,15 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     debug = DEBUG in sys.argv[1:]
     name = arguments[0] if arguments else ""
+    if name in COMMANDS:
+        from dovetail.runtime.files import use_own_cache
+
+        # Before torch is imported, here or by a process that this one starts.
+        use_own_cache()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from dovetail.runtime.ranks import end_with_launcher
+
+        end_with_launcher()
     if name in FORKING and _may_fork(arguments):
         start_fork_server(FORKING[name])
     try:
@@ -170,7 +180,28 @@ def _tell(error: BaseException, debug: bool) -> int:
     if location_of(error, libraries=False):
         _say(f"error: {line_of(error)}")
         return 1
+    # It may be lacking wherever the command is, also while a library is imported.
+    if lacked := _memory_lacked(error):
+        _say(f"error: there is too little memory: {lacked}; free some, or raise its limit")
+        return 1
     raise error
+
+
+def _memory_lacked(error: BaseException | None) -> str:
+    """What could not be had, if the error or one that led to it is about memory; else ""."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        told = said(error)
+        if isinstance(error, MemoryError) or any(sign in told for sign in _NO_MEMORY):
+            return told[:200]
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+_NO_MEMORY = ("allocate memory", "failed to map segment", "bad_alloc", "can't start new thread")
+"""What the texts of errors say that the system, its loader, torch and Python raise for want of
+memory."""
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ import typer
 from dovetail.cli.arguments import Json, check_outputs
 from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
+from dovetail.runtime.files import refuse_links
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -232,6 +233,8 @@ def _folder(paper: Paper, out: Path | None) -> Path:
         raise UsageError("--out", f"name the folder of the table, such as benchmarks/{paper.value}")
     if out.exists() and not out.is_dir():
         raise UsageError("--out", f"{out} is a file; name a folder")
+    for name in (PAGE, CSV, TRAININGS):
+        refuse_links(out / name)
     return out
 
 

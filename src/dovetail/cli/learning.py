@@ -19,6 +19,7 @@ from dovetail.pipeline.requests import (
     TaskRequest,
     parse_seconds,
 )
+from dovetail.runtime.files import refuse_links
 from dovetail.units import HERE
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ def _learn(
     given: "list[_Given]", request: LearnRequest, outputs: "LearningOutputs", *, as_json: bool
 ) -> None:
     """Check the request as far as possible, resolve the models, learn, and write the results."""
-    from dovetail.cli.learning_run import LearningOutputs, learn_and_write
+    from dovetail.cli.learning_run import LearningOutputs, learn_and_write, plan_path
     from dovetail.training.request import launched_rank
 
     if launched_rank():
@@ -294,6 +295,9 @@ def _learn(
         request = replace(request, tasks=tasks)
     if batch and outputs.plans is not None:
         outputs.plans.mkdir(parents=True, exist_ok=True)
+        for index in range(len(tasks)):
+            if (path := plan_path(outputs, tasks, index)) is not None:
+                refuse_links(path)  # in a folder that may be somebody else's
     learn_and_write(request, outputs, as_json=as_json)
 
 

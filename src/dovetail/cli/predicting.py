@@ -13,6 +13,7 @@ from dovetail.cli.output import results, say, show_json
 from dovetail.cli.training import FUNCTION_HELP, open_setup, parse_metrics, parse_options
 from dovetail.cli.weights import first_line, load_weights
 from dovetail.errors import FileFormatError, UsageError
+from dovetail.runtime.files import check_archive, files_only, write_atomically
 from dovetail.training.backends import BACKENDS
 
 if TYPE_CHECKING:
@@ -158,10 +159,8 @@ def _read_arrays(path: Path) -> list[Any]:
     """The arrays of a .npy or .npz file."""
     import numpy as np
 
-    from dovetail.runtime.files import check_archive
-
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=files_only) as file:
             is_archive = file.read(2) == b"PK"
         if is_archive:
             check_archive(path)
@@ -193,7 +192,7 @@ def _read_csv(path: Path) -> list[Any]:
     import numpy as np
 
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8", opener=files_only) as file:
             lines = [line for line in csv.reader(file, strict=True) if line]
     except (OSError, ValueError, csv.Error) as error:
         detail = getattr(error, "strerror", None) or str(error)
@@ -247,8 +246,6 @@ def _write(named: dict[str, Any], path: Path) -> None:
     """Write arrays by name. Raises `UsageError` if the file's form cannot hold them, and
     `UnwritableError`."""
     import numpy as np
-
-    from dovetail.runtime.files import write_atomically
 
     content = io.BytesIO()
     if path.suffix == ".npz":

@@ -20,7 +20,7 @@ from typing import Any
 
 from dovetail.cli.arguments import check_folder
 from dovetail.errors import FileFormatError, UnwritableError, UsageError
-from dovetail.runtime.files import check_archive, new_mode, write_atomically
+from dovetail.runtime.files import check_archive, files_only, new_mode, write_atomically
 
 OUT_HELP = (
     "Write the trained weights (state_dict): by torch.save, as .safetensors, or with a / at the "
@@ -119,7 +119,8 @@ def load_weights(model: Any, path: Path) -> None:
 
     try:
         if path.suffix == ".safetensors":
-            state: Any = load(path.read_bytes())
+            with open(path, "rb", opener=files_only) as file:
+                state: Any = load(file.read())
         else:
             check_archive(path)
             # A mapped tensor is a part of the file, so that it can be no larger than the file is.

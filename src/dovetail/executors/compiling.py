@@ -17,12 +17,10 @@ compiled is tried again by the next program: a full disk or a missing header may
 """
 
 import json
-import os
 import re
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -32,13 +30,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.errors import ProcessDiedError, ProcessError
+from dovetail.errors import FileFormatError, ProcessDiedError, ProcessError
 from dovetail.executors.generated import GeneratedCode, noted
 from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
 from dovetail.machine.gpu_rates import GpuTimer
-from dovetail.runtime.files import cache_folder, is_own, write_atomically
+from dovetail.runtime.files import (
+    compiled_folder,
+    is_own,
+    own_cache,
+    read_json,
+    write_atomically,
+)
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.played_cuda import torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch, ready
@@ -182,7 +186,7 @@ def load_code(key: str, target: CompileTarget) -> GeneratedCode | None:
     if not has_code(key, target):
         return None
     try:
-        facts = json.loads(_path(key, target, "json").read_text())
+        facts: Any = read_json(_path(key, target, "json"))
         examples = examples_of(facts["metas"], target.torch_device)
         with own_cache():
             code = _loaded(_path(key, target, "py"), examples)
@@ -197,21 +201,6 @@ def _loaded(path: Path, examples: Sequence[Tensor]) -> GeneratedCode:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return noted(module, examples)
-
-
-@contextmanager
-def own_cache() -> Iterator[None]:
-    """Have Inductor keep its files beside ours within, unless the user has named a folder for them.
-    Its own default is a folder of /tmp whose name anybody can guess, and make first."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(_folder() / "inductor")
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
@@ -331,11 +320,11 @@ def _kept(key: str, target: CompileTarget) -> Compiled | None:
     if not is_own(path):
         return None
     try:
-        facts = json.loads(path.read_text())
+        facts: Any = read_json(path)
         if not facts.get("is_update") and not has_code(key, target):
             return None
         return Compiled(float(facts["share"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (FileFormatError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 
@@ -348,11 +337,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _path(key: str, target: CompileTarget, kind: str) -> Path:
-    return _folder() / _version() / f"{key}-{target.label}.{kind}"
-
-
-def _folder() -> Path:
-    return cache_folder() / "compiled"
+    return compiled_folder() / _version() / f"{key}-{target.label}.{kind}"
 
 
 def _version() -> str:

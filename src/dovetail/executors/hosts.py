@@ -34,6 +34,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -54,9 +55,11 @@ from dovetail.executors.placed import (
     timeline_of,
 )
 from dovetail.executors.rank_checkpoints import (
+    check_own,
     file_of,
     latest_in,
     load_tensors,
+    read_index,
     save_index,
     save_part,
 )
@@ -432,7 +435,7 @@ class HostsNetwork:
         self._abort_flag = self._block.view(self._shares.abort, (1,), np.int64)
         self._watch = _HangWatch(self._local, plan, captured)
         self._steps = 0
-        self._folder, self._every = Path(), 0
+        self._folder, self._every, self._run = Path(), 0, uuid4().hex
         try:
             ranks.on_lost(self._abort)
             ranks.doing = self._doing
@@ -515,7 +518,10 @@ class HostsNetwork:
         return self._local.optimizer_state_dict()
 
     def keep_checkpoints(self, folder: str | Path, every: int) -> None:
-        """Save the state in this folder after each `every` steps from now on."""
+        """Save the state in this folder after each `every` steps from now on. Raises `UsageError`
+        if others' checkpoints are there, or what is none."""
+        self._run = self.ranks.gather("run", self._run)[0]
+        check_own(Path(folder), self._run)
         self._folder, self._every = Path(folder), every
 
     def save(self, folder: str | Path) -> None:
@@ -527,7 +533,8 @@ class HostsNetwork:
         save_part(Path(folder), step, file, tensors)
         told = self.ranks.gather("saved", {file: sorted(tensors)})
         if self.ranks.rank == 0:
-            save_index(Path(folder), step, {f: names for part in told for f, names in part.items()})
+            files = {file: names for part in told for file, names in part.items()}
+            save_index(Path(folder), step, files, self._run)
         # Nobody goes on, and perhaps dies, before the checkpoint is whole.
         self.ranks.gather("whole", step)
 
@@ -547,6 +554,7 @@ class HostsNetwork:
                 raise FileFormatError(str(folder), f"{says}; all ranks must see one folder")
         self._local.reload()
         self._steps = self._local.steps = step
+        self._run = read_index(where).run
         return step
 
     def _kept_state(self, *, owned: bool) -> dict[str, Tensor]:

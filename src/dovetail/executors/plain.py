@@ -36,7 +36,6 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.compiling import own_cache
 from dovetail.executors.placed import (
     Measurement,
     check_fits,
@@ -55,6 +54,7 @@ from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
 from dovetail.machine import Machine
 from dovetail.plans import COMPILED, EAGER, REDUCED
+from dovetail.runtime.files import own_cache
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of

@@ -10,14 +10,16 @@ The files are those of a sharded model on Hugging Face, so other tools read them
 name. So a plan with other devices, or on other ranks, goes on from them. They are not written by
 `torch.distributed.checkpoint`, whose ranks send each other pickles, and whose own format has one.
 
-All ranks need to see the folder, as on a shared disk.
+All ranks need to see the folder, as on a shared disk. Each index has the mark of its run, and each
+file of a rank its step. A run begins in no folder where a `step-N` is not its own (see
+`check_own`), and removes only what has its mark.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from dovetail.errors import FileFormatError, UnwritableError
-from dovetail.runtime.files import read_json, write_atomically
+from dovetail.errors import FileFormatError, UnwritableError, UsageError
+from dovetail.runtime.files import read_json, refuse_links, write_atomically
 
 INDEX, LATEST = "model.safetensors.index.json", "latest"
-_STEP = re.compile("step-([0-9]{1,18})")
+_STEP = re.compile("step-(0|[1-9][0-9]{0,17})")
+_STEP_KEY, _RUN_KEY = "dovetail_step", "dovetail_run"
+_PART = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_TEMPORARY = re.compile(rf"\.({_PART.pattern}|{re.escape(INDEX)})\.[a-z0-9_]{{8}}")
+"""What `write_atomically` leaves behind when it is killed."""
 KEPT = 2
 """So many of the last checkpoints stay in the folder."""
 
@@ -39,37 +45,132 @@ def file_of(rank: int, ranks: int) -> str:
     return f"model-{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
+@dataclass(frozen=True)
+class Index:
+    """What the index of a checkpoint says.
+
+    run      the mark of the run that wrote it; "" of one that had none
+    weights  name of a tensor -> its file
+    """
+
+    step: int
+    run: str
+    weights: Mapping[str, Any]
+
+
+def read_index(where: Path) -> Index:
+    """The index of a checkpoint in the folder `where`. Raises `FileFormatError`."""
+    index: Any = read_json(where / INDEX)
+    try:
+        facts, weights = index["metadata"], dict(index["weight_map"])
+        step, run = facts[_STEP_KEY], facts.get(_RUN_KEY, "")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FileFormatError(str(where / INDEX), f"not an index: {error!r}") from None
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise FileFormatError(str(where / INDEX), f"its {_STEP_KEY} is no number of a step")
+    return Index(step, str(run), weights)
+
+
+def check_own(folder: Path, run: str | None) -> None:
+    """Refuse a folder in which another than this run has checkpoints, or somebody something else
+    that has the name of one. Raises `UsageError`, and `FileFormatError` for a link among them.
+
+    run   the mark of the run; None of a run that has no checkpoint yet
+    """
+    option = "--checkpoint"
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise FileFormatError(str(folder), error.strerror or str(error)) from None
+    steps = [name for name in names if _STEP.fullmatch(name)]
+    for name in (*steps, *({LATEST} & {*names})):
+        path = folder / name
+        refuse_links(path)
+        where = latest_in(folder) if name == LATEST else path
+        if name != LATEST and (strange := _strange_in(path)) is not None:
+            detail = f"{strange} is no part of a checkpoint of ours; move it, or name a new folder"
+            raise UsageError(option, detail)
+        if run is None or ((where / INDEX).exists() and read_index(where).run != run):
+            detail = f"{path} is another run's; go on from it with --resume, or name a new folder"
+            raise UsageError(option, detail)
+
+
+def _strange_in(where: Path) -> Path | None:
+    """What is no part of a checkpoint in the folder of one, if there is anything."""
+    if not where.is_dir():
+        return where
+    step = int(where.name.removeprefix("step-"))
+    for path in sorted(where.iterdir()):
+        if not path.is_file():
+            return path
+        try:
+            if path.name == INDEX:
+                own = read_index(where).step == step
+            elif _PART.fullmatch(path.name) and not (where / INDEX).exists():
+                with safe_open(path, framework="pt") as part:
+                    own = (part.metadata() or {}).get(_STEP_KEY) == str(step)
+            else:
+                own = bool(_PART.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name))
+        except (FileFormatError, SafetensorError, OSError):
+            own = False
+        if not own:
+            return path
+    return None
+
+
 def save_part(folder: Path, step: int, file: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a rank's tensors. Raises `UnwritableError`."""
+    """Write a rank's tensors. Raises `UnwritableError`, and `FileFormatError` for a link."""
     where = folder / f"step-{step}"
+    refuse_links(where)
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UnwritableError(str(where), error.strerror or str(error)) from error
     whole = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    write_atomically(where / file, save(whole, {"format": "pt"}))
+    write_atomically(where / file, save(whole, {"format": "pt", _STEP_KEY: str(step)}))
 
 
-def save_index(folder: Path, step: int, files: Mapping[str, Iterable[str]]) -> None:
-    """Finish a checkpoint of which all parts are written, and remove older ones.
+def save_index(folder: Path, step: int, files: Mapping[str, Iterable[str]], run: str = "") -> None:
+    """Finish a checkpoint of which all parts are written, and remove older ones of this run.
 
     files   file -> the names in it
+    run     the mark of the run
     """
     where = folder / f"step-{step}"
     weights = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"dovetail_step": step}, "weight_map": dict(sorted(weights.items()))}
+    facts = {_STEP_KEY: step, _RUN_KEY: run}
+    index = {"metadata": facts, "weight_map": dict(sorted(weights.items()))}
+    for path in (where / INDEX, folder / LATEST):
+        refuse_links(path)
     write_atomically(where / INDEX, json.dumps(index, indent=1))
     write_atomically(folder / LATEST, where.name)
     steps = sorted(
         int(found[1]) for path in folder.iterdir() if (found := _STEP.fullmatch(path.name))
     )
-    for old in [number for number in steps if number < step][: -(KEPT - 1) or None]:
+    own = [path for n in steps if n < step and _is_of(path := folder / f"step-{n}", run)]
+    for old in own[: -(KEPT - 1) or None]:
         with suppress(OSError):
-            shutil.rmtree(folder / f"step-{old}")
+            # The mark goes last.
+            for path in sorted(old.iterdir(), key=lambda path: path.name == INDEX):
+                path.unlink()
+            old.rmdir()
+
+
+def _is_of(where: Path, run: str) -> bool:
+    """Whether a folder holds a whole checkpoint of this run and nothing else."""
+    try:
+        refuse_links(where)
+        return _strange_in(where) is None and read_index(where).run == run
+    except FileFormatError:
+        return False
 
 
 def latest_in(folder: Path) -> Path:
-    """The folder of the last whole checkpoint. Raises `FileFormatError` where there is none."""
+    """The folder of the last whole checkpoint. Raises `FileFormatError` where there is none, and
+    for a link in its place."""
+    refuse_links(folder / LATEST)
     try:
         name = (folder / LATEST).read_text()[:100]
     except (OSError, ValueError) as error:
@@ -77,6 +178,7 @@ def latest_in(folder: Path) -> Path:
         raise FileFormatError(str(folder / LATEST), f"no checkpoint there: {said}") from None
     if not _STEP.fullmatch(name):
         raise FileFormatError(str(folder / LATEST), f"{name!r} names no checkpoint")
+    refuse_links(folder / name)
     return folder / name
 
 
@@ -86,14 +188,10 @@ def load_tensors(where: Path, into: Mapping[str, Tensor]) -> int:
     Raises `FileFormatError` for a checkpoint without one of them, or where one does not fit. What
     was copied until then stays.
     """
-    index: Any = read_json(where / INDEX)
-    try:
-        step, weights = int(index["metadata"]["dovetail_step"]), dict(index["weight_map"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(str(where / INDEX), f"not an index: {error!r}") from None
+    index = read_index(where)
     by_file: dict[str, list[str]] = {}
     for name in into:
-        file = weights.get(name)
+        file = index.weights.get(name)
         if not isinstance(file, str) or not re.fullmatch(r"[\w-]+\.safetensors", file):
             raise FileFormatError(str(where / INDEX), f"it has no file for {name!r}")
         by_file.setdefault(file, []).append(name)
@@ -104,7 +202,7 @@ def load_tensors(where: Path, into: Mapping[str, Tensor]) -> int:
                     _copy(where / file, name, part.get_tensor(name), into[name])
         except (SafetensorError, OSError) as error:
             raise FileFormatError(str(where / file), str(error)) from None
-    return step
+    return index.step
 
 
 def _copy(path: Path, name: str, value: Tensor, target: Tensor) -> None:

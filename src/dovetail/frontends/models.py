@@ -3,6 +3,7 @@
 
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -79,6 +80,14 @@ def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]
     if not os.path.isfile(path):
         raise FileFormatError(path, "there is no such file")
     check_archive(path)
+    log, logged = logging.getLogger("torch.export"), []
+
+    def take(record: logging.LogRecord) -> bool:
+        """Keep what torch logs with its traceback, instead of showing it."""
+        logged.extend([record.exc_info[1]] if record.exc_info else [])
+        return False
+
+    log.addFilter(take)
     try:
         with open_archive(path) as archive:
             _check(path, archive)
@@ -87,10 +96,13 @@ def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]
     except FileFormatError:
         raise
     except Exception as error:  # torch raises all kinds for a damaged file or another version's
-        line = " ".join(str(error).split())[:200]
+        # What torch raises in the end may only point to what it has logged.
+        line = " ".join(str(next(iter(logged), error)).split())[:200]
         raise FileFormatError(
             path, f"torch.export cannot load it ({line}); export it again with this torch"
         ) from error
+    finally:
+        log.removeFilter(take)
     if exported.example_inputs is None:
         raise FileFormatError(path, "it has no example inputs; export it with them")
     args, kwargs = exported.example_inputs

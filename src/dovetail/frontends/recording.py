@@ -395,7 +395,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     ) -> Any:
         """Return the operator's result."""
         # `draw` has moved the generator on, and an op on real tensors would move it further.
-        drawing = (
+        drawing = contextlib.nullcontext()
             torch.random.fork_rng(devices=[]) if traits.is_random else contextlib.nullcontext()
         )
         with drawing, laid_out_as_run(target):

@@ -38,7 +38,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dovetail.errors import FileFormatError
 from dovetail.machine.records import Machine
-from dovetail.runtime.files import write_atomically
+from dovetail.runtime.files import files_only, write_atomically
 from dovetail.runtime.formats import file_type, first_complaint, to_file
 from dovetail.units import format_bytes
 
@@ -71,7 +71,7 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
 def load_machine(path: Path | str) -> Machine:
     """Read a machine from TOML. Raises `FileFormatError` or `MachineError`."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=files_only) as file:
             data = file.read(MOST_FILE_BYTES + 1)
         if len(data) > MOST_FILE_BYTES:
             limit = format_bytes(MOST_FILE_BYTES)

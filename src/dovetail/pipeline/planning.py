@@ -1094,10 +1094,13 @@ def _device_of(path: str, name: int | str, machine: Machine) -> int:
         return kinds.index("cpu")
     number = text.removeprefix("cuda:") if text != "cuda" else "0"
     gpus = [d for d, kind in enumerate(kinds) if kind == "gpu"]
-    if not number.isdecimal() or int(number) >= len(gpus):
+    # Python makes no number of more than 4,300 digits.
+    if not number.isdecimal() or len(number) > 9 or int(number) >= len(gpus):
         numbers = f", and accelerators 0 to {len(gpus) - 1}" if gpus else ""
         names = ", ".join(machine.device_names)
-        raise UsageError("place", f"{path!r} is on {name!r}; {machine.name} has {names}{numbers}")
+        raise UsageError(
+            "place", f"{path!r} is on {name!r:.40}; {machine.name} has {names}{numbers}"
+        )
     return gpus[int(number)]
 
 

@@ -22,7 +22,7 @@ from dovetail.pipeline.requests import check_seed
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import PLACED, Plan, check
 from dovetail.reports import PlanReport, chrome_trace, device_colours, write_html
-from dovetail.runtime.files import write_atomically
+from dovetail.runtime.files import refuse_links, write_atomically
 from dovetail.runtime.neighbours import disturbs
 from dovetail.runtime.ranks import Ranks, host_name
 from dovetail.timeline import Timeline
@@ -179,7 +179,8 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
     trace           the predicted step, for Perfetto or chrome://tracing
     instance        graph, machine and costs as a published placement instance
 
-    Raises `ExportError` where the format cannot say what the plan does, and `UnwritableError`.
+    Raises `ExportError` where the format cannot say what the plan does, `UnwritableError`, and
+    `FileFormatError` for a link among the files of a folder.
     """
     check_export(to)
     exported = EXPORTS[to](plan, graph_of(planned(plan, step)))
@@ -189,6 +190,7 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
         assert isinstance(exported, dict)
         folder = make_folder(path)
         for name, document in exported.items():
+            refuse_links(folder / name)
             write_atomically(folder / name, json.dumps(document, allow_nan=False))
     elif path is not None:
         write_atomically(path, json.dumps(exported, allow_nan=False))

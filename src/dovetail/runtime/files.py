@@ -1,5 +1,6 @@
 """Writes a file whole or not at all, and reads JSON and archives of unknown origin."""
 
+import errno
 import gzip
 import io
 import json
@@ -10,7 +11,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,38 @@ def cache_folder() -> Path:
     """Return the folder of what can be computed again: $DOVETAIL_CACHE, or else the user's own."""
     folder = os.environ.get("DOVETAIL_CACHE")
     return Path(folder) if folder else user_cache_path("dovetail")
+
+
+def compiled_folder() -> Path:
+    """Return the folder of compiled code."""
+    return cache_folder() / "compiled"
+
+
+def use_own_cache() -> None:
+    """Have Inductor keep its files beside ours, unless the user has named a folder for them. Its
+    own default is a folder of /tmp whose name anybody can guess, and make first. torch makes that
+    one and names it to all later processes as soon as dynamo is imported."""
+    named = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    default = Path(tempfile.gettempdir()).resolve()
+    if named == Path() or (
+        named.name.startswith("torchinductor_") and named.parent.resolve() == default
+    ):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_folder() / "inductor")
+
+
+@contextmanager
+def own_cache() -> Iterator[None]:
+    """`use_own_cache` within: afterwards the process has the folder of before."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    use_own_cache()
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def is_own(path: Path) -> bool:
@@ -60,6 +93,15 @@ def refuse_links(path: Path) -> None:
             raise FileFormatError(str(path), error.strerror or str(error)) from None
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
             raise FileFormatError(str(path), "it is a link, or another thing that is no file")
+
+
+def files_only(name: str, flags: int) -> int:
+    """The `opener` of `open` for each file that a user names: it opens no pipe, socket or device,
+    for which a reader could wait without end. Raises `OSError`."""
+    mode = os.stat(name).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device; name a file", name)
+    return os.open(name, flags)
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -141,7 +183,10 @@ _CHUNK_BYTES = 2**20
 def read_json(path: str | Path) -> Any:
     """The parsed JSON of a file, unzipped if its name ends in `.gz`. Raises `FileFormatError`."""
     try:
-        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+        with (
+            open(path, "rb", opener=files_only) as raw,
+            gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw as file,
+        ):
             data = b"".join(_chunks(file.read, str(path)))
         if data.count(b",") > MOST_VALUES or data.count(b"{") + data.count(b"[") > MOST_CONTAINERS:
             detail = f"holds more than {MOST_VALUES} values, or {MOST_CONTAINERS} lists and objects"
@@ -179,7 +224,9 @@ def check_archive(path: str | Path, content: bytes | None = None) -> None:
     content   the archive's bytes, of an archive within the file `path`; None: the file itself
     """
     try:
-        with open(path, "rb") if content is None else io.BytesIO(content) as file:
+        with (
+            open(path, "rb", opener=files_only) if content is None else io.BytesIO(content) as file
+        ):
             # Readers that unpickle other files tell an archive by its first bytes, zipfile by its
             # last.
             if file.read(4) != b"PK\x03\x04":

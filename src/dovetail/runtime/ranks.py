@@ -11,6 +11,8 @@ first to notice writes that down, so that all ranks name the same one, and then 
 
 Who waits for other ranks does so by `Ranks.wait_for`, in a thread of its own: a wait in gloo cannot
 be broken off, and the thread that called must hear of a lost rank.
+
+A rank does not outlive the torchrun that started it: see `end_with_launcher`.
 """
 
 import atexit
@@ -25,10 +27,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Self
 
 from dovetail.errors import DovetailError, RankLostError, UsageError
+from dovetail.interrupts import INTERRUPTED
 from dovetail.runtime.processes import Channel, launch
 from dovetail.runtime.stopped import state_of
 from dovetail.units import printable
@@ -54,6 +58,9 @@ _QUIET_SECONDS = 1.2
 """A rank to which a connection failed is lost as soon as its beat stands still for so long. One
 that goes on beating may be about to say why."""
 _LOST = "lost"
+_LAUNCHER = os.getppid()
+_ORPHAN_SECONDS = 6.0
+"""A rank has this long to end by Ctrl-C once its launcher is gone."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +257,8 @@ class Ranks:
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed."""
-        self._status = getattr(error, "exit_status", 1)
+        by_default = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        self._status = getattr(error, "exit_status", by_default)
         if self.lost is None:
             said = error.line if isinstance(error, DovetailError) else _one_line(repr(error))
             with suppress(RuntimeError):
@@ -412,9 +420,35 @@ def guard(channel: Channel) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@cache
+def end_with_launcher() -> None:
+    """Have this process end once torchrun, which started it, is gone: nobody else would end it.
+
+    It ends as by Ctrl-C, so that it leaves nothing behind, or else after `_ORPHAN_SECONDS`. Other
+    launchers may start ranks and be done.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+
+    def watch() -> None:
+        while os.getppid() == _LAUNCHER:
+            time.sleep(BEAT_SECONDS)
+        with suppress(OSError):
+            sys.stderr.write("error: torchrun has ended, and so do its ranks\n")
+            sys.stderr.flush()
+        if main := threading.main_thread().ident:
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(_ORPHAN_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
 def connect_store(place: RankPlace, *, keeps: bool, timeout_seconds: float) -> Any:
     """A connection with torch's store. `torchrun` keeps the store; without it rank 0 does, by the
     connection that `keeps` it. Raises `UsageError`."""
+    if keeps:
+        end_with_launcher()
     from dovetail.runtime.torch_versions import named_store, tcp_store
 
     host, port = place.address

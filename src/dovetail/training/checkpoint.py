@@ -10,7 +10,7 @@ import io
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,21 +77,28 @@ class _Evaluations(BaseModel):
 
 
 def open_folder(
-    folder: str | os.PathLike[str], facts: Mapping[str, Any], resume: bool
+    folder: str | os.PathLike[str],
+    facts: Mapping[str, Any],
+    resume: bool,
+    more: Iterable[str] = (),
 ) -> RunFolder:
     """Starts a run in the folder, or opens the run that is there to resume it.
 
     facts   what identifies the run, as values that JSON can hold. Of a run to resume, the fields
             `CHANGING` may differ; the server checks by how much
+    more    names of what else the run keeps there
 
-    Raises `UsageError` if the folder holds a run and `resume` is false, or holds none and it is
-    true. Raises `RunMismatchError` if the facts of the run to resume differ, and
-    `FileFormatError` for a link among its files.
+    Raises `UsageError` if the folder holds a run, or other files of their names, and `resume` is
+    false, or holds none and it is true. Raises `RunMismatchError` if the facts of the run to resume
+    differ, and `FileFormatError` for a link among its files.
     """
     check_held(folder, resume)
     path = Path(folder)
-    for name in (_FACTS, _EVALUATIONS, _BEST, _CENTER):
+    for name in (_FACTS, _EVALUATIONS, _BEST, _CENTER, *more):
         refuse_links(path / name)
+        if not resume and (path / name).exists():
+            says = f"{path / name} is there, and of no run; move it, or give another folder"
+            raise UsageError("folder", says)
     held = path / _FACTS
     if not resume:
         return _start(path, facts)

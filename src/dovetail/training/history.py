@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from dovetail.errors import FileFormatError
-from dovetail.runtime.files import read_json, write_atomically
+from dovetail.runtime.files import files_only, read_json, write_atomically
 from dovetail.training.analysis import Staleness, staleness
 from dovetail.training.divergence import Divergence, diverging, remedy
 from dovetail.training.records import LEASED, Evaluation, Event, Outcome, Row
@@ -573,7 +573,7 @@ def _as_csv(outcome: Outcome) -> str:
 def _from_csv(path: str) -> Outcome:
     records: dict[str, list[Any]] = {name: [] for name in _RECORDS}
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8", newline="", opener=files_only) as file:
             reader = csv.DictReader(file, strict=True)
             heads = reader.fieldnames or ()
             plain = len(_CSV_KEYS)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import FileFormatError, UsageError
+from dovetail.runtime.files import files_only
 
 KINDS = ("constant", "jitter", "exponential", "lognormal", "trace")
 MOST_SECONDS = 1e15
@@ -89,7 +90,7 @@ def read_trace(path: str | os.PathLike[str]) -> StepTimes:
     need not have a header. Raises `FileFormatError`."""
     name = os.fspath(path)
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8", opener=files_only) as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FileFormatError(name, str(error)) from error

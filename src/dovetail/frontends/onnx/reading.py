@@ -25,6 +25,7 @@ from dovetail.errors import (
     OpenAxisError,
     UsageError,
 )
+from dovetail.runtime.files import files_only
 from dovetail.units import MOST_BYTES
 
 # Values, and the ops that make them.
@@ -202,7 +203,7 @@ def read_model(path: Path) -> Any:
 
     model = onnx.ModelProto()
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=files_only) as file:
             size = os.fstat(file.fileno()).st_size
             if size:
                 # The file is mapped, so that the bytes of weights inside it are not copied twice.

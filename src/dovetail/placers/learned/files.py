@@ -24,7 +24,7 @@ from torch import Tensor
 from dovetail.errors import PolicyFileError, PolicyMismatchError, UnwritableError
 from dovetail.placers.learned.features import VERSION
 from dovetail.placers.learned.policy import Policy
-from dovetail.runtime.files import write_atomically
+from dovetail.runtime.files import files_only, write_atomically
 from dovetail.runtime.formats import Number, Version1, Whole, WholeNumbers, first_complaint
 from dovetail.units import format_bytes
 
@@ -132,7 +132,7 @@ def _read(path: str | Path) -> bytes:
     try:
         if not Path(path).is_file():
             raise PolicyFileError(str(path), "no such file")
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=files_only) as file:
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise PolicyFileError(str(path), str(error)) from None

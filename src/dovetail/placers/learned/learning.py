@@ -127,7 +127,9 @@ def learn(  # noqa: PLR0913  keyword-only
             "controllers": controllers,
         }
         # Rank 0 alone opens the run. Its name comes to the others with their first message.
-        home = RunFolder(path, "") if rank else open_folder(path, facts, resume)
+        home = (
+            RunFolder(path, "") if rank else open_folder(path, facts, resume, more=(CONTROLLERS,))
+        )
         refuse_links(path / CONTROLLERS)
         job = Job(
             run=home.run, size=theta.size, samples=trials, epochs=1, batch=settings.trials,
