@@ -81,6 +81,25 @@ class Tied(nn.Module):
         return self.head(torch.relu(self.middle(self.embedding(tokens))))
 
 
+class LentTable(nn.Module):
+    """A part that can be split reads the embedding's weight itself, after layers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, WIDTH), nn.Module()
+        self.head.table = self.embedding.weight
+        self.head.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head.forward = self.words
+
+    def words(self, x):
+        for layer in self.head.layers:
+            x = layer(x)
+        return x @ self.head.table.T
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
 class Indexed(nn.Module):
     """The outermost module picks products of what children made by indices that it makes itself."""
 

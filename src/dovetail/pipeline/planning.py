@@ -84,6 +84,7 @@ from dovetail.plans import (
     planned_graph,
 )
 from dovetail.runtime.files import read_json
+from dovetail.runtime.user_code import said
 from dovetail.simulator import LowerBound, Simulator
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
@@ -684,8 +685,8 @@ def _add_baselines(
         return chosen
     step = request.planned_step
     pricing = Pricing(graph_of(step), chosen.machine, costs, chosen.objective, tuple(request.caps))
-    rows = _price_others(step, pricing, given_places)
-    return replace(chosen, baselines={**chosen.baselines, **rows})
+    rows, notes = _price_others(step, pricing, given_places)
+    return replace(chosen, baselines={**chosen.baselines, **rows}, notes=(*chosen.notes, *notes))
 
 
 def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
@@ -1231,19 +1232,23 @@ def accelerates_own(
 
 def _price_others(
     step: Step, pricing: Pricing, places: Mapping[str, Plan | Mapping[str, int | str]]
-) -> dict[str, float | None]:
-    """The values of these placements and of accelerate's own, each under the name of its row."""
+) -> tuple[dict[str, float | None], tuple[str, ...]]:
+    """(the values of these placements and of accelerate's own, each under the name of its row,
+    notes). Whatever fails in accelerate's map is a note: it must not cost the plan."""
     rows: dict[str, float | None] = {}
     for name, place in places.items():
         rows |= priced(name, place, step, pricing)
     classes = sorted(set(unsplit_modules(step).values()))
-    device_map = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
-    if device_map is None:
-        return rows
-    # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the devices.
-    # Nothing runs on disk, so a map with weights there has no price.
-    has_cpu = any(d.kind == "cpu" for d in pricing.machine.devices)
-    streamed = "cpu" in device_map.values() and not has_cpu
-    if streamed or "disk" in device_map.values():
-        return rows | {ACCELERATE: None}
-    return rows | priced(ACCELERATE, device_map, step, pricing)
+    try:
+        device_map = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
+        if device_map is None:
+            return rows, ()
+        # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the
+        # devices. Nothing runs on disk, so a map with weights there has no price.
+        has_cpu = any(d.kind == "cpu" for d in pricing.machine.devices)
+        streamed = "cpu" in device_map.values() and not has_cpu
+        if streamed or "disk" in device_map.values():
+            return rows | {ACCELERATE: None}, ()
+        return rows | priced(ACCELERATE, device_map, step, pricing), ()
+    except Exception as error:
+        return rows, (f"accelerate's map could not be priced: {said(error)}",)
