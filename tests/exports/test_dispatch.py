@@ -126,7 +126,7 @@ def test_a_weight_tied_across_devices_stays_one_parameter_in_training(monkeypatc
 def test_a_device_map_refuses_a_weight_tied_across_devices():
     _, _, step = tied_step()
     plan = plan_of(step, lambda path, _: int(path != "embedding"))
-    with pytest.raises(ExportError, match="'embedding' on p100:0 and by 'head' on p100:1"):
+    with pytest.raises(ExportError, match="'embedding' on p100:0 and read by 'head' on p100:1"):
         dt.device_map(plan)
 
 

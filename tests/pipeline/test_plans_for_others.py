@@ -12,7 +12,7 @@ from dovetail.errors import ExportError, FileFormatError, SplitModuleError, Usag
 from dovetail.exports import DeviceMap
 from dovetail.pipeline import opening, planned, planning, verify
 from dovetail.plans import check
-from tests.support.transformer_models import MODELS, Decoder, LentTable, tokens
+from tests.support.transformer_models import MODELS, Decoder, LentTable, captured_model, tokens
 
 BOX = "2 x p100 + haswell"
 
@@ -27,7 +27,7 @@ def step():
 @pytest.mark.parametrize("format", ["device-map", "split-points"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_for_a_format_exports_and_opens_again(name, format, objective, tmp_path):
-    step = dt.capture(*MODELS[name]())
+    step = captured_model(name)
     plan = dt.plan(step, BOX, format=format, objective=objective, budget="200e")
     assert plan.made_for == format
     assert dt.export(plan, step, format) is not None

@@ -40,6 +40,7 @@ from dovetail.methods import PLACERS, imported
 from dovetail.pipeline.batches import Planners, plan_batch
 from dovetail.pipeline.opening import (
     AS_CAPTURED,
+    EXPORTED,
     bound_of,
     costs_in,
     form_of,
@@ -244,6 +245,8 @@ def search_plan(
             )
             chosen = to_plan(problem, outcome, simulator, _stronger_bound(bound, outcome, step))
             chosen = _fill_in_request(chosen, request, kept, notes, outcome, began)
+        if request.format:
+            EXPORTED[request.format](chosen, problem.graph)  # raises what the format cannot say
         bare, chosen = chosen, _with_copies(chosen, request, kept)
         if request.stages and not budget.interrupted:
             searched = _Searched(request, kept, groups, problem, simulator, budget)
@@ -457,7 +460,8 @@ def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
     modules = matched_modules(graph, patterns)
     if not format:
         return _Kept(patterns, units_of(graph, modules))
-    rules = rules_for(format, graph, machine, modules)
+    aliases = dict(source_of(request.planned_step, request.model).aliases)
+    rules = rules_for(format, graph, machine, modules, aliases)
     for pattern, device in request.pins:
         if not rules.devices[machine.device_index(device)]:
             raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")

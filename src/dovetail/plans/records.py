@@ -147,6 +147,8 @@ class Source:
     recurrent_chunks   recurrent layers are captured by fused kernels, each of a layer in so many
                chunks of time steps; 0: by the ops of each time step
     channels_last      parameters, buffers and inputs of four dimensions lie channels last in memory
+    aliases            (other name, name) of each parameter and buffer of the model that has
+                       several names: it is tied, or its module has several paths
     pipelining         how the captured step, that of one micro-batch, became a step of several;
                        None: it did not
     """
@@ -160,6 +162,7 @@ class Source:
     constants: tuple[tuple[str, str], ...] = ()
     recurrent_chunks: Annotated[int, Field(ge=0)] = 0
     channels_last: bool = False
+    aliases: tuple[tuple[str, str], ...] = ()
     pipelining: Pipelining | None = None
     parts: Annotated[int, Field(ge=1, le=2**20)] = 1
 
