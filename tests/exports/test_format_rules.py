@@ -70,7 +70,7 @@ def test_the_chain_cuts_no_module_that_is_kept_whole():
         assert len(set(rules.chain[inside].tolist())) == 1
 
 
-@pytest.mark.parametrize("format", ["megatron", "torchtitan", "vllm"])
+@pytest.mark.parametrize("format", ["megatron", "vllm"])
 def test_a_format_to_come_is_refused_by_name(format):
     step = dt.capture(Decoder(), tokens())
     with pytest.raises(UsageError, match=f"{format} is not there yet"):

@@ -35,11 +35,12 @@ from dovetail.exports.modules import (
     Module,
     check_one_replica,
     forward_ops,
+    forward_readers,
     graph_behind,
     module_tree,
     placed_ops,
 )
-from dovetail.graph import HOST, Graph, Phase, colocate
+from dovetail.graph import HOST, Graph, colocate
 from dovetail.graph.duplicates import origins_in
 from dovetail.graph.units import Units, units_of
 from dovetail.plans import Plan
@@ -140,7 +141,7 @@ def _check_tied(plan: Plan, graph: Graph, homes: Mapping[str, int], top: Module)
     for op in np.flatnonzero(graph.is_source).tolist():
         of_op = places[op] = {}
         if graph.kinds[op] in HELD:
-            for reader in _forward_readers(graph, op):
+            for reader in forward_readers(graph, op):
                 home = home_of(graph.modules[reader], homes)
                 if home is not None:
                     of_op.setdefault(home, f"read by {graph.modules[reader]!r}")
@@ -162,12 +163,6 @@ def _check_tied(plan: Plan, graph: Graph, homes: Mapping[str, int], top: Module)
             )
 
 
-def _forward_readers(graph: Graph, source: int) -> list[int]:
-    """The forward ops that read a source, ascending."""
-    readers = {int(r) for tensor in graph.outputs_of(source) for r in graph.consumers_of(tensor)}
-    return sorted(r for r in readers if graph.phases[r] == Phase.FORWARD)
-
-
 # What accelerate makes of a map. A *place* is a device where a plan is exported, and a set of ops
 # where the rules of a search are made. Both follow the same functions, so that a search under these
 # rules finds what exports.
@@ -183,7 +178,7 @@ def _homes(top: Module, graph: Graph, places: NDArray[np.int32]) -> dict[str, in
         op: int(places[readers[0]])
         for module in top.walk()
         for op in module.held.values()
-        if (readers := _forward_readers(graph, op))
+        if (readers := forward_readers(graph, op))
     }
     first = int(places[placed_ops(graph)[0]])
     homes: dict[str, int] = {}
@@ -317,7 +312,7 @@ class _Needs:
         self.main = np.zeros(len(graph), dtype=bool)
         names_of = Counter(op for module in self.modules.values() for op in module.held.values())
         for op, names in names_of.items():
-            readers = _forward_readers(graph, op)
+            readers = forward_readers(graph, op)
             self.ties += [(readers[0], reader) for reader in readers[1:]]
             # Whatever the outermost module holds is where its inputs are.
             self.main[readers[:1]] |= names > 1 and op in top.held.values()

@@ -8,6 +8,7 @@ import numpy as np
 from dovetail.errors import ExportError
 from dovetail.graph import LOSS_MODULE, Graph, Phase
 from dovetail.graph.duplicates import origins_in
+from dovetail.graph.micro_batches import is_of_first_micro_batch
 from dovetail.graph.replicate import tower_count
 from dovetail.plans import Plan, planned_graph
 
@@ -81,10 +82,17 @@ def check_one_replica(graph: Graph, format: str) -> None:
 
 
 def forward_ops(graph: Graph) -> list[int]:
-    """The forward ops in order, without copies of ops, because other tools know no copies."""
-    origin = origins_in(graph) == np.arange(len(graph))
+    """The forward ops in order, without copies of ops, because other tools know no copies. Of
+    micro-batches they are the first one's."""
+    origin = (origins_in(graph) == np.arange(len(graph))) & is_of_first_micro_batch(graph)
     ops: list[int] = np.flatnonzero((graph.phases == Phase.FORWARD) & origin).tolist()
     return ops
+
+
+def forward_readers(graph: Graph, source: int) -> list[int]:
+    """The forward ops that read a source, ascending."""
+    readers = {int(r) for tensor in graph.outputs_of(source) for r in graph.consumers_of(tensor)}
+    return sorted(r for r in readers if graph.phases[r] == Phase.FORWARD)
 
 
 def placed_ops(graph: Graph) -> list[int]:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
 from dovetail.exports.device_map import module_units
+from dovetail.exports.pipelines import torchtitan_units
 from dovetail.exports.split_points import stage_units
 from dovetail.graph import Graph
 from dovetail.graph.units import Units
@@ -74,7 +75,16 @@ def _device_map_rules(
 def _split_points_rules(
     graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
 ) -> FormatRules:
-    units = stage_units(graph, whole)
+    return _chain_rules(stage_units(graph, whole), graph, machine)
+
+
+def _torchtitan_rules(
+    graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
+) -> FormatRules:
+    return _chain_rules(torchtitan_units(graph, whole), graph, machine)
+
+
+def _chain_rules(units: Units, graph: Graph, machine: Machine) -> FormatRules:
     no_op = np.zeros(len(graph), dtype=bool)
     all_devices = np.ones(len(machine.devices), dtype=bool)
     return FormatRules(units, no_op, units.of_op, all_devices)
@@ -84,7 +94,8 @@ MakeRules = Callable[[Graph, Machine, Sequence[str], Mapping[str, str]], FormatR
 FORMATS: dict[str, MakeRules] = {
     "device-map": _device_map_rules,
     "split-points": _split_points_rules,
+    "torchtitan": _torchtitan_rules,
 }
 """Name of a format -> what gives its rules for a graph, a machine and the modules to keep whole."""
-LATER = ("torchtitan", "megatron", "vllm")
+LATER = ("megatron", "vllm")
 """Formats that are not built yet: they are refused by name."""

@@ -26,14 +26,13 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.exports import DeviceMap
-from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
 from dovetail.frontends.capturing import recaptured
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
 from dovetail.graph.cells import cells_of
 from dovetail.graph.duplicates import duplicate
 from dovetail.graph.kernels import CONVOLUTION, compiled_ties
-from dovetail.graph.units import Units, matched_modules, units_of
+from dovetail.graph.units import Units
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import PLACERS, imported
@@ -48,7 +47,7 @@ from dovetail.pipeline.opening import (
     timeline_of,
     with_copies,
 )
-from dovetail.pipeline.pipelining import plan_pipeline
+from dovetail.pipeline.pipelining import Kept, kept_modules, plan_pipeline
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import (
     Notes,
@@ -228,7 +227,7 @@ def search_plan(
     # take minutes.
     given_places = _given_place(request)
     machine = machine_of(step, request.machine, progress, notes)
-    kept = _kept_modules(request, machine)
+    kept = kept_modules(request, machine)
     costs = costs or costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
     groups = _groups_to_place(request, machine, kept, compiled)
@@ -270,10 +269,10 @@ def problem_of(
     machine: Machine,
     costs: Costs,
     groups: GroupLevels,
-    kept: "_Kept | None" = None,
+    kept: Kept | None = None,
 ) -> tuple[PlacementProblem, Simulator]:
     """The problem that placers search, and the simulator that values each placement."""
-    kept = kept or _Kept(())
+    kept = kept or Kept(())
     graph, objective = graph_of(request.planned_step), request.resolved_objective
     capacities = capacities_of(machine, dict(request.caps))
     simulator = Simulator(graph, machine, costs, capacities=capacities, ranked=objective == "step")
@@ -422,22 +421,6 @@ def _prefixed(prefix: str, progress: TellProgress) -> TellProgress:
 # --- The steps of the flow, in its order ---
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """The modules that must stay whole, and where ops may run.
-
-    patterns   patterns of the modules that stay whole, the user's and the model's own
-    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
-    notes      sentences for the user about modules kept whole
-    """
-
-    patterns: tuple[str, ...]
-    units: Units | None = None
-    may_run: NDArray[np.bool_] | None = None
-    chain: NDArray[np.int32] | None = None
-    notes: tuple[str, ...] = ()
-
-
 def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
     """The placement that the user gives to be priced, under the name of its row; empty if none."""
     if request.place is None:
@@ -447,39 +430,8 @@ def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
     return {"given map": request.place}
 
 
-def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
-    """The modules that `whole` and `format` keep whole. Raises `PinError`, `UsageError` and
-    `ExportError`, before any costs are measured."""
-    graph, format = graph_of(request.planned_step), request.format
-    # The result is not needed here. The call raises for a pin that matches nothing.
-    permitted(graph, machine, request.pins)
-    if not (request.whole or format):
-        return _Kept(())
-    unsplit = unsplit_modules(request.planned_step) if format else {}
-    patterns = tuple(dict.fromkeys([*request.whole, *unsplit]))
-    modules = matched_modules(graph, patterns)
-    if not format:
-        return _Kept(patterns, units_of(graph, modules))
-    aliases = dict(source_of(request.planned_step, request.model).aliases)
-    rules = rules_for(format, graph, machine, modules, aliases)
-    for pattern, device in request.pins:
-        if not rules.devices[machine.device_index(device)]:
-            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
-    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
-    # What the format runs on the main device may run on the first GPU alone, or on the first CPU if
-    # there is no GPU.
-    kinds = [device.kind for device in machine.devices]
-    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
-    may_run[rules.main] = np.arange(len(kinds)) == first
-    notes = tuple(
-        f"kept whole: {pattern}, as the model says not to split {name}"
-        for pattern, name in unsplit.items()
-    )
-    return _Kept(patterns, rules.units, may_run, rules.chain, notes)
-
-
 def _groups_to_place(
-    request: PlanRequest, machine: Machine, kept: "_Kept", compiled: bool = False
+    request: PlanRequest, machine: Machine, kept: Kept, compiled: bool = False
 ) -> GroupLevels:
     """The groups of the problem. Only `auto` splits groups while it searches, down to the kernels
     of compiled code if that is what runs. An instance has only one kind of groups, and what a
@@ -550,7 +502,7 @@ def _stronger_bound(bound: LowerBound, outcome: PlacerOutcome, step: Step) -> Lo
 def _fill_in_request(
     chosen: Plan,
     request: PlanRequest,
-    kept: "_Kept",
+    kept: Kept,
     notes: Notes,
     outcome: PlacerOutcome,
     began: float,
@@ -569,7 +521,7 @@ def _fill_in_request(
     )
 
 
-def _with_copies(chosen: Plan, request: PlanRequest, kept: "_Kept") -> Plan:
+def _with_copies(chosen: Plan, request: PlanRequest, kept: Kept) -> Plan:
     """The plan with copies of shared computations, if they help. Plans for a format and plans of an
     instance have none."""
     step = request.planned_step
@@ -593,7 +545,7 @@ class _Searched:
     """What the search for a placement was given, and its budget, which knows what it found."""
 
     request: PlanRequest
-    kept: "_Kept"
+    kept: Kept
     groups: GroupLevels
     problem: PlacementProblem
     simulator: Simulator

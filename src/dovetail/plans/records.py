@@ -192,7 +192,7 @@ class Plan:
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> seconds from the search's start until it first found its value
     whole              patterns of the modules that must each be on one device
-    made_for           the format that the plan must fit: "device-map" or "split-points"; "": none
+    made_for           the format that the plan must fit, such as "device-map"; "": none
     min_gain           share by which more devices had to be better than fewer
     copies             copies of shared computations in the planned graph: `graph.duplicates`
     notes              sentences that tell the user why the plan is as it is
@@ -228,7 +228,7 @@ class Plan:
     sent_bytes: NDArray[np.float64] | None = field(default=None, metadata=_PACKED)
     found_seconds: dict[str, float] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
-    made_for: Annotated[str, Field(pattern="^(|device-map|split-points)$")] = ""
+    made_for: Annotated[str, Field(pattern="^(|device-map|split-points|torchtitan)$")] = ""
     min_gain: Annotated[float, Field(ge=0)] = 0.0
     copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
