@@ -10,6 +10,7 @@ import dovetail as dt
 from dovetail.errors import ExportError, UsageError
 from tests.support.places import On, spread
 from tests.support.planned import Blocks, blocks_step, captured, plan_of
+from tests.support.transformer_models import LentTable
 
 PLACES = {"p100:0": "meta:0", "p100:1": "meta:1", "haswell": "cpu"}
 
@@ -121,6 +122,17 @@ def test_a_weight_tied_across_devices_stays_one_parameter_in_training(monkeypatc
     assert found == expected
     assert all(map(torch.equal, after, weights))
     assert "weight" not in vars(module.head)
+
+
+def test_a_part_that_is_lent_a_weight_of_another_device_stays_whole():
+    torch.manual_seed(0)
+    module, tokens = LentTable(), torch.arange(8)[None]
+    step = captured(module, tokens)
+    plan = plan_of(step, lambda path, _: int(path.startswith("head")))
+    expected = module(tokens)
+    dispatched = dt.dispatch(module, plan, devices={"p100:0": "cpu", "p100:1": "cpu"})
+    assert dispatched.hf_device_map == {"embedding": "cpu", "head": "cpu"}
+    assert torch.equal(dispatched(tokens), expected)
 
 
 def test_a_device_map_refuses_a_weight_tied_across_devices():

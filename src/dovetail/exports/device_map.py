@@ -96,11 +96,15 @@ def device_map(
     return DeviceMap({path: named[device] for path, device in devices.items()}, named[main])
 
 
-def module_devices(plan: Plan, graph: Graph) -> dict[str, int]:
+def module_devices(plan: Plan, graph: Graph, *, lends: bool = False) -> dict[str, int]:
     """Path of the largest modules that are on one device -> its index, in the model's order; of a
     split module's own tensors likewise, by their names. Raises `ExportError` for a module without
-    children that is split."""
-    top, names = module_tree(graph, dict(plan.source.aliases)), plan.machine.device_names
+    children that is split.
+
+    lends   a tensor may be elsewhere than the module that holds it, which then gets a copy
+    """
+    aliases = {} if lends else dict(plan.source.aliases)
+    top, names = module_tree(graph, aliases), plan.machine.device_names
     for module in top.walk():
         first_on = {int(plan.placement[op]): op for op in reversed(module.all_ops)}
         if len(first_on) > 1 and not module.children:
@@ -111,7 +115,7 @@ def module_devices(plan: Plan, graph: Graph) -> dict[str, int]:
                 f"is split: {graph.names[a]!r} runs on {names[first]}, {graph.names[b]!r} on "
                 f"{names[second]}" + ("; pin the module to one device" if module.path else ""),
             )
-    return _homes(top, graph, plan.placement)
+    return _homes(top, graph, plan.placement, lends=lends)
 
 
 def _name_devices(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
@@ -168,11 +172,14 @@ def _check_tied(plan: Plan, graph: Graph, homes: Mapping[str, int], top: Module)
 # rules finds what exports.
 
 
-def _homes(top: Module, graph: Graph, places: NDArray[np.int32]) -> dict[str, int]:
+def _homes(
+    top: Module, graph: Graph, places: NDArray[np.int32], *, lends: bool = False
+) -> dict[str, int]:
     """Path of the largest modules that are in one place -> the place, in the model's order; of a
     split module's own tensors likewise, by their names.
 
     places   [ops]. A tensor is where it is read first; what nobody reads may be anywhere
+    lends    only ops count for the place of a module that has some
     """
     read_at = {
         op: int(places[readers[0]])
@@ -186,7 +193,8 @@ def _homes(top: Module, graph: Graph, places: NDArray[np.int32]) -> dict[str, in
     def descend(module: Module) -> None:
         within = set(places[module.all_ops].tolist())
         held = [op for inner in module.walk() for op in inner.held.values()]
-        within |= {read_at[op] for op in held if op in read_at}
+        if not (lends and within):
+            within |= {read_at[op] for op in held if op in read_at}
         if module.ops and not module.children:  # what it holds may also be read elsewhere
             within = {int(places[module.ops[0]])}
         if len(within) <= 1:
