@@ -10,6 +10,7 @@ import dovetail as dt
 from dovetail.errors import ExportError, UsageError
 from tests.support.places import On, spread
 from tests.support.planned import Blocks, blocks_step, captured, plan_of
+from tests.support.transformer_models import LentTable
 
 PLACES = {"p100:0": "meta:0", "p100:1": "meta:1", "haswell": "cpu"}
 
@@ -123,10 +124,21 @@ def test_a_weight_tied_across_devices_stays_one_parameter_in_training(monkeypatc
     assert "weight" not in vars(module.head)
 
 
+def test_a_part_that_is_lent_a_weight_of_another_device_stays_whole():
+    torch.manual_seed(0)
+    module, tokens = LentTable(), torch.arange(8)[None]
+    step = captured(module, tokens)
+    plan = plan_of(step, lambda path, _: int(path.startswith("head")))
+    expected = module(tokens)
+    dispatched = dt.dispatch(module, plan, devices={"p100:0": "cpu", "p100:1": "cpu"})
+    assert dispatched.hf_device_map == {"embedding": "cpu", "head": "cpu"}
+    assert torch.equal(dispatched(tokens), expected)
+
+
 def test_a_device_map_refuses_a_weight_tied_across_devices():
     _, _, step = tied_step()
     plan = plan_of(step, lambda path, _: int(path != "embedding"))
-    with pytest.raises(ExportError, match="'embedding' on p100:0 and by 'head' on p100:1"):
+    with pytest.raises(ExportError, match="'embedding' on p100:0 and read by 'head' on p100:1"):
         dt.device_map(plan)
 
 

@@ -3,38 +3,19 @@
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dovetail as dt
-from dovetail.errors import ExportError
+from dovetail.errors import ExportError, UsageError
 from dovetail.exports.pipelines import megatron, torchtitan, vllm
+from dovetail.pipeline import open_to_show
 from tests.support.planned import captured, plan_of
+from tests.support.torch_pipelines import Decoder, PipelineCase, part_of, run_rank
 
 MACHINE = "3 x p100 + haswell"
-
-
-class Decoder(nn.Module):
-    """As models of torchtitan are written: what another stage holds is None, or not in its list."""
-
-    def __init__(self, layers=5, tied=False):
-        super().__init__()
-        self.embedding = nn.Linear(8, 8, bias=False)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers)
-        )
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 8, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        x = self.embedding(x) if self.embedding is not None else x
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x) if self.norm is not None else x
-        return self.head(x) if self.head is not None else x
 
 
 def planned(cuts=(2, 3), **options):
@@ -49,19 +30,6 @@ def planned(cuts=(2, 3), **options):
         return sum(int(path.split(".")[1]) >= cut for cut in cuts)
 
     return module, inputs, step, plan_of(step, device_of, MACHINE)
-
-
-def part_of(model, names):
-    """The stage as torchtitan makes it: lists keep what is named below them, all else is kept by
-    its own name."""
-    part, kept = copy.deepcopy(model), set(names)
-    for name, child in list(part.named_children()):
-        if isinstance(child, nn.ModuleList):
-            numbers = [int(k.split(".")[1]) for k in kept if k.startswith(f"{name}.")]
-            setattr(part, name, nn.ModuleList(child[n] for n in sorted(numbers)))
-        elif name not in kept:
-            setattr(part, name, None)
-    return part
 
 
 def test_stages_of_torchtitan_compute_the_model_one_after_the_other():
@@ -141,3 +109,108 @@ def test_a_plan_is_exported_to_each(to, tmp_path):
     _, _, step, plan = planned()
     assert dt.export(plan, step, to, tmp_path / "stages.json")
     assert (tmp_path / "stages.json").exists()
+
+
+def training(layers=5, **options):
+    torch.manual_seed(0)
+    module, inputs, targets = Decoder(layers, **options), torch.randn(4, 8), torch.randn(4, 8)
+    step = dt.capture(
+        module, inputs, loss=nn.functional.mse_loss, targets=(targets,), train=dt.SGD(lr=0.1)
+    )
+    return module, step
+
+
+def test_torch_runs_the_pipelines_that_are_planned_for_it_as_plain_pytorch_does(tmp_path):
+    module, step = training()
+    cases = []
+    for schedule, format in (
+        ("1f1b", "split-points"),
+        ("gpipe", "torchtitan"),
+        ("interleaved", "torchtitan"),
+        ("zero-bubble", "torchtitan"),
+    ):
+        plan = dt.plan(
+            step, "2 x p100", micro_batches=4, schedule=schedule, format=format, budget="20e"
+        )
+        plan.save(tmp_path / "plan.json")
+        opened, graph = open_to_show(tmp_path / "plan.json")
+        options = dt.export(opened, graph, "torchtitan")
+        assert options == dt.export(plan, step, "torchtitan")
+        assert options["training.local_batch_size"] == 16
+        points = dt.export(opened, graph, format) if format == "split-points" else {}
+        cases.append(PipelineCase(options, points))
+    batch = torch.randn(16, 8), torch.randn(16, 8)
+    context = torch.multiprocessing.get_context("spawn")
+    results, meet = context.Queue(), f"file://{tmp_path}/meet"
+    workers = [
+        context.Process(target=run_rank, args=(rank, meet, module, batch, cases, results))
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    stages = [len(case.options["module_fqns_per_model_part"]) for case in cases]
+    found = [results.get(timeout=120) for _ in range(sum(stages))]
+    for worker in workers:
+        worker.join()
+    for inputs, targets in zip(*(tensor.split(4) for tensor in batch), strict=True):
+        (nn.functional.mse_loss(module(inputs), targets) / 4).backward()
+    expected = copy.deepcopy(module)
+    for gradient, parameter in zip(expected.parameters(), module.parameters(), strict=True):
+        gradient.data = parameter.grad
+    for case, stage, gradients in found:
+        names = cases[case].options["module_fqns_per_model_part"][stage]
+        for one, other in zip(gradients, part_of(expected, names).parameters(), strict=True):
+            np.testing.assert_allclose(one, other.detach().numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_pipeline_that_cuts_a_layer_is_exported_where_it_was_planned_for_the_format():
+    with torch.device("meta"):
+        module, inputs = Decoder(2), torch.empty(256, 8)
+        module.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 4096), *(nn.Linear(4096, 4096) for _ in range(3)),
+                          nn.Linear(4096, 8))
+            for _ in range(2)
+        )  # fmt: skip
+        step = dt.capture(
+            module, inputs, loss=nn.functional.mse_loss, targets=(inputs,), train=dt.SGD(lr=0.1)
+        )
+    options = {"micro_batches": 4, "schedule": "1f1b", "budget": "50e"}
+    free = dt.plan(step, "4 x p100", **options)
+    with pytest.raises(ExportError, match="plan with --for torchtitan"):
+        dt.export(free, step, "torchtitan")
+    plan = dt.plan(step, "4 x p100", format="torchtitan", **options)
+    assert plan.made_for == "torchtitan"
+    stages = dt.export(plan, step, "torchtitan")["module_fqns_per_model_part"]
+    assert len(stages) == len(plan.source.pipelining.devices)
+    assert plan.value >= free.value
+    whole = dt.plan(step, "4 x p100", whole=["layers.*"], **options)
+    for layer in range(2):
+        inside = [m.startswith(f"layers.{layer}") for m in step.graph.modules]
+        inside &= ~step.graph.is_source
+        assert len(set(np.array(whole.source.pipelining.stages)[inside].tolist())) == 1
+
+
+def test_what_torch_has_no_pipeline_for_is_no_plan_for_it():
+    _, step = training()
+    # Of 5 micro-batches on 2 ranks torch's interleaved schedule makes 2 rounds.
+    options = {"micro_batches": 5, "schedule": "interleaved", "budget": "20e"}
+    plan = dt.plan(step, "2 x p100", format="torchtitan", **options)
+    assert len(set(plan.source.pipelining.devices)) == 1
+    with pytest.raises(ExportError, match="takes a multiple of 2 micro-batches, which 5 is not"):
+        dt.export(dt.plan(step, "2 x p100", whole=["layers.*"], **options), step, "torchtitan")
+    with pytest.raises(UsageError, match="a device-map has no stages; use split-points or"):
+        dt.plan(step, "2 x p100", micro_batches=4, format="device-map")
+
+
+def test_tied_ends_leave_torchtitan_no_stages():
+    _, step = training(tied=True)
+    with pytest.raises(ExportError, match=r"'embedding.weight' is read by 'embedding' and by 'hea"):
+        dt.plan(step, "2 x p100", micro_batches=4, format="torchtitan", budget="20e")
+
+
+def test_a_plan_of_one_batch_is_made_for_torchtitan_too():
+    _, step = training()
+    plan = dt.plan(
+        step, "2 x p100", format="torchtitan", objective="load", min_gain=0, budget="50e"
+    )
+    assert set(dt.export(plan, step, "torchtitan")) == {"module_fqns_per_model_part"}

@@ -12,7 +12,7 @@ from dovetail.errors import ExportError, FileFormatError, SplitModuleError, Usag
 from dovetail.exports import DeviceMap
 from dovetail.pipeline import opening, planned, planning, verify
 from dovetail.plans import check
-from tests.support.transformer_models import MODELS, Decoder, tokens
+from tests.support.transformer_models import MODELS, Decoder, LentTable, captured_model, tokens
 
 BOX = "2 x p100 + haswell"
 
@@ -27,7 +27,7 @@ def step():
 @pytest.mark.parametrize("format", ["device-map", "split-points"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_for_a_format_exports_and_opens_again(name, format, objective, tmp_path):
-    step = dt.capture(*MODELS[name]())
+    step = captured_model(name)
     plan = dt.plan(step, BOX, format=format, objective=objective, budget="200e")
     assert plan.made_for == format
     assert dt.export(plan, step, format) is not None
@@ -206,3 +206,12 @@ def test_weights_that_accelerate_leaves_on_a_host_that_is_no_device_have_no_pric
     plan = dt.plan(step, "2 x p100", place={"": 1}, budget="20e")
     assert plan.baselines["accelerate auto"] is None
     assert plan.baselines["given map"] is not None
+
+
+def test_what_fails_in_accelerates_own_map_is_a_note_and_no_error():
+    step = dt.capture(LentTable(), torch.arange(8)[None])
+    plan = dt.plan(step, "4 x a100", format="device-map", budget="30e")
+    note = "accelerate's map could not be priced: IndexError: list index out of range"
+    assert plan.notes[-1] == note
+    assert "accelerate auto" not in plan.baselines
+    assert dt.device_map(plan, step.graph)

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+import dovetail as dt
+
 WIDTH = 16
 
 
@@ -81,6 +83,47 @@ class Tied(nn.Module):
         return self.head(torch.relu(self.middle(self.embedding(tokens))))
 
 
+class LentTable(nn.Module):
+    """A part that can be split reads the embedding's weight itself, after layers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, WIDTH), nn.Module()
+        self.head.table = self.embedding.weight
+        self.head.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head.forward = self.words
+
+    def words(self, x):
+        for layer in self.head.layers:
+            x = layer(x)
+        return x @ self.head.table.T
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+class Twice(nn.Module):
+    """One module has two names, of which the other is in a part that calls it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH)
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        for part in (self.encoder, self.decoder):
+            part.words = self.embedding
+            part.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.decoder.places = nn.Parameter(torch.ones(8, WIDTH))
+
+    def forward(self, tokens):
+        x = self.encoder.words(tokens)
+        for layer in self.encoder.layers:
+            x = layer(x).relu()
+        y = self.decoder.words(tokens) + self.decoder.places
+        for layer in self.decoder.layers:
+            y = layer(y + x).relu()
+        return y
+
+
 class Indexed(nn.Module):
     """The outermost module picks products of what children made by indices that it makes itself."""
 
@@ -127,9 +170,21 @@ MODELS = {
     "indexed": lambda: (Indexed(), torch.ones(2, WIDTH)),
     "weighed": lambda: (Weighed(), torch.ones(2, WIDTH)),
     "tied": lambda: (Tied(), tokens()),
+    "lent_table": lambda: (LentTable(), torch.arange(8)[None]),
+    "twice": lambda: (Twice(), torch.arange(8)[None]),
+    "transformer": lambda: (
+        nn.Transformer(WIDTH, 2, 1, 1, WIDTH).eval(),
+        (torch.ones(3, 2, WIDTH), torch.ones(2, 2, WIDTH)),
+    ),
     "lstm": lambda: (nn.LSTM(WIDTH, WIDTH, 2), torch.ones(3, 2, WIDTH)),
     "mlp": lambda: (
         nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))),
         torch.ones(2, WIDTH),
     ),
 }
+
+
+def captured_model(name):
+    """One of `MODELS`, captured. An example that is a tuple is of several arguments."""
+    module, example = MODELS[name]()
+    return dt.capture(module, *(example if isinstance(example, tuple) else (example,)))

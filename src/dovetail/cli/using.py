@@ -187,7 +187,8 @@ def export(
         str,
         typer.Option(
             help="device-map: for Hugging Face accelerate; split-points: for "
-            "torch.distributed.pipelining; torchtitan, megatron, vllm: stages of their layers; "
+            "torch.distributed.pipelining; torchtitan, megatron, vllm: stages of their layers, and "
+            "of a pipeline torchtitan's other options; "
             "torch-schedule: a pipeline's tasks as torch's CSV; "
             "model-explorer: a folder for Google's Model Explorer; "
             "trace: for Perfetto; instance: a file like the published placement instances"

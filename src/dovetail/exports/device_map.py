@@ -21,7 +21,9 @@ https://huggingface.co/docs/accelerate/concept_guides/big_model_inference; read 
 `big_modeling.dispatch_model`, `hooks.attach_align_device_hook_on_blocks`
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -33,11 +35,12 @@ from dovetail.exports.modules import (
     Module,
     check_one_replica,
     forward_ops,
+    forward_readers,
     graph_behind,
     module_tree,
     placed_ops,
 )
-from dovetail.graph import HOST, Graph, Phase
+from dovetail.graph import HOST, Graph, colocate
 from dovetail.graph.duplicates import origins_in
 from dovetail.graph.units import Units, units_of
 from dovetail.plans import Plan
@@ -75,7 +78,8 @@ def device_map(
 
     Raises `ExportError` for a module without children whose ops are on several devices, for an op
     between modules that would get its inputs on several devices, for a tensor that modules on
-    several devices read (accelerate ties it on one of them), for a second CPU, and for towers.
+    several devices read or hold (accelerate ties it on one of them), for a second CPU, and for
+    towers.
     """
     graph = graph_behind(plan, graph, FORMAT)
     check_one_replica(graph, FORMAT)
@@ -85,21 +89,33 @@ def device_map(
     devices = module_devices(plan, graph)
     if set(devices) == {""}:
         return DeviceMap({"": named[devices[""]]}, named[devices[""]])
-    outer_tensors = {graph.names[op] for op in module_tree(graph).held}
-    for path in devices:
-        if "." not in path and path in outer_tensors:
-            devices[path] = main
-    _check_tied(plan, graph, devices)
+    top = module_tree(graph, dict(plan.source.aliases))
+    devices |= dict.fromkeys(top.held, main)
+    _check_tied(plan, graph, devices, top)
     check_glue(plan, graph, devices, main)
     return DeviceMap({path: named[device] for path, device in devices.items()}, named[main])
 
 
-def module_devices(plan: Plan, graph: Graph) -> dict[str, int]:
+def module_devices(plan: Plan, graph: Graph, *, lends: bool = False) -> dict[str, int]:
     """Path of the largest modules that are on one device -> its index, in the model's order; of a
-    split module's own tensors likewise, by their names."""
-    devices: dict[str, int] = {}
-    _descend(module_tree(graph), plan, graph, devices)
-    return devices
+    split module's own tensors likewise, by their names. Raises `ExportError` for a module without
+    children that is split.
+
+    lends   a tensor may be elsewhere than the module that holds it, which then gets a copy
+    """
+    aliases = {} if lends else dict(plan.source.aliases)
+    top, names = module_tree(graph, aliases), plan.machine.device_names
+    for module in top.walk():
+        first_on = {int(plan.placement[op]): op for op in reversed(module.all_ops)}
+        if len(first_on) > 1 and not module.children:
+            (first, a), (second, b) = sorted(first_on.items())[:2]
+            raise ExportError(
+                FORMAT,
+                f"module {module.path!r}" if module.path else "a graph without modules",
+                f"is split: {graph.names[a]!r} runs on {names[first]}, {graph.names[b]!r} on "
+                f"{names[second]}" + ("; pin the module to one device" if module.path else ""),
+            )
+    return _homes(top, graph, plan.placement, lends=lends)
 
 
 def _name_devices(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
@@ -123,91 +139,124 @@ def first_device(plan: Plan, graph: Graph) -> int:
     return int(plan.placement[placed_ops(graph)[0]])
 
 
-def _check_tied(plan: Plan, graph: Graph, homes: dict[str, int]) -> None:
-    """Raise for a parameter or buffer that two modules on different devices read."""
+def _check_tied(plan: Plan, graph: Graph, homes: Mapping[str, int], top: Module) -> None:
+    """Raise for a parameter or buffer that modules on different devices read or hold."""
+    places: dict[int, dict[int, str]] = {}  # source op -> {device: what reads or holds it there}
     for op in np.flatnonzero(graph.is_source).tolist():
-        if graph.kinds[op] not in ("parameter", "buffer"):
-            continue
-        readers: dict[int, str] = {}
-        for tensor in graph.outputs_of(op):
-            for reader in graph.consumers_of(tensor).tolist():
+        of_op = places[op] = {}
+        if graph.kinds[op] in HELD:
+            for reader in forward_readers(graph, op):
                 home = home_of(graph.modules[reader], homes)
-                if home is not None and graph.phases[reader] == Phase.FORWARD:
-                    readers.setdefault(home, graph.modules[reader])
-        if len(readers) > 1:
-            (first, a), (second, b) = sorted(readers.items())[:2]
+                if home is not None:
+                    of_op.setdefault(home, f"read by {graph.modules[reader]!r}")
+    holders = [(name, op) for module in top.walk() for name, op in module.held.items()]
+    names_of = Counter(op for _, op in holders)
+    for name, op in holders:
+        # The outermost module may hand its own tensor to one that reads it elsewhere.
+        if names_of[op] > 1 and (home := home_of(name, homes)) is not None:
+            places[op].setdefault(home, f"held as {name!r}")
+    for op, of_op in places.items():
+        if len(of_op) > 1:
+            (first, a), (second, b) = sorted(of_op.items())[:2]
             names = plan.machine.device_names
             raise ExportError(
                 FORMAT,
                 f"{graph.kinds[op]} {graph.names[op]!r}",
-                f"is read by {a!r} on {names[first]} and by {b!r} on {names[second]}, and "
-                "accelerate keeps a tied tensor on one device; pin both modules to one device",
+                f"is {a} on {names[first]} and {b} on {names[second]}, and accelerate keeps a tied "
+                "tensor on one device; pin both modules to one device",
             )
 
 
-def _descend(module: Module, plan: Plan, graph: Graph, homes: dict[str, int]) -> None:
-    """Add the module to `homes` if it is whole, else its children and its own tensors."""
-    ops = module.all_ops
-    devices = sorted(set(plan.placement[ops].tolist()))
-    if len(devices) <= 1:
-        if devices or any(inner.held for inner in module.walk()):
-            homes[module.path] = devices[0] if devices else first_device(plan, graph)
-        return
-    if not module.children:
-        at = [next(op for op in ops if plan.placement[op] == device) for device in devices[:2]]
-        (a, a_device), (b, b_device) = (
-            (graph.names[op], plan.machine.device_names[plan.placement[op]]) for op in at
-        )
-        raise ExportError(
-            FORMAT,
-            f"module {module.path!r}" if module.path else "a graph without modules",
-            f"is split: {a!r} runs on {a_device}, {b!r} on {b_device}"
-            + ("; pin the module to one device" if module.path else ""),
-        )
-    for op in module.held:
-        readers = [int(r) for t in graph.outputs_of(op) for r in graph.consumers_of(t)]
-        at_home = [r for r in readers if not graph.is_source[r]][:1]
-        homes[graph.names[op]] = (
-            int(plan.placement[at_home[0]]) if at_home else first_device(plan, graph)
-        )
-    for child in module.children.values():
-        _descend(child, plan, graph, homes)
+# What accelerate makes of a map. A *place* is a device where a plan is exported, and a set of ops
+# where the rules of a search are made. Both follow the same functions, so that a search under these
+# rules finds what exports.
+
+
+def _homes(
+    top: Module, graph: Graph, places: NDArray[np.int32], *, lends: bool = False
+) -> dict[str, int]:
+    """Path of the largest modules that are in one place -> the place, in the model's order; of a
+    split module's own tensors likewise, by their names.
+
+    places   [ops]. A tensor is where it is read first; what nobody reads may be anywhere
+    lends    only ops count for the place of a module that has some
+    """
+    read_at = {
+        op: int(places[readers[0]])
+        for module in top.walk()
+        for op in module.held.values()
+        if (readers := forward_readers(graph, op))
+    }
+    first = int(places[placed_ops(graph)[0]])
+    homes: dict[str, int] = {}
+
+    def descend(module: Module) -> None:
+        within = set(places[module.all_ops].tolist())
+        held = [op for inner in module.walk() for op in inner.held.values()]
+        if not (lends and within):
+            within |= {read_at[op] for op in held if op in read_at}
+        if module.ops and not module.children:  # what it holds may also be read elsewhere
+            within = {int(places[module.ops[0]])}
+        if len(within) <= 1:
+            if within or held:
+                homes[module.path] = within.pop() if within else first
+            return
+        homes.update({name: read_at.get(op, first) for name, op in module.held.items()})
+        for child in module.children.values():
+            descend(child)
+
+    descend(top)
+    return homes
 
 
 def check_glue(
-    plan: Plan, graph: Graph, homes: dict[str, int], main: int, format: str = FORMAT
+    plan: Plan, graph: Graph, homes: Mapping[str, int], main: int, format: str = FORMAT
 ) -> None:
-    """Follow every tensor as hooks at the listed modules would move it; raise where an op between
-    modules, which nothing moves tensors for, reads from two devices. `main` is where the model
-    gets its inputs."""
-    device_of: dict[int, int] = {}  # tensor -> device; constants and the like are missing
+    """Raise where an op between modules, which nothing moves tensors for, reads from two devices.
+    `main` is where the model gets its inputs."""
+
+    def run(op: int, reads: Mapping[int, int]) -> int:
+        devices = sorted({plan.machine.device_names[device] for device in reads.values()})
+        if len(devices) > 1:
+            raise ExportError(
+                format,
+                f"op {graph.names[op]!r}",
+                f"in the split module {graph.modules[op]!r} would read tensors that are on "
+                f"{' and '.join(devices)}; pin its inputs' modules to one device",
+            )
+        return next(iter(reads.values()), main)
+
+    _follow(graph, homes, main, run)
+
+
+def _follow(
+    graph: Graph,
+    homes: Mapping[str, int],
+    main: int,
+    run: Callable[[int, Mapping[int, int]], int],
+) -> None:
+    """Follow every tensor as hooks at the listed modules would move it.
+
+    main   the place where the model gets its inputs
+    run    (op between modules, tensor that it reads -> its place) -> the place where it runs
+    """
+    place_of: dict[int, int] = {}  # tensor -> place; constants and the like are missing
     origins = origins_in(graph)
     copies = np.flatnonzero(origins != np.arange(len(graph))).tolist()
     copies_of: dict[int, list[int]] = {}
     for op in copies:
         copies_of.setdefault(int(origins[op]), []).append(op)
     for op in np.flatnonzero(graph.is_source).tolist():
-        for tensor in graph.outputs_of(op):
-            if graph.residences[op] == HOST:
-                device_of[tensor] = main
-            elif graph.names[op] in homes:
-                device_of[tensor] = homes[graph.names[op]]
+        home = main if graph.residences[op] == HOST else home_of(graph.names[op], homes)
+        if home is not None:
+            place_of.update(dict.fromkeys(graph.outputs_of(op), home))
     for op in placed_ops(graph):
         home = home_of(graph.modules[op], homes)
         if home is None:
-            reads = {device_of[t]: t for t in graph.inputs_of(op).tolist() if t in device_of}
-            if len(reads) > 1:
-                devices = sorted(plan.machine.device_names[device] for device in reads)
-                raise ExportError(
-                    format,
-                    f"op {graph.names[op]!r}",
-                    f"in the split module {graph.modules[op]!r} would read tensors that are on "
-                    f"{' and '.join(devices)}; pin its inputs' modules to one device",
-                )
-            home = next(iter(reads), main)
+            home = run(op, {t: place_of[t] for t in graph.inputs_of(op).tolist() if t in place_of})
         # There it is the origin that the copy's readers read.
         for same in (op, *copies_of.get(op, ())):
-            device_of.update(dict.fromkeys(graph.outputs_of(same), home))
+            place_of.update(dict.fromkeys(graph.outputs_of(same), home))
 
 
 def home_of(path: str, homes: Mapping[str, Home]) -> Home | None:
@@ -219,117 +268,127 @@ def home_of(path: str, homes: Mapping[str, Home]) -> Home | None:
     return None
 
 
-_INPUTS, _OUTSIDE, _OWN = "inputs", "outside", "own tensors"
-"""Where a tensor comes from that an op between modules reads, other than a module's child."""
+_MAIN = -1
+"""The place of the model's own inputs while the rules of a search are made."""
 
 
-def module_units(graph: Graph, whole: Sequence[str]) -> tuple[Units, NDArray[np.bool_]]:
+def module_units(
+    graph: Graph, whole: Sequence[str], aliases: Mapping[str, str]
+) -> tuple[Units, NDArray[np.bool_]]:
     """(units, [ops] True for ops that the first device must run) under which every placement is a
     device map.
 
-    A unit is a module without children, one that is kept whole, or one whose own ops join what
-    several modules made: a residual block, say, whose add reads the block's input. Calling a listed
-    module moves all it reads to its device, so that it stands anywhere. Ops of the modules that are
-    left run where what they read was made, so they are tied to that. What reads one parameter stays
-    together, as accelerate keeps a tied one on one device. Raises `ExportError` for towers.
+    A unit is a module without children, one that is kept whole, or a small one whose own ops join
+    what several places make: a residual block, say, whose add reads the block's input. Calling a
+    listed module moves all it reads to its device, so that it stands anywhere. Ops of the modules
+    that are left run where what they read is, so they are tied to that. What reads one parameter
+    stays together, as accelerate keeps a tied one on one device.
+
+    At first each unit is a place of its own. Tensors are followed as in the export of a plan, and
+    what the export would need in one place is put there, until it needs nothing more. Devices hold
+    whole places, so modules that are split between devices are split between places too, and an op
+    of a split module is in the place that it reads from: no placement needs more.
+
+    aliases   other name of a parameter or buffer -> its name
+
+    Raises `ExportError` for towers.
     """
     check_one_replica(graph, FORMAT)
-    search = _ModuleUnits(graph, set(whole))
-    search.descend(module_tree(graph))
-    search.tie_readers()
-    return units_of(graph, search.roots, search.ties), search.main
+    needs = _Needs(graph, frozenset(whole), module_tree(graph, aliases))
+    while needs.grow():
+        pass
+    return needs.units, needs.main
 
 
-class _ModuleUnits:
-    """Collects the modules that are units, and the pairs of ops that are tied together."""
+class _Needs:
+    """What must be in one place: `roots`, the modules that are units, `ties`, pairs of ops, and
+    `main` [ops], those that run where inputs are."""
 
-    def __init__(self, graph: Graph, whole: set[str]) -> None:
-        self.graph = graph
-        self.whole = whole
-        self.roots: list[str] = []
+    def __init__(self, graph: Graph, whole: frozenset[str], top: Module) -> None:
+        self.graph, self.whole, self.top = graph, whole, top
+        self.modules = {module.path: module for module in top.walk()}
+        self.roots = [
+            path
+            for path, module in self.modules.items()
+            if (path in whole or not module.children) and not _is_within(path, whole)
+        ]
+        self.forward = forward_ops(graph)
+        work = np.stack([graph.flops, graph.accessed_bytes], axis=1).astype(np.float64)
+        self.work = work / np.maximum(work[self.forward].sum(axis=0), 1)
+        self.small: dict[str, bool] = {}
         self.ties: list[tuple[int, int]] = []
         self.main = np.zeros(len(graph), dtype=bool)
-        forward = np.array(forward_ops(graph), dtype=np.int64)
-        work = np.stack([graph.flops, graph.accessed_bytes], axis=1).astype(np.float64)
-        self.work = work / np.maximum(work[forward].sum(axis=0), 1)
+        names_of = Counter(op for module in self.modules.values() for op in module.held.values())
+        for op, names in names_of.items():
+            readers = forward_readers(graph, op)
+            self.ties += [(readers[0], reader) for reader in readers[1:]]
+            # Whatever the outermost module holds is where its inputs are.
+            self.main[readers[:1]] |= names > 1 and op in top.held.values()
 
-    def descend(self, module: Module) -> None:
-        """Make the module a unit, or tie its own ops and descend to its children."""
-        if module.path in self.whole or not module.children:
-            self.roots.append(module.path)
-            return
-        origins = self._origins(module)
-        if module.path and self._joins(origins) and self._small(module):
-            self.roots.append(module.path)
-            return
-        for op, places in origins.items():
-            makers = [self._maker(t) for t in self.graph.inputs_of(op).tolist()]
-            made_by_modules = places - {_INPUTS}
-            if made_by_modules:
-                self.ties += [
-                    (op, maker)
-                    for maker in makers
-                    if maker >= 0 and origins.get(maker) != {_INPUTS}
-                ]
-                self.main[op] = _INPUTS in places
-        for child in module.children.values():
-            self.descend(child)
+    @property
+    def units(self) -> Units:
+        first = placed_ops(self.graph)[0]
+        with_inputs = [(first, op) for op in np.flatnonzero(self.main).tolist()]
+        return units_of(self.graph, self.roots, [*self.ties, *with_inputs])
 
-    def tie_readers(self) -> None:
-        """Tie the forward ops that read one parameter or buffer, and, where ops of the outermost
-        module read inputs beside what was made elsewhere, these to the first forward op."""
-        graph = self.graph
-        forward = set(forward_ops(graph))
-        for op in np.flatnonzero(graph.is_source).tolist():
-            if graph.kinds[op] in HELD:
-                readers = [r for t in graph.outputs_of(op) for r in graph.consumers_of(t).tolist()]
-                readers = [r for r in readers if r in forward]
-                self.ties += [(readers[0], reader) for reader in readers[1:]]
+    def grow(self) -> bool:
+        """Follow a map of the places that there are; True if it needed more than is known."""
+        before = len(self.ties), tuple(self.roots), int(self.main.sum())
+        places = colocate(self.graph, self.units).of_op.astype(np.int32)
         if self.main.any():
-            first = min(forward)
-            self.ties += [(first, op) for op in np.flatnonzero(self.main).tolist()]
+            places[places == places[placed_ops(self.graph)[0]]] = _MAIN
+        homes = _homes(self.top, self.graph, places)
+        if set(homes) != {""}:
+            homes |= dict.fromkeys(self.top.held, _MAIN)
+            heads = {int(places[op]): op for op in reversed(self.forward)}
+            _follow(self.graph, homes, _MAIN, partial(self._run, places, heads))
+        return before != (len(self.ties), tuple(self.roots), int(self.main.sum()))
 
-    def _origins(self, module: Module) -> dict[int, set[str]]:
-        """Each op that the module runs itself -> the places where its inputs come from."""
-        origins: dict[int, set[str]] = {}
-        for op in module.ops:
-            places = origins[op] = set()
-            for tensor in self.graph.inputs_of(op).tolist():
-                maker = int(self.graph.producers[tensor])
-                if self.graph.is_source[maker]:
-                    # The outermost module's own tensors are put where its inputs are.
-                    with_inputs = not module.path and self.graph.kinds[maker] in HELD
-                    places |= (
-                        {_INPUTS} if with_inputs or self.graph.residences[maker] == HOST else set()
-                    )
-                elif maker in origins:
-                    places |= origins[maker]
-                else:
-                    places.add(self._child_around(module, maker))
-            if not places:  # what is made of nothing, such as a range, lives where inputs do
-                makers = self.graph.producers[self.graph.inputs_of(op)].tolist()
-                with_inputs = any(self.graph.kinds[maker] in HELD for maker in makers)
-                places.add(_OWN if with_inputs and module.path else _INPUTS)
-        return origins
+    def _run(
+        self,
+        places: NDArray[np.int32],
+        heads: Mapping[int, int],
+        op: int,
+        reads: Mapping[int, int],
+    ) -> int:
+        """The place of an op of a split module, which is tied to what it reads.
 
-    def _child_around(self, module: Module, op: int) -> str:
-        """The path of the child of `module` that the op is in, or `_OUTSIDE`."""
-        path, within = self.graph.modules[op], f"{module.path}." if module.path else ""
-        if not path.startswith(within):
-            return _OUTSIDE
-        return within + path.removeprefix(within).partition(".")[0]
+        heads   place -> its first op
+        """
+        graph, path, place = self.graph, self.graph.modules[op], int(places[op])
+        makers = {tensor: int(graph.producers[tensor]) for tensor in reads}
+        for tensor, maker in makers.items():
+            # What is made where inputs are, in a module that may be whole, and then elsewhere.
+            is_made = reads[tensor] == _MAIN and not graph.is_source[maker]
+            if is_made and not _is_within(f"{path}.", [graph.modules[maker]]):
+                self.main[maker] = True
+        if set(reads.values()) <= {_MAIN}:
+            return _MAIN
+        # Its module's own tensors come to the op, wherever it runs.
+        met = {at for t, at in reads.items() if at != place or not graph.is_source[makers[t]]}
+        if len(met) > 1 and self._is_small(path):
+            if not _is_within(path, self.roots):
+                kept = [root for root in self.roots if not _is_within(root, [path])]
+                self.roots = [*kept, path]
+        elif met - {place}:
+            self.main[op] |= _MAIN in met | {place}
+            self.ties += [(heads[at], op) for at in met - {_MAIN, place}]
+        return _MAIN if _MAIN in met else min(met, default=place)
 
-    def _maker(self, tensor: int) -> int:
-        """The op that makes the tensor; -1 for a source."""
-        maker = int(self.graph.producers[tensor])
-        return -1 if self.graph.is_source[maker] else maker
-
-    def _joins(self, origins: dict[int, set[str]]) -> bool:
-        """True if an op joins what comes from several places."""
-        return any(len(places) > 1 for places in origins.values())
-
-    def _small(self, module: Module) -> bool:
+    def _is_small(self, path: str) -> bool:
         """True if the module is a small share of the work and has no module to keep whole in it."""
-        if any(inner.path in self.whole for inner in module.walk()):
-            return False
-        return bool((self.work[module.all_ops].sum(axis=0) <= LARGEST_WHOLE).all())
+        if path not in self.small:
+            module = self.modules[path]
+            share = self.work[module.all_ops].sum(axis=0)
+            free = all(inner.path not in self.whole for inner in module.walk())
+            self.small[path] = bool(path) and free and bool((share <= LARGEST_WHOLE).all())
+        return self.small[path]
+
+
+def _is_within(path: str, modules: Collection[str]) -> bool:
+    """True if one of the modules is around the path, other than itself."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in modules:
+            return True
+    return False

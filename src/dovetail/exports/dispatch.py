@@ -101,7 +101,7 @@ def _of_plan(
 ) -> tuple[dict[str, "torch.device"], "torch.device"]:
     """(path -> torch device, the device that the model's inputs go to), from a plan."""
     check_one_replica(graph, FORMAT)
-    module_homes, main = module_devices(plan, graph), first_device(plan, graph)
+    module_homes, main = module_devices(plan, graph, lends=True), first_device(plan, graph)
     if set(module_homes) != {""}:
         check_glue(plan, graph, module_homes, main, FORMAT)
     kinds = [device.kind for device in plan.machine.devices]

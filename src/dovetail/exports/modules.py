@@ -1,6 +1,6 @@
 """Rebuilds the tree of modules from the paths of ops and parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from dovetail.errors import ExportError
 from dovetail.graph import LOSS_MODULE, Graph, Phase
 from dovetail.graph.duplicates import origins_in
+from dovetail.graph.micro_batches import is_of_first_micro_batch
 from dovetail.graph.replicate import tower_count
 from dovetail.plans import Plan, planned_graph
 
@@ -20,13 +21,13 @@ class Module:
 
     path       "" at the top
     ops        forward ops that run in the module itself, ascending
-    held       parameters and buffers (source ops) of its own
+    held       name of each parameter and buffer of its own -> its source op
     children   by name, in order of first appearance
     """
 
     path: str
     ops: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
     children: dict[str, "Module"] = field(default_factory=dict)
 
     def walk(self) -> Iterator["Module"]:
@@ -41,14 +42,20 @@ class Module:
         return sorted(op for module in self.walk() for op in module.ops)
 
 
-def module_tree(graph: Graph) -> Module:
-    """The top module. Modules without forward ops, parameters and buffers are not in the tree."""
+def module_tree(graph: Graph, aliases: Mapping[str, str] | None = None) -> Module:
+    """The top module. Modules without forward ops, parameters and buffers are not in the tree.
+
+    aliases   other name of a parameter or buffer -> its name; both modules then hold it
+    """
     top = Module("")
     for op in placed_ops(graph):
         _find(top, graph.modules[op]).ops.append(op)
     for op in np.flatnonzero(graph.is_source).tolist():
         if graph.kinds[op] in HELD:
-            _find(top, graph.modules[op]).held.append(op)
+            _find(top, graph.modules[op]).held[graph.names[op]] = op
+    for alias, name in (aliases or {}).items():
+        if name in graph.index:
+            _find(top, alias.rpartition(".")[0]).held[alias] = graph.index[name]
     return top
 
 
@@ -75,10 +82,17 @@ def check_one_replica(graph: Graph, format: str) -> None:
 
 
 def forward_ops(graph: Graph) -> list[int]:
-    """The forward ops in order, without copies of ops, because other tools know no copies."""
-    origin = origins_in(graph) == np.arange(len(graph))
+    """The forward ops in order, without copies of ops, because other tools know no copies. Of
+    micro-batches they are the first one's."""
+    origin = (origins_in(graph) == np.arange(len(graph))) & is_of_first_micro_batch(graph)
     ops: list[int] = np.flatnonzero((graph.phases == Phase.FORWARD) & origin).tolist()
     return ops
+
+
+def forward_readers(graph: Graph, source: int) -> list[int]:
+    """The forward ops that read a source, ascending."""
+    readers = {int(r) for tensor in graph.outputs_of(source) for r in graph.consumers_of(tensor)}
+    return sorted(r for r in readers if graph.phases[r] == Phase.FORWARD)
 
 
 def placed_ops(graph: Graph) -> list[int]:

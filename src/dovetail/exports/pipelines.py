@@ -19,17 +19,85 @@ Read in torchtitan 0.3 (`distributed/pipeline_parallel.py`: `_split_module`, and
 `distributed/utils.py`: `get_pp_indices`.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
 from dovetail.errors import ExportError
-from dovetail.exports.modules import HELD, check_one_replica, module_tree
+from dovetail.exports.modules import (
+    HELD,
+    Module,
+    check_one_replica,
+    forward_ops,
+    forward_readers,
+    module_tree,
+)
+from dovetail.exports.split_points import stage_units
 from dovetail.graph import Graph, Phase
+from dovetail.graph.units import Units
 from dovetail.plans import Plan, planned_graph
 
 TORCHTITAN, MEGATRON, VLLM = "torchtitan", "Megatron-LM", "vLLM"
+TORCH_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+}
+"""Our schedule -> torch's name of the one that is nearest, as `get_schedule_class` takes it. The
+very order of a plan's tasks is in its torch-schedule."""
+
+
+def torch_refuses(schedule: str, devices: Sequence[int], micro_batches: int) -> str:
+    """Why torch.distributed.pipelining has no such pipeline; "": it has.
+
+    devices   [stages] the device of each
+
+    Read in torch 2.13, `distributed/pipelining/schedules.py`.
+    """
+    used = list(dict.fromkeys(devices))
+    ranks = len(used)
+    if list(devices) != used * (len(devices) // ranks) or (ranks == 1 and len(devices) > 1):
+        return "its stages do not go round the devices in turn, as they do on torch's ranks"
+    if schedule == "1f1b" and micro_batches < len(devices):
+        return f"torch's 1F1B takes at least as many micro-batches as stages, {len(devices)}"
+    rounds = max(1, micro_batches // ranks)
+    if schedule in ("interleaved", "zero-bubble") and micro_batches % rounds:
+        return (
+            f"torch's {TORCH_SCHEDULES[schedule]} on {ranks} ranks takes a multiple of {rounds} "
+            f"micro-batches, which {micro_batches} is not"
+        )
+    return ""
+
+
+def torchtitan_units(graph: Graph, whole: Sequence[str]) -> Units:
+    """Units of the ops between two modules with which a stage of torchtitan may begin, in the order
+    of the calls; modules in `whole` stay whole besides.
+
+    Raises `ExportError` for towers, and for a tensor that ties all such modules to one stage.
+    """
+    paths = dict.fromkeys([*(module.path for module, _ in _kept_modules(graph)), *whole])
+    outermost = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
+    tied = {
+        op: readers
+        for op in np.flatnonzero(graph.is_source).tolist()
+        if graph.kinds[op] in HELD and len(readers := forward_readers(graph, op)) > 1
+    }
+    # A stage of what the model computes before its first module would have none.
+    modules = [module.all_ops[0] for module, _ in _kept_modules(graph)]
+    beginning = (forward_ops(graph)[0], min(modules, default=forward_ops(graph)[0]))
+    units = stage_units(graph, outermost, [*tied.values(), beginning])
+    if units.count == 1 and stage_units(graph, outermost).count > 1:
+        op, readers = max(tied.items(), key=lambda entry: entry[1][-1] - entry[1][0])
+        raise ExportError(
+            TORCHTITAN,
+            f"{graph.kinds[op]} {graph.names[op]!r}",
+            f"is read by {graph.modules[readers[0]]!r} and by {graph.modules[readers[-1]]!r}, each "
+            "stage would have its own, and no stage can begin outside of them; untie them",
+        )
+    return units
 
 
 def torch_schedule(plan: Plan, _graph: Graph) -> str:
@@ -67,6 +135,9 @@ def torchtitan(plan: Plan, graph: Graph) -> dict[str, object]:
     A list that is all on one stage is named beside what is in it, as it may be a Sequential, which
     torchtitan keeps by its own name. One that is split must be a ModuleList or a ModuleDict.
 
+    Of a pipeline of micro-batches there are the other options of `parallelism` that belong to it,
+    and those of other sections by their full names. torchtitan recomputes in all stages or in none.
+
     Raises `ExportError` where torchtitan has no such stages.
     """
     stages = _stages(plan, graph, TORCHTITAN)
@@ -83,7 +154,18 @@ def torchtitan(plan: Plan, graph: Graph) -> dict[str, object]:
                 paths[part.within] = None
             paths[part.path] = None
         named.append(list(paths))
-    return {"module_fqns_per_model_part": named}
+    options: dict[str, object] = {"module_fqns_per_model_part": named}
+    pipelining = plan.source.pipelining
+    if pipelining is None:
+        return options
+    samples = plan.source.shapes[0][0] if plan.source.shapes and plan.source.shapes[0] else 1
+    return options | {
+        "pipeline_parallel_degree": len(set(pipelining.devices)),
+        "pipeline_parallel_schedule": TORCH_SCHEDULES[pipelining.schedule],
+        "pipeline_parallel_microbatch_size": samples,
+        "training.local_batch_size": samples * pipelining.micro_batches,
+        "activation_checkpoint.mode": "full" if any(pipelining.recompute) else "none",
+    }
 
 
 def megatron(plan: Plan, graph: Graph) -> dict[str, object]:
@@ -117,13 +199,22 @@ def _stages(plan: Plan, graph: Graph, format: str) -> list[list[_KeptModule]]:
     check_one_replica(graph, format)
     parts = _parts(plan, graph, format)
     stages = [list(stage) for _, stage in groupby(parts, key=lambda part: part.device)]
+    pipelining = plan.source.pipelining
+    if pipelining is not None and format == TORCHTITAN:
+        devices = [stage[0].device for stage in stages]
+        refused = torch_refuses(pipelining.schedule, devices, pipelining.micro_batches)
+        if not refused and len(stages) != len(pipelining.devices):
+            refused = "some of its stages have no module of their own"
+        if refused:
+            raise ExportError(format, "the pipeline", f"{refused}; plan with --for torchtitan")
+        return stages
     seen: set[int] = set()
     for stage in stages:
         if stage[0].device in seen:
             raise ExportError(
                 format,
                 f"device {plan.machine.device_names[stage[0].device]}",
-                f"comes back at module {stage[0].path!r}; plan with --for split-points",
+                f"comes back at module {stage[0].path!r}; plan with --for torchtitan",
             )
         seen.add(stage[0].device)
     return stages
@@ -131,23 +222,27 @@ def _stages(plan: Plan, graph: Graph, format: str) -> list[list[_KeptModule]]:
 
 def _parts(plan: Plan, graph: Graph, format: str) -> list[_KeptModule]:
     found: list[tuple[int, _KeptModule]] = []
+    for module, within in _kept_modules(graph):
+        devices = {int(plan.placement[op]) for op in module.all_ops}
+        if len(devices) > 1:
+            names = " and ".join(plan.machine.device_names[d] for d in sorted(devices))
+            raise ExportError(
+                format,
+                f"module {module.path!r}",
+                f"is split over {names}; plan with --for torchtitan, or keep it whole with --whole "
+                f"{module.path!r}",
+            )
+        found.append((module.all_ops[0], _KeptModule(module.path, within, devices.pop())))
+    return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+
+
+def _kept_modules(graph: Graph) -> Iterator[tuple[Module, str]]:
+    """(a module that is kept whole, the list that it is in or "") of each that runs ops."""
     for child in module_tree(graph).children.values():
         is_list = bool(child.children) and not child.ops and not child.held
         for module in child.children.values() if is_list else (child,):
-            ops = module.all_ops
-            if not ops:
-                continue
-            devices = {int(plan.placement[op]) for op in ops}
-            if len(devices) > 1:
-                names = " and ".join(plan.machine.device_names[d] for d in sorted(devices))
-                raise ExportError(
-                    format,
-                    f"module {module.path!r}",
-                    f"is split over {names}; keep it whole with --whole {module.path!r}",
-                )
-            within = child.path if is_list else ""
-            found.append((ops[0], _KeptModule(module.path, within, devices.pop())))
-    return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+            if module.all_ops:
+                yield module, child.path if is_list else ""
 
 
 def _check_tied(plan: Plan, graph: Graph, within: str, format: str) -> None:

@@ -1,6 +1,6 @@
 """What an export format asks of a plan: a search under these rules finds only exportable plans."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
 from dovetail.exports.device_map import module_units
+from dovetail.exports.pipelines import torchtitan_units
 from dovetail.exports.split_points import stage_units
 from dovetail.graph import Graph
 from dovetail.graph.units import Units
@@ -33,14 +34,20 @@ class FormatRules:
 
 
 def rules_for(
-    format: str, graph: Graph, machine: Machine, whole: Sequence[str] = ()
+    format: str,
+    graph: Graph,
+    machine: Machine,
+    whole: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
 ) -> FormatRules:
     """What `format` asks of a plan of this graph. Modules in `whole` are kept whole besides.
+
+    aliases   other name of a parameter or buffer -> its name
 
     Raises `UsageError` for an unknown format, and `ExportError` for a graph of towers.
     """
     check_format(format)
-    return FORMATS[format](graph, machine, whole)
+    return FORMATS[format](graph, machine, whole, aliases or {})
 
 
 def check_format(format: str) -> None:
@@ -52,8 +59,10 @@ def check_format(format: str) -> None:
         raise UsageError("for", f"{format!r} is not one of {', '.join(FORMATS)}")
 
 
-def _device_map_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> FormatRules:
-    units, main = module_units(graph, whole)
+def _device_map_rules(
+    graph: Graph, machine: Machine, whole: Sequence[str], aliases: Mapping[str, str]
+) -> FormatRules:
+    units, main = module_units(graph, whole, aliases)
     kinds = [device.kind for device in machine.devices]
     named = np.array([kind == "gpu" for kind in kinds], dtype=bool)
     # A map calls one CPU "cpu", and a module there takes the model's inputs there. Ops on the main
@@ -63,17 +72,30 @@ def _device_map_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> F
     return FormatRules(units, main, None, named)
 
 
-def _split_points_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> FormatRules:
-    units = stage_units(graph, whole)
+def _split_points_rules(
+    graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
+) -> FormatRules:
+    return _chain_rules(stage_units(graph, whole), graph, machine)
+
+
+def _torchtitan_rules(
+    graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
+) -> FormatRules:
+    return _chain_rules(torchtitan_units(graph, whole), graph, machine)
+
+
+def _chain_rules(units: Units, graph: Graph, machine: Machine) -> FormatRules:
     no_op = np.zeros(len(graph), dtype=bool)
     all_devices = np.ones(len(machine.devices), dtype=bool)
     return FormatRules(units, no_op, units.of_op, all_devices)
 
 
-FORMATS: dict[str, Callable[[Graph, Machine, Sequence[str]], FormatRules]] = {
+MakeRules = Callable[[Graph, Machine, Sequence[str], Mapping[str, str]], FormatRules]
+FORMATS: dict[str, MakeRules] = {
     "device-map": _device_map_rules,
     "split-points": _split_points_rules,
+    "torchtitan": _torchtitan_rules,
 }
 """Name of a format -> what gives its rules for a graph, a machine and the modules to keep whole."""
-LATER = ("torchtitan", "megatron", "vllm")
+LATER = ("megatron", "vllm")
 """Formats that are not built yet: they are refused by name."""

@@ -8,7 +8,7 @@ each device one such run, and every run but the first must begin where a module 
 called only once. https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -30,10 +30,11 @@ FORMAT = "split points"
 def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
     """Path of the module with which each stage but the first begins -> the split point, in order.
 
-    It is empty if all is on one device. A stage's device is that of the ops from there on.
+    It is empty if all is on one device. A stage's device is that of the ops from there on. In a
+    pipeline of micro-batches a device may have several stages.
 
-    Raises `ExportError` for a device with several runs, for a run that begins within a module, and
-    for towers.
+    Raises `ExportError` for another device with several runs, for a run that begins within a
+    module, and for towers.
     """
     graph = planned_graph(plan, graph)
     check_one_replica(graph, FORMAT)
@@ -47,7 +48,7 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
     for start in starts:
         op, device = ops[start], int(plan.placement[ops[start]])
         name = plan.machine.device_names[device]
-        if device in devices_begun:
+        if device in devices_begun and plan.source.pipelining is None:
             raise ExportError(
                 FORMAT,
                 f"device {name}",
@@ -63,6 +64,10 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
                 "not where a module begins that is called once; pin modules whole",
             )
         points[begins[op]] = SplitPoint.BEGINNING
+    pipelining = plan.source.pipelining
+    if pipelining is not None and len(points) + 1 != len(pipelining.devices):
+        says = "has two stages in a row on one device; plan with --for split-points"
+        raise ExportError(FORMAT, "the pipeline", says)
     return points
 
 
@@ -95,11 +100,15 @@ def _begins(graph: Graph) -> dict[int, str]:
     return begins
 
 
-def stage_units(graph: Graph, whole: Sequence[str]) -> Units:
+def stage_units(
+    graph: Graph, whole: Sequence[str], together: Iterable[Sequence[int]] = ()
+) -> Units:
     """Units of the ops between two places where a stage may begin, in the order of the calls.
 
     Stages begin where a module begins that is called once, but not within a module that is kept
     whole. Raises `ExportError` for towers.
+
+    together   sets of forward ops that are in one stage
     """
     check_one_replica(graph, FORMAT)
     ops, begins = forward_ops(graph), _begins(graph)
@@ -109,8 +118,9 @@ def stage_units(graph: Graph, whole: Sequence[str]) -> Units:
         # The loss is no module of the model, so no stage can begin there.
         cut &= np.array([graph.modules[op] != LOSS_MODULE for op in ops])
     within = units_of(graph, whole).of_op[ops]
-    for unit in np.unique(within[within >= 0]).tolist():
-        places = np.flatnonzero(within == unit)
+    sets = [np.flatnonzero(within == unit) for unit in np.unique(within[within >= 0]).tolist()]
+    sets += [np.flatnonzero(np.isin(ops, members)) for members in together]
+    for places in sets:
         cut[places[0] + 1 : places[-1] + 1] = False
     units = np.full(len(graph), -1, dtype=np.int32)
     units[ops] = np.cumsum(cut)

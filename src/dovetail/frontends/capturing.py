@@ -228,6 +228,7 @@ def capture_call(  # noqa: PLR0913  one argument each
         constants=signature.constants,
         recurrent_chunks=chunks,
         channels_last=channels_last,
+        aliases=tuple(program.aliases.items()),
     )
     return Captured(
         graph, program, source, model, signature, notes=notes, plain=plain, fused_steps=fused_steps

@@ -67,6 +67,18 @@ class MicroBatchRows(NamedTuple):
     summed: Int64
 
 
+def is_of_first_micro_batch(graph: Graph) -> Bool:
+    """Return [ops] False for what another micro-batch than the first has for itself, and for ops
+    that are computed again. In a graph without micro-batches it is True."""
+    is_first = np.ones(len(graph), dtype=bool)
+    for op, (name, module) in enumerate(zip(graph.names, graph.modules, strict=True)):
+        own = _OWN.match(name)
+        # A module may be named micro, too, where there are none.
+        if own is not None and not name.startswith(f"{module}/"):
+            is_first[op] = own[0] == "micro.0/" and not name.endswith("/again")
+    return is_first
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatched:
     """The graph of all micro-batches, and what each of its ops stands for in one's graph."""

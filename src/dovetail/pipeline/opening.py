@@ -23,6 +23,7 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.exports import device_map, split_points
+from dovetail.exports.pipelines import torchtitan
 from dovetail.frontends import Captured, duplicated, towers
 from dovetail.frontends.batches import one_part, with_examples_of
 from dovetail.frontends.capturing import recaptured
@@ -60,6 +61,7 @@ from dovetail.timeline import Timeline
 EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
     "device-map": device_map,
     "split-points": split_points,
+    "torchtitan": torchtitan,
 }
 """Maps each format that a plan can be made for to its export. The export raises an error if the
 format cannot say the plan."""

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from dovetail.costs import Costs, analytic_costs
 from dovetail.errors import InfeasibleError, OrderError, UsageError
+from dovetail.exports.pipelines import torch_refuses
+from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
 from dovetail.frontends.micro_batches import micro_batches
 from dovetail.graph import Graph, Phase
@@ -32,8 +34,10 @@ from dovetail.graph.micro_batches import (
     micro_batched,
 )
 from dovetail.graph.replicate import replicate
+from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.machine import Machine
 from dovetail.methods import PIPELINE_SCHEDULES
+from dovetail.pipeline.opening import EXPORTED
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import (
     Notes,
@@ -46,6 +50,7 @@ from dovetail.pipeline.sources import (
     replicated,
     silent,
     source_of,
+    unsplit_modules,
 )
 from dovetail.placers import (
     Budget,
@@ -53,6 +58,7 @@ from dovetail.placers import (
     make_problem,
     parse_budget,
     part_of_budget,
+    permitted,
 )
 from dovetail.placers.pipeline_bounds import pipeline_bound
 from dovetail.placers.pipeline_schedules import B, F, I, W
@@ -75,6 +81,53 @@ if TYPE_CHECKING:
     from dovetail.simulator import BatchEvaluation
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The modules that must stay whole, and where ops may run.
+
+    patterns   patterns of the modules that stay whole, the user's and the model's own
+    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
+    notes      sentences for the user about modules kept whole
+    """
+
+    patterns: tuple[str, ...]
+    units: Units | None = None
+    may_run: NDArray[np.bool_] | None = None
+    chain: NDArray[np.int32] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def kept_modules(request: PlanRequest, machine: Machine) -> Kept:
+    """The modules that `whole` and `format` keep whole. Raises `PinError`, `UsageError` and
+    `ExportError`, before any costs are measured."""
+    graph, format = graph_of(request.planned_step), request.format
+    # The result is not needed here. The call raises for a pin that matches nothing.
+    permitted(graph, machine, request.pins)
+    if not (request.whole or format):
+        return Kept(())
+    unsplit = unsplit_modules(request.planned_step) if format else {}
+    patterns = tuple(dict.fromkeys([*request.whole, *unsplit]))
+    modules = matched_modules(graph, patterns)
+    if not format:
+        return Kept(patterns, units_of(graph, modules))
+    aliases = dict(source_of(request.planned_step, request.model).aliases)
+    rules = rules_for(format, graph, machine, modules, aliases)
+    for pattern, device in request.pins:
+        if not rules.devices[machine.device_index(device)]:
+            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
+    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
+    # What the format runs on the main device may run on the first GPU alone, or on the first CPU if
+    # there is no GPU.
+    kinds = [device.kind for device in machine.devices]
+    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
+    may_run[rules.main] = np.arange(len(kinds)) == first
+    notes = tuple(
+        f"kept whole: {pattern}, as the model says not to split {name}"
+        for pattern, name in unsplit.items()
+    )
+    return Kept(patterns, rules.units, may_run, rules.chain, notes)
+
+
 def plan_pipeline(
     request: PlanRequest, progress: TellProgress = silent, *, replicas: int = 1
 ) -> Plan:
@@ -90,11 +143,13 @@ def plan_pipeline(
     graph = graph_of(step)
     machine = machine_of(step, request.machine, progress, notes)
     mirror = towers_devices(machine, replicas)
+    kept = kept_modules(request, machine)
     costs, sums = _costs(step, machine, (request.micro_batches, replicas), progress, notes)
     progress("grouping ops", 0.0, None)
     placing = make_problem(
-        graph, machine, costs, _never, groups=groups_of(step, grouping="ops"),
+        graph, machine, costs, _never, groups=groups_of(step, kept.units, grouping="ops"),
         objective="pipeline", pins=request.pins, caps=request.caps, seed=request.seed,
+        may_run=kept.may_run,
     )  # fmt: skip
     schedules = PIPELINE_SCHEDULES if request.schedule == "auto" else (request.schedule,)
     allowed, capacities = placing.allowed, placing.capacities
@@ -107,7 +162,8 @@ def plan_pipeline(
         capacities[firsts] = capacities[mirror.of[:, firsts]].min(axis=0)
     problem = PipelineProblem(
         graph, machine, costs, placing.groups, allowed, capacities,
-        request.micro_batches, schedules, request.recompute == "auto",
+        request.micro_batches, schedules, request.recompute == "auto", kept.chain,
+        torch_refuses if request.format else None,
     )  # fmt: skip
     found = _searched(problem, str(request.budget), (costs, sums, mirror), progress)
     problem, steps, outcome = found.problem, found.steps, found.outcome
@@ -121,7 +177,7 @@ def plan_pipeline(
             bounds = [pipeline_bound(other, value, quick=quick) for other in problem.variants]
             bound = min(bounds, key=lambda other: other.seconds)
     whole, timeline = steps.timeline(cut)
-    return Plan(
+    plan = Plan(
         source=replace(
             source_of(step, request.model),
             pipelining=pipelining_of(problem, cut),
@@ -146,9 +202,14 @@ def plan_pipeline(
         pins=tuple(request.pins),
         caps=tuple(request.caps),
         baselines={**outcome.baselines, "pipeline": timeline.step_seconds},
-        notes=(*notes.texts, _describe(problem, cut, replicas)),
+        whole=kept.patterns,
+        made_for=request.format,
+        notes=(*notes.texts, *kept.notes, _describe(problem, cut, replicas)),
         graph=whole.graph,
     )
+    if request.format:
+        EXPORTED[request.format](plan, whole.graph)  # raises what the format cannot say
+    return plan
 
 
 @dataclass(frozen=True, eq=False)

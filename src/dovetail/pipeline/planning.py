@@ -26,20 +26,20 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.exports import DeviceMap
-from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
 from dovetail.frontends.capturing import recaptured
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
 from dovetail.graph.cells import cells_of
 from dovetail.graph.duplicates import duplicate
 from dovetail.graph.kernels import CONVOLUTION, compiled_ties
-from dovetail.graph.units import Units, matched_modules, units_of
+from dovetail.graph.units import Units
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import PLACERS, imported
 from dovetail.pipeline.batches import Planners, plan_batch
 from dovetail.pipeline.opening import (
     AS_CAPTURED,
+    EXPORTED,
     bound_of,
     costs_in,
     form_of,
@@ -47,7 +47,7 @@ from dovetail.pipeline.opening import (
     timeline_of,
     with_copies,
 )
-from dovetail.pipeline.pipelining import plan_pipeline
+from dovetail.pipeline.pipelining import Kept, kept_modules, plan_pipeline
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import (
     Notes,
@@ -84,6 +84,7 @@ from dovetail.plans import (
     planned_graph,
 )
 from dovetail.runtime.files import read_json
+from dovetail.runtime.user_code import said
 from dovetail.simulator import LowerBound, Simulator
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
@@ -226,7 +227,7 @@ def search_plan(
     # take minutes.
     given_places = _given_place(request)
     machine = machine_of(step, request.machine, progress, notes)
-    kept = _kept_modules(request, machine)
+    kept = kept_modules(request, machine)
     costs = costs or costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
     groups = _groups_to_place(request, machine, kept, compiled)
@@ -243,6 +244,8 @@ def search_plan(
             )
             chosen = to_plan(problem, outcome, simulator, _stronger_bound(bound, outcome, step))
             chosen = _fill_in_request(chosen, request, kept, notes, outcome, began)
+        if request.format:
+            EXPORTED[request.format](chosen, problem.graph)  # raises what the format cannot say
         bare, chosen = chosen, _with_copies(chosen, request, kept)
         if request.stages and not budget.interrupted:
             searched = _Searched(request, kept, groups, problem, simulator, budget)
@@ -266,10 +269,10 @@ def problem_of(
     machine: Machine,
     costs: Costs,
     groups: GroupLevels,
-    kept: "_Kept | None" = None,
+    kept: Kept | None = None,
 ) -> tuple[PlacementProblem, Simulator]:
     """The problem that placers search, and the simulator that values each placement."""
-    kept = kept or _Kept(())
+    kept = kept or Kept(())
     graph, objective = graph_of(request.planned_step), request.resolved_objective
     capacities = capacities_of(machine, dict(request.caps))
     simulator = Simulator(graph, machine, costs, capacities=capacities, ranked=objective == "step")
@@ -418,22 +421,6 @@ def _prefixed(prefix: str, progress: TellProgress) -> TellProgress:
 # --- The steps of the flow, in its order ---
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """The modules that must stay whole, and where ops may run.
-
-    patterns   patterns of the modules that stay whole, the user's and the model's own
-    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
-    notes      sentences for the user about modules kept whole
-    """
-
-    patterns: tuple[str, ...]
-    units: Units | None = None
-    may_run: NDArray[np.bool_] | None = None
-    chain: NDArray[np.int32] | None = None
-    notes: tuple[str, ...] = ()
-
-
 def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
     """The placement that the user gives to be priced, under the name of its row; empty if none."""
     if request.place is None:
@@ -443,38 +430,8 @@ def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
     return {"given map": request.place}
 
 
-def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
-    """The modules that `whole` and `format` keep whole. Raises `PinError`, `UsageError` and
-    `ExportError`, before any costs are measured."""
-    graph, format = graph_of(request.planned_step), request.format
-    # The result is not needed here. The call raises for a pin that matches nothing.
-    permitted(graph, machine, request.pins)
-    if not (request.whole or format):
-        return _Kept(())
-    unsplit = unsplit_modules(request.planned_step) if format else {}
-    patterns = tuple(dict.fromkeys([*request.whole, *unsplit]))
-    modules = matched_modules(graph, patterns)
-    if not format:
-        return _Kept(patterns, units_of(graph, modules))
-    rules = rules_for(format, graph, machine, modules)
-    for pattern, device in request.pins:
-        if not rules.devices[machine.device_index(device)]:
-            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
-    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
-    # What the format runs on the main device may run on the first GPU alone, or on the first CPU if
-    # there is no GPU.
-    kinds = [device.kind for device in machine.devices]
-    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
-    may_run[rules.main] = np.arange(len(kinds)) == first
-    notes = tuple(
-        f"kept whole: {pattern}, as the model says not to split {name}"
-        for pattern, name in unsplit.items()
-    )
-    return _Kept(patterns, rules.units, may_run, rules.chain, notes)
-
-
 def _groups_to_place(
-    request: PlanRequest, machine: Machine, kept: "_Kept", compiled: bool = False
+    request: PlanRequest, machine: Machine, kept: Kept, compiled: bool = False
 ) -> GroupLevels:
     """The groups of the problem. Only `auto` splits groups while it searches, down to the kernels
     of compiled code if that is what runs. An instance has only one kind of groups, and what a
@@ -545,7 +502,7 @@ def _stronger_bound(bound: LowerBound, outcome: PlacerOutcome, step: Step) -> Lo
 def _fill_in_request(
     chosen: Plan,
     request: PlanRequest,
-    kept: "_Kept",
+    kept: Kept,
     notes: Notes,
     outcome: PlacerOutcome,
     began: float,
@@ -564,7 +521,7 @@ def _fill_in_request(
     )
 
 
-def _with_copies(chosen: Plan, request: PlanRequest, kept: "_Kept") -> Plan:
+def _with_copies(chosen: Plan, request: PlanRequest, kept: Kept) -> Plan:
     """The plan with copies of shared computations, if they help. Plans for a format and plans of an
     instance have none."""
     step = request.planned_step
@@ -588,7 +545,7 @@ class _Searched:
     """What the search for a placement was given, and its budget, which knows what it found."""
 
     request: PlanRequest
-    kept: "_Kept"
+    kept: Kept
     groups: GroupLevels
     problem: PlacementProblem
     simulator: Simulator
@@ -684,8 +641,8 @@ def _add_baselines(
         return chosen
     step = request.planned_step
     pricing = Pricing(graph_of(step), chosen.machine, costs, chosen.objective, tuple(request.caps))
-    rows = _price_others(step, pricing, given_places)
-    return replace(chosen, baselines={**chosen.baselines, **rows})
+    rows, notes = _price_others(step, pricing, given_places)
+    return replace(chosen, baselines={**chosen.baselines, **rows}, notes=(*chosen.notes, *notes))
 
 
 def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
@@ -1234,19 +1191,23 @@ def accelerates_own(
 
 def _price_others(
     step: Step, pricing: Pricing, places: Mapping[str, Plan | Mapping[str, int | str]]
-) -> dict[str, float | None]:
-    """The values of these placements and of accelerate's own, each under the name of its row."""
+) -> tuple[dict[str, float | None], tuple[str, ...]]:
+    """(the values of these placements and of accelerate's own, each under the name of its row,
+    notes). Whatever fails in accelerate's map is a note: it must not cost the plan."""
     rows: dict[str, float | None] = {}
     for name, place in places.items():
         rows |= priced(name, place, step, pricing)
     classes = sorted(set(unsplit_modules(step).values()))
-    device_map = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
-    if device_map is None:
-        return rows
-    # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the devices.
-    # Nothing runs on disk, so a map with weights there has no price.
-    has_cpu = any(d.kind == "cpu" for d in pricing.machine.devices)
-    streamed = "cpu" in device_map.values() and not has_cpu
-    if streamed or "disk" in device_map.values():
-        return rows | {ACCELERATE: None}
-    return rows | priced(ACCELERATE, device_map, step, pricing)
+    try:
+        device_map = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
+        if device_map is None:
+            return rows, ()
+        # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the
+        # devices. Nothing runs on disk, so a map with weights there has no price.
+        has_cpu = any(d.kind == "cpu" for d in pricing.machine.devices)
+        streamed = "cpu" in device_map.values() and not has_cpu
+        if streamed or "disk" in device_map.values():
+            return rows | {ACCELERATE: None}, ()
+        return rows | priced(ACCELERATE, device_map, step, pricing), ()
+    except Exception as error:
+        return rows, (f"accelerate's map could not be priced: {said(error)}",)

@@ -80,8 +80,8 @@ class PlanRequest:
                 it places the graph as it is (zero-shot)
     per_op      Place every op by itself instead of in groups, for gdp and gdp+search
     whole       Place each module that matches this pattern as one, e.g. 'layers.*'
-    format      Only plans that export as device-map or split-points. Modules that the model says
-                not to split (`_no_split_modules` of transformers) then stay whole, too
+    format      Only plans that export as device-map, split-points or torchtitan. Modules that the
+                model says not to split (`_no_split_modules` of transformers) then stay whole, too
     min_gain    Use more devices only if the plan is better by this share: .02 is 2 %. For `auto`.
                 By default 2 %, and 0 for an instance
     place       Price this placement beside the plan: a device map, or a JSON file that holds a map
@@ -229,13 +229,15 @@ class PlanRequest:
                 "MODEL's batch",
             )
         given = {
-            "stages": self.stages, "for": self.format, "place": self.place, "whole": self.whole,
+            "stages": self.stages, "place": self.place,
             "per_op": self.per_op, "policy": self.policy, "placer": self.placer != "auto",
             "gap": self.gap, "min_gain": self.min_gain is not None, "method": self.method,
         }  # fmt: skip
         for option, is_given in given.items():
             if is_given:
                 raise UsageError(option, "does not go with objective pipeline; leave it out")
+        if self.format == "device-map":
+            raise UsageError("for", "a device-map has no stages; use split-points or torchtitan")
         if self._is_instance:
             raise UsageError(
                 "objective", "pipeline is for training steps; for an instance use load"

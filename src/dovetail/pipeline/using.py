@@ -171,7 +171,8 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
     device-map      the arguments of accelerate's `dispatch_model`: {"device_map": {module path:
                     accelerator's number or "cpu"}, "main_device": one of these}
     split-points    of torch.distributed.pipelining: {module path: "BEGINNING"}
-    torchtitan      {"module_fqns_per_model_part": [stages] modules of each}
+    torchtitan      {"module_fqns_per_model_part": [stages] modules of each}, and of a pipeline of
+                    micro-batches its schedule, their number and what else torchtitan asks for
     megatron        {"pipeline-model-parallel-layout": "Et*3|t*4|t*3L", and their number}
     vllm            {"VLLM_PP_LAYER_PARTITION": "3,4,3", and their number}
     torch-schedule  CSV of a pipeline's tasks, a row for each rank: "0F0,0F1,0B0,0B1"

@@ -98,6 +98,9 @@ class PipelineProblem:
     micro_batches    of a step, 2 or more
     schedules        the schedules that may be chosen
     recompute        True: stages may compute forward ops again, to need less memory
+    chain            [ops] place in an order that stages follow, -1: none; None: there is no order
+    refuses          (schedule, [stages] devices, micro-batches) -> why there may be no such
+                     pipeline, "" if there may; None: there may be any
     tied_by_work     a parameter that several elements read goes with the one that works most;
                      False: with the first
     """
@@ -111,7 +114,13 @@ class PipelineProblem:
     micro_batches: int
     schedules: tuple[str, ...] = PIPELINE_SCHEDULES
     recompute: bool = True
+    chain: Int32 | None = None
+    refuses: Callable[[str, tuple[int, ...], int], str] | None = None
     tied_by_work: bool = False
+
+    def permits(self, schedule: str, devices: tuple[int, ...]) -> bool:
+        """True if there may be a pipeline of these stages."""
+        return self.refuses is None or not self.refuses(schedule, devices, self.micro_batches)
 
     @property
     def variants(self) -> "tuple[PipelineProblem, ...]":
@@ -214,7 +223,7 @@ class StageElements:
 def elements_of(problem: PipelineProblem) -> StageElements:
     """Return the elements of a problem. Near-linear in ops and reads, for each merged parameter."""
     graph, groups = problem.graph, problem.groups
-    edges = _group_edges(graph, groups.of_op)
+    edges = _group_edges(graph, groups.of_op, problem.chain)
     merged = _merge_readers(problem, edges)
     of_group = _components(groups.count, edges, merged)
     of_op = of_group[groups.of_op].astype(np.int32)
@@ -260,17 +269,22 @@ def elements_of(problem: PipelineProblem) -> StageElements:
     )
 
 
-def _group_edges(graph: Graph, of_op: Int32) -> Int64:
+def _group_edges(graph: Graph, of_op: Int32, chain: Int32 | None) -> Int64:
     """Return [edges, 2] pairs of groups: the second may not be in an earlier stage."""
     makers, readers = graph.producers[graph.input_tensors], graph.readers
     before, after = graph.control[:, 0], graph.control[:, 1]
     befores, afters = np.concatenate([makers, before]), np.concatenate([readers, after])
     forward = (graph.phases[befores] == Phase.FORWARD) & (graph.phases[afters] == Phase.FORWARD)
     backward = (graph.phases[befores] == Phase.BACKWARD) & (graph.phases[afters] == Phase.BACKWARD)
+    in_order = of_op[:0]
+    if chain is not None:
+        places, firsts = np.unique(chain, return_index=True)
+        in_order = of_op[firsts[places >= 0]]
     pairs = np.concatenate(
         [
             np.stack([of_op[befores[forward]], of_op[afters[forward]]], axis=1),
             np.stack([of_op[afters[backward]], of_op[befores[backward]]], axis=1),
+            np.stack([in_order[:-1], in_order[1:]], axis=1),
         ]
     ).astype(np.int64)
     pairs = pairs[pairs[:, 0] != pairs[:, 1]]
@@ -969,6 +983,8 @@ class _Search:
         self.budget.charge(0.01)
         if _are_barred(self.problem, cutting, cuts, devices):
             return math.inf
+        if not self.problem.permits(schedule, devices):
+            return math.inf
         times = cutting.times(cuts, devices, recompute)
         if not np.isfinite(times.forward + times.inputs + times.weights).all():
             return math.inf
@@ -1179,6 +1195,8 @@ class _TriedCuts:
         return outcome
 
     def _try(self, cut: StageCut) -> SimulatedCut:
+        if not self.problem.permits(cut.schedule, cut.devices):
+            return SimulatedCut(math.inf, self.peaks, False)
         outcome = self.simulate(cut)
         self.budget.charge(1)
         if not np.isfinite(outcome.value):
@@ -1469,6 +1487,6 @@ def _infeasible(problem: PipelineProblem, tried: _TriedCuts) -> InfeasibleError:
         return OutOfMemoryError(name, int(tried.peaks[device]), int(problem.capacities[device]))
     return InfeasibleError(
         f"no stages for schedule {' or '.join(problem.schedules)} on {problem.machine.name}: "
-        "the pins, the kinds of devices or their number leave none; use fewer pins, another "
-        "schedule or machine"
+        "the pins, the kinds of devices, their number or the format leave none; use fewer pins, "
+        "another schedule, machine or number of micro-batches"
     )

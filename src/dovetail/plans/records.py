@@ -147,6 +147,8 @@ class Source:
     recurrent_chunks   recurrent layers are captured by fused kernels, each of a layer in so many
                chunks of time steps; 0: by the ops of each time step
     channels_last      parameters, buffers and inputs of four dimensions lie channels last in memory
+    aliases            (other name, name) of each parameter and buffer of the model that has
+                       several names: it is tied, or its module has several paths
     pipelining         how the captured step, that of one micro-batch, became a step of several;
                        None: it did not
     """
@@ -160,6 +162,7 @@ class Source:
     constants: tuple[tuple[str, str], ...] = ()
     recurrent_chunks: Annotated[int, Field(ge=0)] = 0
     channels_last: bool = False
+    aliases: tuple[tuple[str, str], ...] = ()
     pipelining: Pipelining | None = None
     parts: Annotated[int, Field(ge=1, le=2**20)] = 1
 
@@ -189,7 +192,7 @@ class Plan:
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> seconds from the search's start until it first found its value
     whole              patterns of the modules that must each be on one device
-    made_for           the format that the plan must fit: "device-map" or "split-points"; "": none
+    made_for           the format that the plan must fit, such as "device-map"; "": none
     min_gain           share by which more devices had to be better than fewer
     copies             copies of shared computations in the planned graph: `graph.duplicates`
     notes              sentences that tell the user why the plan is as it is
@@ -225,7 +228,7 @@ class Plan:
     sent_bytes: NDArray[np.float64] | None = field(default=None, metadata=_PACKED)
     found_seconds: dict[str, float] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
-    made_for: Annotated[str, Field(pattern="^(|device-map|split-points)$")] = ""
+    made_for: Annotated[str, Field(pattern="^(|device-map|split-points|torchtitan)$")] = ""
     min_gain: Annotated[float, Field(ge=0)] = 0.0
     copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
