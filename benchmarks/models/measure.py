@@ -409,6 +409,8 @@ def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
                     row[part], steps[part] = judged(model, case, part.replace("inference", ""))
                 continue
             kind = "sgd" if part == "placed" and case.training else "inference"
+            if kind in row and kind not in steps:
+                continue  # its capture was refused
             if kind not in steps:
                 optimizer = kind if kind in OPTIMIZERS else ""
                 drawn = Drawn(model, bool(optimizer), torch.float32)

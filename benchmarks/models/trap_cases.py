@@ -34,6 +34,7 @@ class Parts(nn.Module):
     def __init__(self, run: Forward) -> None:
         super().__init__()
         self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.slow = nn.Linear(8, 8).requires_grad_(False)
         self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
         self.scale = nn.Parameter(torch.ones(8))
         self.register_buffer("count", torch.zeros(()))
@@ -67,6 +68,7 @@ def trap(expected: str = "") -> Callable[[Forward], Forward]:
 STATE = "a step reads what the step before has left outside of buffers"
 CHANCE = "a step draws from a generator that is not torch's default one"
 DATA = "a branch on data"
+TRAINED = "a step writes over a parameter that it trains"
 
 
 # Buffers, which are the right place for state: these are right.
@@ -120,10 +122,18 @@ def memory_bank_read_first(self: Any, x: Tensor) -> Tensor:
 @trap()
 def momentum_encoder(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
-        for slow, fast in zip(self.b.parameters(), self.a.parameters(), strict=True):
+        for slow, fast in zip(self.slow.parameters(), self.a.parameters(), strict=True):
             slow.mul_(0.9).add_(fast, alpha=0.1)
-        target = self.b(x)
+        target = self.slow(x)
     return self.a(x) - target
+
+
+@trap()
+def momentum_encoder_after(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x) - self.slow(x).detach()
+    for slow, fast in zip(self.slow.parameters(), self.a.parameters(), strict=True):
+        slow.data.copy_(torch.lerp(slow.data, fast.data, 0.1))
+    return y
 
 
 @trap()
@@ -133,14 +143,14 @@ def momentum_encoder_by_lerp(self: Any, x: Tensor) -> Tensor:
     return self.a(x) * self.queue.norm()
 
 
-@trap()
+@trap(TRAINED)
 def weight_clamped_in_forward(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         self.a.weight.clamp_(-0.1, 0.1)
     return self.a(x)
 
 
-@trap()
+@trap(TRAINED)
 def weight_data_normalised(self: Any, x: Tensor) -> Tensor:
     self.a.weight.data = F.normalize(self.a.weight.data, dim=1)
     return self.a(x)
