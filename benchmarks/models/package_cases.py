@@ -333,10 +333,11 @@ def zuko_log_prob(flow: Any, x: Tensor) -> Tensor:
 
 
 HIDDEN = {"hidden_features": (16, 16)}
+COUPLED = {"refused": "a buffer sets shapes: a mask says which features are kept"}
 for name, kind, options, expected in (
     ("maf", "MAF", {"transforms": 2} | HIDDEN, {}),
-    ("nice", "NICE", {"transforms": 2} | HIDDEN, {}),
-    ("realnvp", "RealNVP", {"transforms": 2} | HIDDEN, {}),
+    ("nice", "NICE", {"transforms": 2} | HIDDEN, COUPLED),
+    ("realnvp", "RealNVP", {"transforms": 2} | HIDDEN, COUPLED),
     ("nsf", "NSF", {"transforms": 2, "bins": 4} | HIDDEN, {}),
     ("naf", "NAF", {"transforms": 1} | HIDDEN, {}),
     ("gf", "GF", {"transforms": 2, "components": 3} | HIDDEN, {}),
@@ -375,7 +376,7 @@ def normflows_realnvp() -> Model:
     return Model(Density(normalizing_flow(*layers), flow_log_prob), floats(8, 4))
 
 
-@REGISTRY.add("normflows_actnorm", FLOWS, packages=True)
+@REGISTRY.add("normflows_actnorm", FLOWS, packages=True, refused="an if on a buffer")
 def normflows_actnorm() -> Model:
     import normflows as nf
 
@@ -391,7 +392,9 @@ def normflows_spline() -> Model:
     return Model(Density(normalizing_flow(*layers), flow_log_prob), floats(8, 4))
 
 
-@REGISTRY.add("normflows_residual", FLOWS, packages=True)
+@REGISTRY.add(
+    "normflows_residual", FLOWS, packages=True, refused="a parameter says how many terms are drawn"
+)
 def normflows_residual() -> Model:
     import normflows as nf
 
@@ -431,29 +434,34 @@ class Field(nn.Module):
 
 
 class Ode(nn.Module):
-    def __init__(self, solve: str, method: str, **options: Any) -> None:
+    def __init__(self, solve: str, method: str, buffer: bool) -> None:
         super().__init__()
-        self.field, self.method, self.options = Field(), method, options
+        self.field, self.method = Field(), method
         self.solve = getattr(import_module("torchdiffeq"), solve)
-        self.register_buffer("times", torch.linspace(0, 1, 4))
+        self.times = torch.linspace(0, 1, 4)
+        if buffer:
+            del self.times
+            self.register_buffer("times", torch.linspace(0, 1, 4))
 
     def forward(self, y: Tensor) -> Tensor:
-        path: Tensor = self.solve(self.field, y, self.times, method=self.method, **self.options)
+        path: Tensor = self.solve(self.field, y, self.times, method=self.method)
         return path[-1]
 
 
 ADAPTIVE = {"refused": "the step of an adaptive ODE solver depends on the data"}
-for solve, method, expected in (
-    ("odeint", "euler", {}),
-    ("odeint", "rk4", {}),
-    ("odeint", "midpoint", {}),
-    ("odeint", "explicit_adams", {}),
-    ("odeint", "dopri5", ADAPTIVE),
-    ("odeint_adjoint", "rk4", {}),
-    ("odeint_adjoint", "dopri5", ADAPTIVE),
+for name, solve, method, buffer, expected in (
+    ("euler", "odeint", "euler", False, {}),
+    ("rk4", "odeint", "rk4", False, {}),
+    ("rk4_buffer", "odeint", "rk4", True, {"refused": "times that are a buffer are asserted"}),
+    ("explicit_adams", "odeint", "explicit_adams", False, {}),
+    ("dopri5", "odeint", "dopri5", False, ADAPTIVE),
+    ("adjoint_rk4", "odeint_adjoint", "rk4", False, {}),
+    ("adjoint_dopri5", "odeint_adjoint", "dopri5", False, ADAPTIVE),
 ):
-    REGISTRY.add(f"torchdiffeq_{solve}_{method}", FLOWS, packages=True, **expected)(
-        lambda solve=solve, method=method: Model(Ode(solve, method), floats(6, 4), squares)
+    REGISTRY.add(f"torchdiffeq_{name}", FLOWS, packages=True, **expected)(
+        lambda solve=solve, method=method, buffer=buffer: Model(
+            Ode(solve, method, buffer), floats(6, 4), squares
+        )
     )
 
 FIELDS = floats(2, 2, 16, 16)

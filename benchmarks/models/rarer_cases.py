@@ -36,7 +36,12 @@ LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_
           "linear_num_value_heads": 4, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
           "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
           "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+GEMMA = GROUPED | {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 8, "laurel_rank": 4,
+                   "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+                   "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+                   "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 for name, model, config, values in (
+    ("gemma3n", "Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA | {"altup_coef_clip": None}),
     ("qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextConfig", GROUPED | LINEAR),
     ("llama4", "Llama4ForCausalLM", "Llama4TextConfig",
      GROUPED | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4,
@@ -48,8 +53,6 @@ for name, model, config, values in (
     ("recurrent_gemma", "RecurrentGemmaForCausalLM", "RecurrentGemmaConfig",
      TEXT | {"lru_width": 32, "attention_window_size": 8, "num_key_value_heads": 1,
              "block_types": ["recurrent", "attention"]}),
-    ("rwkv", "RwkvForCausalLM", "RwkvConfig",
-     MAMBA | {"context_length": 32, "attention_hidden_size": 32, "intermediate_size": 48}),
     ("jamba", "JambaForCausalLM", "JambaConfig",
      GROUPED | {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4,
                 "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4,
@@ -60,11 +63,6 @@ for name, model, config, values in (
                 "mamba_d_head": 8, "mamba_chunk_size": 4}),
     ("lfm2", "Lfm2ForCausalLM", "Lfm2Config",
      GROUPED | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
-    ("gemma3n", "Gemma3nForCausalLM", "Gemma3nTextConfig",
-     GROUPED | {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 8, "laurel_rank": 4,
-                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
-                "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-                "layer_types": ["sliding_attention", "full_attention"] * 2}),
     ("ctrl", "CTRLLMHeadModel", "CTRLConfig",
      {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "dff": 48, "n_layer": 2,
       "n_head": 4}),
@@ -77,23 +75,28 @@ for name, model, config, values in (
     ("doge", "DogeForCausalLM", "DogeConfig", GROUPED),
     ("stablelm", "StableLmForCausalLM", "StableLmConfig", GROUPED | {"use_qkv_bias": True}),
     ("biogpt", "BioGptForCausalLM", "BioGptConfig", TEXT),
-    ("dbrx", "DbrxForCausalLM", "DbrxConfig",
-     {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
-      "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2,
-                     "hidden_size": 32},
-      "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}}),
-    ("jetmoe", "JetMoeForCausalLM", "JetMoeConfig",
-     TEXT | {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4,
-             "num_experts_per_tok": 2}),
     ("olmo_hybrid", "OlmoHybridForCausalLM", "OlmoHybridConfig",
      GROUPED | {"layer_types": ["linear_attention", "full_attention"]}),
-    ("reformer", "ReformerModelWithLMHead", "ReformerConfig",
-     {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 2, "is_decoder": True,
-      "attention_head_size": 16, "attn_layers": ["local", "local"], "feed_forward_size": 48,
-      "axial_pos_shape": [2, 6], "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 4,
-      "max_position_embeddings": 12}),
 ):  # fmt: skip
     add(name, CAUSAL, model, config, labelled_text, **values)
+
+add("dbrx", CAUSAL, "DbrxForCausalLM", "DbrxConfig", labelled_text, vocab_size=VOCABULARY,
+    d_model=32, n_heads=4, n_layers=2, max_seq_len=64,
+    ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+    refused="a loop over the experts that have tokens")  # fmt: skip
+add("jetmoe", CAUSAL, "JetMoeForCausalLM", "JetMoeConfig", labelled_text, **GROUPED, kv_channels=8,
+    num_local_experts=4, num_experts_per_tok=2, refused="experts' shares set shapes")  # fmt: skip
+add("reformer", CAUSAL, "ReformerModelWithLMHead", "ReformerConfig", labelled_text,
+    vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=2, is_decoder=True,
+    attention_head_size=16, attn_layers=["local", "local"], feed_forward_size=48,
+    axial_pos_shape=[2, 6], axial_pos_embds_dim=[16, 16], local_attn_chunk_length=4,
+    max_position_embeddings=12, refused="its reversible layers set torch's seed")  # fmt: skip
+add("gemma3n_clipped", CAUSAL, "Gemma3nForCausalLM", "Gemma3nTextConfig", labelled_text,
+    **GEMMA, refused="a step clips weights that it trains")  # fmt: skip
+add("rwkv", CAUSAL, "RwkvForCausalLM", "RwkvConfig", labelled_text, **MAMBA, context_length=32,
+    attention_hidden_size=32, intermediate_size=48,
+    refused="its first inference divides its weights, and says so in an attribute")  # fmt: skip
 
 for name, model, config, values in (
     ("fnet", "FNetForMaskedLM", "FNetConfig", TEXT),
@@ -101,7 +104,6 @@ for name, model, config, values in (
     ("funnel", "FunnelForMaskedLM", "FunnelConfig",
      {"vocab_size": VOCABULARY, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48,
       "block_sizes": [1, 1], "num_decoder_layers": 1}),
-    ("longformer", "LongformerForMaskedLM", "LongformerConfig", TEXT | {"attention_window": 4}),
     ("big_bird", "BigBirdForMaskedLM", "BigBirdConfig", TEXT | {"attention_type": "original_full"}),
     ("mobilebert", "MobileBertForMaskedLM", "MobileBertConfig",
      TEXT | {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16}),
@@ -109,18 +111,25 @@ for name, model, config, values in (
      TEXT | {"embedding_size": 32, "q_groups": 2, "k_groups": 2, "v_groups": 2,
              "post_attention_groups": 1, "intermediate_groups": 2, "output_groups": 2}),
     ("roformer", "RoFormerForMaskedLM", "RoFormerConfig", TEXT),
-    ("ibert", "IBertForMaskedLM", "IBertConfig", TEXT | {"quant_mode": True}),
-    ("xmod", "XmodForMaskedLM", "XmodConfig",
-     TEXT | {"languages": ["en"], "default_language": "en"}),
-    ("flaubert", "FlaubertWithLMHeadModel", "FlaubertConfig",
-     {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 4,
-      "max_position_embeddings": 64, "pad_index": 0}),
     ("esm", "EsmForMaskedLM", "EsmConfig",
      TEXT | {"position_embedding_type": "rotary", "mask_token_id": 3, "token_dropout": True}),
     ("deberta", "DebertaForMaskedLM", "DebertaConfig",
      TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
 ):  # fmt: skip
     add(name, "encoders of text", model, config, labelled_text, **values)
+
+
+for name, stem, values, refused in (
+    ("longformer", "Longformer", TEXT | {"attention_window": 4}, "an if on the mask"),
+    ("ibert", "IBert", TEXT | {"quant_mode": True}, "an if on weights, of which the larger scales"),
+    ("xmod", "Xmod", TEXT | {"languages": ["en"], "default_language": "en"},
+     "a boolean mask finds a language's sentences"),
+):  # fmt: skip
+    add(name, "encoders of text", f"{stem}ForMaskedLM", f"{stem}Config", labelled_text,
+        **values, refused=refused)  # fmt: skip
+add("flaubert", "encoders of text", "FlaubertWithLMHeadModel", "FlaubertConfig", labelled_text,
+    vocab_size=VOCABULARY, emb_dim=32, n_layers=2, n_heads=4, max_position_embeddings=64,
+    pad_index=0, refused="an assert on the lengths")  # fmt: skip
 
 
 def last_squares(output: Any) -> Tensor:

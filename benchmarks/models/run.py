@@ -34,11 +34,17 @@ RUNS = ("inference", "sgd", "adamw")
 KINDS = ("right", "refused as expected", "refused", "failed", "wrong")
 """Verdicts. Wrong numbers without an error are worse than any error."""
 IMPORTED_AT_FIRST_USE = (
-    "torch._dynamo",
-    "torch._export.non_strict_utils",
-    "transformers.generation",
     "accelerate",
+    "dovetail.pipeline",
+    "networkx",
+    "pandas",
+    "scipy.optimize",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.elastic.agent.server",
     "torch.optim",
+    "transformers.generation",
+    "transformers.modeling_utils",
 )
 """What a case imports when it is first measured, and that takes seconds."""
 
