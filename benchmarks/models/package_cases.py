@@ -403,7 +403,7 @@ def normflows_residual() -> Model:
     return Model(Density(normalizing_flow(*layers), flow_log_prob), floats(8, 4))
 
 
-def nflow(transform: str, expected: str = "", **options: Any) -> None:
+def nflow(name: str, transform: str, expected: str = "", **options: Any) -> None:
     def build() -> Model:
         from nflows.distributions import StandardNormal
         from nflows.flows import Flow
@@ -411,13 +411,12 @@ def nflow(transform: str, expected: str = "", **options: Any) -> None:
         layer = made(f"nflows.transforms.{transform}", features=4, hidden_features=8, **options)
         return Model(Density(Flow(layer, StandardNormal([4])), flow_log_prob), floats(8, 4))
 
-    name = "nflows_" + transform.rpartition(":")[2].lower()
-    REGISTRY.add(name, FLOWS, packages=True, refused=expected)(build)
+    REGISTRY.add(f"nflows_{name}", FLOWS, packages=True, refused=expected)(build)
 
 
-nflow("autoregressive:MaskedAffineAutoregressiveTransform")
+nflow("maf", "autoregressive:MaskedAffineAutoregressiveTransform")
 nflow(
-    "autoregressive:MaskedPiecewiseRationalQuadraticAutoregressiveTransform",
+    "spline", "autoregressive:MaskedPiecewiseRationalQuadraticAutoregressiveTransform",
     "inside is found by a boolean mask", tails="linear", tail_bound=3.0, num_bins=4,
 )  # fmt: skip
 
@@ -574,7 +573,7 @@ add("axial_reversible", PARTS, "axial_attention:AxialImageTransformer", floats(2
 add("mlp_mixer", PARTS, "mlp_mixer_pytorch:MLPMixer", IMAGES, image_size=32, channels=3,
     patch_size=8, dim=16, depth=2, num_classes=5)  # fmt: skip
 add("vector_quantize", PARTS, "vector_quantize_pytorch:VectorQuantize", floats(2, 12, 8), dim=8,
-    codebook_size=16)  # fmt: skip
+    codebook_dim=4, codebook_size=16, expected={"refused": "an if on a buffer"})  # fmt: skip
 add("residual_fsq", PARTS, "vector_quantize_pytorch:ResidualFSQ", floats(2, 12, 8), dim=8,
     levels=[5, 3], num_quantizers=2)  # fmt: skip
 add("simvq", PARTS, "vector_quantize_pytorch:SimVQ", floats(2, 12, 8), dim=8, codebook_size=16)
