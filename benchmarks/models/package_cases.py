@@ -607,7 +607,9 @@ add("efficientnet_pytorch", PARTS, "package_cases:efficientnet", IMAGES)
 def efficientnet() -> nn.Module:
     from efficientnet_pytorch import EfficientNet
 
-    return EfficientNet.from_name("efficientnet-b0", num_classes=5, image_size=32)
+    return EfficientNet.from_name(
+        "efficientnet-b0", num_classes=5, image_size=32, drop_connect_rate=0.0
+    )
 
 
 class Tagger(nn.Module):
