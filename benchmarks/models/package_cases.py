@@ -648,19 +648,24 @@ def open_clip() -> Model:
 YOLO = "YOLO (ultralytics)"
 
 
-def yolo(name: str, kind: str, task: str) -> None:
-    def build() -> Model:
-        from ultralytics.nn import tasks
+def yolo(name: str, kind: str, fresh: str = "") -> None:
+    """`fresh` says why the network is refused that has never run."""
 
-        module = getattr(tasks, kind)(name + ".yaml", ch=3, nc=4, verbose=False)
+    def build() -> Model:
+        tasks = import_module("ultralytics.nn.tasks")
+        module = getattr(tasks, kind)(name + ".yaml", ch=3, nc=4, verbose=False).eval()
+        with torch.no_grad():
+            module = module if fresh else run_once(module, torch.zeros(1, 3, 64, 64))
         return Model(without_chance(module), floats(1, 3, 64, 64), all_squares)
 
-    REGISTRY.add(name.replace("-", "_"), YOLO, packages=True)(build)
+    named = name.replace("-", "_") + "_fresh" * bool(fresh)
+    REGISTRY.add(named, YOLO, packages=True, refused=fresh)(build)
 
 
-yolo("yolov8n", "DetectionModel", "detect")
-yolo("yolov8n-seg", "SegmentationModel", "segment")
-yolo("yolov8n-pose", "PoseModel", "pose")
-yolo("yolo11n-cls", "ClassificationModel", "classify")
-yolo("yolo12n", "DetectionModel", "detect")
-yolo("yolov10n", "DetectionModel", "detect")
+yolo("yolov8n", "DetectionModel")
+yolo("yolov8n", "DetectionModel", "its first inference leaves its anchors in an attribute")
+yolo("yolov8n-seg", "SegmentationModel")
+yolo("yolov8n-pose", "PoseModel")
+yolo("yolo11n-cls", "ClassificationModel")
+yolo("yolo12n", "DetectionModel")
+yolo("yolov10n", "DetectionModel")
