@@ -140,9 +140,13 @@ def last_squares(output: Any) -> Tensor:
 add("canine", "encoders of text", "CanineModel", "CanineConfig", text, (), last_squares,
     **TEXT, num_hash_buckets=32, num_hash_functions=2, local_transformer_stride=4,
     downsampling_rate=4)  # fmt: skip
-add("nystromformer", "encoders of text", "NystromformerForMaskedLM", "NystromformerConfig",
-    lambda g: {"input_ids": whole(g, VOCABULARY, 2, 16), "labels": whole(g, VOCABULARY, 2, 16)},
-    **TEXT, num_landmarks=4, segment_means_seq_len=16)  # fmt: skip
+for name, landmarks, refused in (
+    ("nystromformer", 16, ""),
+    ("nystromformer_landmarks", 4, "its mask has another shape where not all of it is known"),
+):
+    add(name, "encoders of text", "NystromformerForMaskedLM", "NystromformerConfig",
+        lambda g: {"input_ids": whole(g, VOCABULARY, 2, 16), "labels": whole(g, VOCABULARY, 2, 16)},
+        **TEXT, num_landmarks=landmarks, segment_means_seq_len=16, refused=refused)  # fmt: skip
 add("perceiver_text", "encoders of text", "PerceiverForMaskedLM", "PerceiverConfig",
     lambda g: {"inputs": whole(g, VOCABULARY, 2, TOKENS),
                "labels": whole(g, VOCABULARY, 2, TOKENS)},
@@ -151,23 +155,35 @@ add("perceiver_text", "encoders of text", "PerceiverForMaskedLM", "PerceiverConf
     qk_channels=16, v_channels=16, max_position_embeddings=TOKENS)  # fmt: skip
 
 for name, model, config, values in (
-    ("prophetnet", "ProphetNetForConditionalGeneration", "ProphetNetConfig",
-     {"vocab_size": VOCABULARY, "hidden_size": 32, "encoder_ffn_dim": 48, "num_encoder_layers": 2,
-      "num_encoder_attention_heads": 4, "decoder_ffn_dim": 48, "num_decoder_layers": 2,
-      "num_decoder_attention_heads": 4, "max_position_embeddings": 64, "ngram": 2}),
     ("longt5", "LongT5ForConditionalGeneration", "LongT5Config",
      T5 | {"encoder_attention_type": "transient-global", "local_radius": 3,
            "global_block_size": 4}),
     ("umt5", "UMT5ForConditionalGeneration", "UMT5Config", T5),
-    ("switch_transformers", "SwitchTransformersForConditionalGeneration",
-     "SwitchTransformersConfig",
-     T5 | {"num_experts": 4, "expert_capacity": 8, "num_sparse_encoder_layers": 1,
-           "num_sparse_decoder_layers": 1, "router_jitter_noise": 0.0}),
     ("pegasus", "PegasusForConditionalGeneration", "PegasusConfig", BART),
     ("marian", "MarianMTModel", "MarianConfig", BART),
 ):  # fmt: skip
     add(name, SEQ2SEQ, model, config, translated_text, labels=(), **values)
 
+PROPHET = {"vocab_size": VOCABULARY, "hidden_size": 32, "encoder_ffn_dim": 48,
+           "num_encoder_layers": 2, "num_encoder_attention_heads": 4, "decoder_ffn_dim": 48,
+           "num_decoder_layers": 2, "num_decoder_attention_heads": 4,
+           "max_position_embeddings": 64, "ngram": 2}  # fmt: skip
+
+
+def logits_squares(output: Any) -> Tensor:
+    loss: Tensor = output.logits.square().mean()
+    return loss
+
+
+add("prophetnet", SEQ2SEQ, "ProphetNetForConditionalGeneration", "ProphetNetConfig",
+    lambda g: text(g) | {"decoder_input_ids": whole(g, VOCABULARY - 3, 2, 8) + 3}, (),
+    logits_squares, **PROPHET)  # fmt: skip
+add("prophetnet_labels", SEQ2SEQ, "ProphetNetForConditionalGeneration", "ProphetNetConfig",
+    translated_text, (), **PROPHET, refused="an assert on the labels")  # fmt: skip
+add("switch_transformers", SEQ2SEQ, "SwitchTransformersForConditionalGeneration",
+    "SwitchTransformersConfig", translated_text, (), **T5, num_experts=4, expert_capacity=8,
+    num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, router_jitter_noise=0.0,
+    refused="a loop over the experts that have tokens")  # fmt: skip
 add("led", SEQ2SEQ, "LEDForConditionalGeneration", "LEDConfig", translated_text, labels=(),
     refused="an if on the mask", attention_window=4, max_encoder_position_embeddings=64,
     max_decoder_position_embeddings=64,
@@ -204,11 +220,6 @@ for name, model, config, size, values in (
       "drop_mlp_rate": 0.0, "drop_conv_encoder_rate": 0.0}),
 ):  # fmt: skip
     add(f"hf_{name}", VISION, model, config, image(size), **values)
-
-
-def logits_squares(output: Any) -> Tensor:
-    loss: Tensor = output.logits.square().mean()
-    return loss
 
 
 def pixels(*shape: int) -> Callable[[torch.Generator], Batch]:
