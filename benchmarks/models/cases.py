@@ -36,6 +36,8 @@ class Case:
     refused     why it is expected to be refused; "" where it should work
     training    False where the model cannot be trained by anyone (integer weights, no loss)
     double      its float64 twin is comparable (False where it has float32 in its code)
+    packages    it needs packages of the folder that `--packages` names
+    exports     its plans are exported too
     """
 
     name: str
@@ -44,6 +46,8 @@ class Case:
     refused: str = ""
     training: bool = True
     double: bool = True
+    packages: bool = False
+    exports: bool = True
 
 
 @dataclass

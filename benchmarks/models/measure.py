@@ -1,6 +1,6 @@
 """Captures one model, compares it with the plain module step by step, and exports its plans.
 
-    python benchmarks/models/measure.py NAME [--torchvision FOLDER] [--parts inference,training,...]
+    python benchmarks/models/measure.py NAME [--packages FOLDER] [--parts inference,training,...]
 
 Prints one JSON object. `run.py` calls it, a process for each model.
 """
@@ -10,6 +10,7 @@ import copy
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -25,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from cases import REGISTRY, Batch, Case, Model
 from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe, pipeline
 from vision import make_importable
 
 import dovetail as dt
@@ -39,6 +42,7 @@ from dovetail.frontends.structures import leaves
 from dovetail.machine import Machine, parse_machine
 from dovetail.plans import Plan, normalise
 from dovetail.plans.records import planned_graph
+from dovetail.runtime.forking import start_fork_server
 
 STEPS = 3
 OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
@@ -138,8 +142,10 @@ def status_bytes(field: str) -> int:
 def difference(found: Any, expected: Any) -> float:
     """The largest difference of any two tensors, relative to the largest number in the expected
     one; numbers below 1e-3 count as 1e-3."""
-    pairs = list(zip(tensors_of(found), tensors_of(expected), strict=True))
-    return max((relative(a, b) for a, b in pairs), default=0.0)
+    found, expected = tensors_of(found), tensors_of(expected)
+    if len(found) != len(expected):
+        return float("inf")
+    return max(map(relative, found, expected), default=0.0)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -147,9 +153,11 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
+    if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     a, b = a.detach(), b.detach()
+    if b.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not b.is_floating_point():
         return float((a != b).any())
     if not b.numel():
@@ -165,7 +173,14 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def prepared(model: Model, optimizer: str, dtype: torch.dtype) -> nn.Module:
     """The model's module, in training with gradient checkpointing where there is any."""
-    module = copy.deepcopy(model.module).to(dtype).train(bool(optimizer))
+    module = copy.deepcopy(model.module).train(bool(optimizer))
+    # Module.to would take the imaginary parts from complex parameters.
+    complex_dtype = dtype.to_complex()
+    module._apply(
+        lambda t: (
+            t.to(complex_dtype) if t.is_complex() else t.to(dtype) if t.is_floating_point() else t
+        )
+    )
     if optimizer and model.checkpoint is not None:
         model.checkpoint(module)
     return module
@@ -202,9 +217,12 @@ def compare(model: Model, optimizer: str, dtype: torch.dtype) -> tuple[dict[str,
         state = step.state()
         off = [relative(value, held[name]) for name, value in state.items()]
         first = dict(unwrap(module).named_parameters())
-        for name, value in inner.named_parameters():
-            trained = name in state or torch.equal(value, first[name])
-            assert trained, f"plain PyTorch trains {name}, which the capture leaves out"
+        # What plain PyTorch trains and the capture leaves out differs by all there is.
+        off += [
+            float("inf")
+            for name, value in inner.named_parameters()
+            if name not in state and not torch.equal(value, first[name])
+        ]
         worst.append(max(difference(found, loss), *off))
     return {
         "ops": int((~step.captured.graph.is_source).sum()),
@@ -238,6 +256,8 @@ def placed(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
     plan = plan_of(step.captured, machine, normalise(placement, graph, machine))
     values = initial_values(step.captured)
     worst = 0.0
+    # Both workers are forked of one process, which imports torch once.
+    start_fork_server(["dovetail.executors.worker"])
     with dt.run(plan, step.captured) as running:
         for number in range(STEPS):
             args, kwargs, targets = drawn.step(number)
@@ -283,7 +303,7 @@ def exported(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
                 plan = dt.plan(step.captured, "2 x p100", **options)
             found = export(plan, graph)
         except DovetailError as error:
-            row[name] = {"error": one_line(error)}
+            row[name] = {"refused": one_line(error)}
             continue
         used = plan.placement[forward_ops(planned_graph(plan, graph))]
         row[name] = {"entries": len(found), "devices": len(set(used.tolist()))}
@@ -305,6 +325,10 @@ def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, A
         )
     with torch.no_grad():
         expected = tensors_of(module(*args, **kwargs))[0]
+        try:
+            pipe = pipeline(module, mb_args=args, mb_kwargs=kwargs, split_spec=points)
+        except Exception as error:
+            return {"error": caused(error)}
     context = torch.multiprocessing.get_context("fork")
     results = context.Queue()
     stages = len(points) + 1
@@ -312,7 +336,7 @@ def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, A
         workers = [
             context.Process(
                 target=run_stage,
-                args=(rank, stages, f"file://{folder}/meet", module, args, kwargs, points, results),
+                args=(rank, stages, f"file://{folder}/meet", pipe, args, kwargs, results),
             )
             for rank in range(stages)
         ]
@@ -331,30 +355,24 @@ def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, A
     return {"stages": stages, "difference": off, "equal": off <= FLOAT32_TOLERANCE}
 
 
-def run_stage(  # noqa: PLR0913  a process's arguments
-    rank: int,
-    stages: int,
-    meet: str,
-    module: Any,
-    args: Any,
-    kwargs: Any,
-    points: Any,
-    results: Any,
+def run_stage(
+    rank: int, stages: int, meet: str, pipe: Any, args: Any, kwargs: Any, results: Any
 ) -> None:
-    import torch.distributed as dist
-    from torch.distributed.pipelining import ScheduleGPipe, pipeline
-
+    signal.alarm(120)  # it ends even where the process that waits for it was killed
     try:
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=stages)
         with torch.no_grad():
-            pipe = pipeline(module, mb_args=args, mb_kwargs=kwargs, split_spec=points)
             schedule = ScheduleGPipe(pipe.build_stage(rank, torch.device("cpu")), 1)
             output = schedule.step(*args, **kwargs) if rank == 0 else schedule.step()
         if rank == stages - 1:
             results.put(tensors_of(output)[0].numpy())
     except Exception as error:
-        cause = error.__cause__ or error
-        results.put(f"{type(cause).__name__}: {one_line(cause)}")
+        results.put(caused(error))
+
+
+def caused(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {one_line(cause)}"
 
 
 def contiguous(output: Any) -> Any:
@@ -383,12 +401,16 @@ def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
     row["checkpointing"] = model.checkpoint is not None
     steps: dict[str, Step] = {}
     for part in parts:
+        if part == "exports" and not case.exports:
+            continue
         try:
             if part in OPTIMIZERS or part == "inference":
                 if part == "inference" or case.training:
                     row[part], steps[part] = judged(model, case, part.replace("inference", ""))
                 continue
             kind = "sgd" if part == "placed" and case.training else "inference"
+            if kind in row and kind not in steps:
+                continue  # its capture was refused
             if kind not in steps:
                 optimizer = kind if kind in OPTIMIZERS else ""
                 drawn = Drawn(model, bool(optimizer), torch.float32)
@@ -401,29 +423,42 @@ def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
     return row
 
 
-CASE_MODULES = ("other_cases", "transformers_cases", "vision_cases")
+CASE_MODULES = (
+    "other_cases",
+    "trap_cases",
+    "transformers_cases",
+    "rarer_cases",
+    "vision_cases",
+    "package_cases",
+)
 """Importing these registers their cases."""
 
 
-def load_cases(folder: str, names: str) -> None:
-    """Register all cases; those of torchvision and timm only where they are asked for, because
-    transformers would use the torchvision that is made importable for them."""
+def load_cases() -> None:
     for module in CASE_MODULES:
         importlib.import_module(module)
-    if names.startswith(("timm_", "torchvision_")):
+
+
+def load_case(name: str, folder: str) -> Case:
+    """A registered case, with the packages that it needs made importable. The other cases do
+    without these, because transformers would use what it finds."""
+    case = REGISTRY.cases[name]
+    if case.packages:
         make_importable(folder)
+    return case
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
-    parser.add_argument("--torchvision", default="")
+    parser.add_argument("--packages", default="", help="folder that other packages are in")
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    load_cases(options.torchvision, options.name)
-    print("\n" + json.dumps(measure(REGISTRY.cases[options.name], options.parts.split(","))))
+    load_cases()
+    case = load_case(options.name, options.packages)
+    print("\n" + json.dumps(measure(case, options.parts.split(","))))
 
 
 if __name__ == "__main__":

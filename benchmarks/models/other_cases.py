@@ -424,6 +424,21 @@ REGISTRY.add("bidirectional_lstm", OWN)(
 )
 
 
+class LayerMoved(nn.Module):
+    """The router of transformers' SwitchTransformers moves its layer to the dtype that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.layer.to(x.dtype)
+        return self.layer(x)
+
+
+REGISTRY.add("layer_moved", OWN)(lambda: Model(LayerMoved(), vectors, squares))
+
+
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Makes the table: every model in a process of its own, with a time limit.
+"""Makes the table: every model in a process of its own, with limits of time and memory.
 
-    python benchmarks/models/run.py [--only PATTERN] [--again] [--jobs N] [--write]
+    python benchmarks/models/run.py [--packages DIR] [--only PATTERN] [--again] [--jobs N] [--write]
 
-Rows are kept in rows.jsonl as they are made, and those that are there are not made again.
+Rows are kept in rows.jsonl as they are made, and those that are there are not made again. Models of
+packages that are not there are skipped.
 """
 
 import argparse
@@ -10,9 +11,11 @@ import fnmatch
 import json
 import multiprocessing
 import re
+import resource
 import sys
 import time
 import warnings
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,12 +26,26 @@ sys.path.insert(1, str(Path(__file__).parent.parent))
 import torch
 from cases import REGISTRY, Case
 from markdown import fill, table
-from measure import CASE_MODULES, PARTS, load_cases, measure
+from measure import CASE_MODULES, PARTS, described, load_case, load_cases, measure
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
 RUNS = ("inference", "sgd", "adamw")
-IMPORTED_AT_FIRST_USE = ("torch._dynamo", "transformers.generation", "accelerate", "torch.optim")
+KINDS = ("right", "refused as expected", "refused", "failed", "wrong")
+"""Verdicts. Wrong numbers without an error are worse than any error."""
+IMPORTED_AT_FIRST_USE = (
+    "accelerate",
+    "dovetail.pipeline",
+    "networkx",
+    "pandas",
+    "scipy.optimize",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.elastic.agent.server",
+    "torch.optim",
+    "transformers.generation",
+    "transformers.modeling_utils",
+)
 """What a case imports when it is first measured, and that takes seconds."""
 
 
@@ -45,17 +62,24 @@ def write_rows(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in ordered), "utf-8")
 
 
-def work(name: str, parts: list[str], folder: str, results: Connection) -> None:
+def work(name: str, options: argparse.Namespace, results: Connection) -> None:
     """Measure one case in a process of its own, and send its row."""
+    began = time.monotonic()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    load_cases(folder, name)
+    most_bytes = int(options.memory * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    load_cases()
     case = REGISTRY.cases[name]
+    row: dict[str, Any] = {"name": case.name, "family": case.family, "expected": case.refused}
     try:
-        results.send(measure(case, parts))
+        row = measure(load_case(name, options.packages), options.parts.split(","))
+    except ModuleNotFoundError as error:
+        row["skipped"] = str(error)
     except Exception as error:
-        row = {"name": case.name, "family": case.family, "expected": case.refused}
-        results.send(row | {"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"})
+        row |= described(error)
+    row["wall_s"] = round(time.monotonic() - began, 1)
+    results.send(row)
 
 
 def run_all(cases: list[Case], options: argparse.Namespace) -> Any:
@@ -70,8 +94,7 @@ def run_all(cases: list[Case], options: argparse.Namespace) -> Any:
         while waiting and len(running) < options.jobs:
             case = waiting.pop(0)
             mine, theirs = context.Pipe(duplex=False)
-            args = (case.name, options.parts.split(","), options.torchvision, theirs)
-            process = context.Process(target=work, args=args)
+            process = context.Process(target=work, args=(case.name, options, theirs))
             process.start()
             theirs.close()
             running[process] = (case, mine, time.monotonic() + options.limit)
@@ -83,11 +106,11 @@ def run_all(cases: list[Case], options: argparse.Namespace) -> Any:
                     row = mine.recv()
                 except EOFError:
                     process.join()
-                    row["error"] = f"the process died ({process.exitcode})"
+                    row["crashed"] = f"the process died ({process.exitcode})"
             elif time.monotonic() < end:
                 continue
             else:
-                row["error"] = f"not done after {options.limit:.0f} s"
+                row["crashed"] = f"not done after {options.limit:.0f} s"
             del running[process]
             process.join(5)
             process.kill()
@@ -96,18 +119,18 @@ def run_all(cases: list[Case], options: argparse.Namespace) -> Any:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """right, refused (one typed line for what is known to be unsupported), or what is wrong."""
-    if "error" in row:
-        return "failed"
-    parts = [row[part] for part in (*RUNS, "placed") if part in row]
+    """The worst of `KINDS` that a part of the row shows. What torch's pipelining does with split
+    points is not ours, and does not count."""
+    exports = row.get("exports", {})
+    plans = [exports.get(format, {}) for format in ("device_map", "split_points")]
+    parts = [row, *(row.get(part, {}) for part in (*RUNS, "placed")), exports, *plans]
     if any(part.get("equal") is False for part in parts):
-        return "WRONG"
+        return "wrong"
     if any("crashed" in part for part in parts):
-        return "crashed"
-    refused = [part for part in parts if "refused" in part]
-    if not refused:
-        return "right"
-    return "refused, as expected" if row["expected"] else "refused"
+        return "failed"
+    if any("refused" in part for part in parts):
+        return "refused as expected" if row["expected"] else "refused"
+    return "right"
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -139,7 +162,7 @@ def _difference(part: dict[str, Any] | None) -> str:
 def _export(part: dict[str, Any] | None) -> str:
     if part is None:
         return ""
-    return "no" if "error" in part else f"{part['entries']} on {part['devices']}"
+    return "refused" if "refused" in part else f"{part['entries']} on {part['devices']}"
 
 
 def _pipelining(part: dict[str, Any] | None) -> str:
@@ -164,19 +187,15 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:
-    kinds: dict[str, int] = {}
-    for row in rows.values():
-        kinds[verdict(row)] = kinds.get(verdict(row), 0) + 1
-    return f"{len(rows)} models: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    counts = Counter(verdict(row) for row in rows.values())
+    return f"{len(rows)} models: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
 
 
 def complaints(row: dict[str, Any]) -> list[str]:
     """One line a distinct trouble of this model."""
     found: dict[str, list[str]] = {}
-    if "error" in row:
-        found[row["error"]] = ["all"]
     exports = row.get("exports", {})
-    named = [(name, row.get(name)) for name in PARTS] + list(exports.items())
+    named = [("all", row), *((name, row.get(name)) for name in PARTS), *exports.items()]
     for name, part in named:
         if not isinstance(part, dict):
             continue
@@ -202,14 +221,15 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="make rows anew that are there")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
+    parser.add_argument("--memory", type=float, default=6, help="GiB for each process of a model")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--torchvision", default="", help="folder that torchvision is in")
+    parser.add_argument("--packages", default="", help="folder that other packages are in")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--write", action="store_true", help="write the README's table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    load_cases("", "")
+    load_cases()
     rows = read_rows(options.rows)
     wanted = [
         case
@@ -217,11 +237,21 @@ def main() -> None:
         if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.only.split(","))
         and (options.again or case.name not in rows)
     ]
+    skipped = 0
     for case, row in run_all(wanted, options):
+        if "skipped" in row:
+            skipped += 1
+            print(f"{case.name}: skipped, {row['skipped']}", flush=True)
+            continue
         rows[case.name] = rows.get(case.name, {}) | row if options.again else row
-        print(f"{case.name}: {verdict(row)}", *complaints(row), sep="\n  ", flush=True)
+        print(
+            f"{case.name}: {verdict(row)}, {row.get('wall_s', '-')} s",
+            *complaints(row),
+            sep="\n  ",
+            flush=True,
+        )
         write_rows(options.rows, rows)
-    print(summary(rows))
+    print(summary(rows) + f"; {skipped} skipped" * bool(skipped))
     if options.write:
         fill(HERE / "README.md", "models", report(rows))
 

@@ -93,7 +93,7 @@ def build(
     config: str,
     draw: Callable[[torch.Generator], Batch],
     labels: tuple[str, ...] = ("labels",),
-    loss: Callable[..., Tensor] = own_loss,
+    objective: Callable[..., Tensor] = own_loss,
     **values: Any,
 ) -> Model:
     configured = getattr(transformers, config)(**values)
@@ -106,7 +106,7 @@ def build(
     return Model(
         without_chance(module),
         draw,
-        loss,
+        objective,
         labels=labels,
         checkpoint=checkpointing if module.supports_gradient_checkpointing else None,
     )
@@ -116,8 +116,8 @@ def checkpointing(module: Any) -> None:
     module.gradient_checkpointing_enable()
 
 
-def add(name: str, family: str, *args: Any, **values: Any) -> None:
-    REGISTRY.add(name, family)(lambda: build(*args, **values))
+def add(name: str, family: str, *args: Any, refused: str = "", **values: Any) -> None:
+    REGISTRY.add(name, family, refused=refused)(lambda: build(*args, **values))
 
 
 CAUSAL = "decoders of text"
@@ -194,7 +194,9 @@ for name, model, config, draw, values in (
      lambda g: text(g) | {"labels": whole(g, 2, 2, TOKENS)}, TEXT),
     ("mpnet", "MPNetModel", "MPNetConfig", text, TEXT),
 ):  # fmt: skip
-    chosen = {} if draw is not text else {"loss": lambda o: o.last_hidden_state.square().mean()}
+    chosen = (
+        {} if draw is not text else {"objective": lambda o: o.last_hidden_state.square().mean()}
+    )
     add(name, ENCODERS, model, config, draw, **chosen, **values)
 
 SEQ2SEQ = "encoders and decoders"

@@ -1,10 +1,11 @@
-"""Makes torchvision, and timm which needs it, importable without its compiled ops.
+"""Makes a folder's packages importable, and torchvision, which many need, without its compiled ops.
 
 torchvision's wheels are built for one torch each, and its compiled part does not load beside
 another. Its networks need none of it; its import does, for it describes its ops to torch. Here
 those ops exist by name and cannot be called.
 """
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -13,13 +14,10 @@ import torch
 
 
 def make_importable(folder: str) -> None:
-    """`folder`: where `pip install --no-deps --target FOLDER torchvision` put it, or "".
-
-    Raises `ModuleNotFoundError` where there is no torchvision.
-    """
+    """`folder`: where `pip install --no-deps --target FOLDER` put the packages, or ""."""
     if folder:
         sys.path.append(str(Path(folder).resolve()))
-    while True:
+    while importlib.util.find_spec("torchvision") is not None:
         try:
             import torchvision  # noqa: F401
 

@@ -95,8 +95,10 @@ def build_torchvision(name: str, size: int) -> Model:
 
 
 for name, size in TIMM.items():
-    REGISTRY.add(f"timm_{name}", "timm")(lambda name=name, size=size: build_timm(name, size))
+    REGISTRY.add(f"timm_{name}", "timm", packages=True)(
+        lambda name=name, size=size: build_timm(name, size)
+    )
 for name, size in TORCHVISION.items():
-    REGISTRY.add(f"torchvision_{name}", "torchvision")(
+    REGISTRY.add(f"torchvision_{name}", "torchvision", packages=True)(
         lambda name=name, size=size: build_torchvision(name, size)
     )

@@ -395,9 +395,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     ) -> Any:
         """Return the operator's result."""
         # `draw` has moved the generator on, and an op on real tensors would move it further.
-        drawing = contextlib.nullcontext()
-            torch.random.fork_rng(devices=[]) if traits.is_random else contextlib.nullcontext()
-        )
+        drawing: Any = contextlib.nullcontext()
+        if traits.is_random:
+            drawing = torch.random.fork_rng(devices=[])
         with drawing, laid_out_as_run(target):
             if not self.is_fake:
                 return target(*args, **kwargs)
