@@ -202,7 +202,7 @@ def _remove_no_ops(graph: fx.Graph) -> None:
             aliases = [node.meta["val"], *node.meta.get("same_storage", ())]
             base.meta.setdefault("same_storage", []).extend(aliases)
             node.replace_all_uses_with(base)
-            graph.erase_node(node)
+            _erase(graph, node)
 
 
 def _remove_dead(graph: fx.Graph) -> None:
@@ -211,7 +211,13 @@ def _remove_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         kept = node.users or node.target is CHECK
         if not kept and node.op in ("call_function", "get_attr"):
-            graph.erase_node(node)
+            _erase(graph, node)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase the node, and drop its value: the graph's table of names keeps the node."""
+    graph.erase_node(node)
+    node.meta.clear()
 
 
 def _check_pure(graph: fx.Graph, names: Sequence[str]) -> None:
@@ -651,7 +657,6 @@ def trace(request: Request) -> Trace:
     origins = _first_origins(first)
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
-    recorded += second.graph.nodes
     runs.made += _references(second)
     layout = [runs.layouts[id(first)]]
     traced = _clean(request, second, origins, layout, first.draws, runs.made)
