@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 _LRU_CACHE = type(functools.lru_cache(len))
+_MOST_NAMED = 3
 
 
 def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
@@ -46,7 +47,7 @@ def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
                 if isinstance(holder, tuple):
                     tuples.append(holder)
                 else:
-                    names |= dict.fromkeys(_give_up(holder, identities))
+                    names |= dict.fromkeys(_give_up(holder, identities, len(names) < _MOST_NAMED))
             held = tuples
         return list(names)
 
@@ -89,19 +90,23 @@ def _holds(holder: Any, is_made: Callable[[Any], bool], depth: int) -> bool:
     )
 
 
-def _give_up(holder: Any, identities: set[int]) -> list[str]:
-    """Remove the objects from the holder; return the names of the places where they were."""
+def _give_up(holder: Any, identities: set[int], is_named: bool) -> list[str]:
+    """Remove the objects from the holder; return the names of the places where they were.
+
+    is_named   who holds the holder is looked for, through all objects of Python
+    """
+    name_of = _name_of if is_named else _class_of
     if isinstance(holder, CellType):
         holder.cell_contents = None
         return ["a closure"]
     if isinstance(holder, (list, deque)):
-        name = _name_of(holder)
+        name = name_of(holder)
         rest = [value for value in holder if id(value) not in identities]
         holder.clear()
         holder.extend(rest)
         return [name]
     if isinstance(holder, set):
-        name = _name_of(holder)
+        name = name_of(holder)
         holder -= {value for value in holder if id(value) in identities}
         return [name]
     inside = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
@@ -113,7 +118,7 @@ def _give_up(holder: Any, identities: set[int]) -> list[str]:
             setattr(holder, key, None)
         name = _class_of(holder)
         return [f"{name}.{key}" for key in keys]
-    name = _name_of(holder)
+    name = name_of(holder)
     if _is_variables(holder):
         holder.update(dict.fromkeys(keys))
         return [f"{name}.{key}" for key in keys]
