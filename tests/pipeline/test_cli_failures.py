@@ -147,7 +147,7 @@ def test_a_worker_killed_in_a_run_exits_with_1_and_names_device_and_op(
         "plan",
         "tests.support.small_models:branches",
         "--machine",
-        "here",
+        "here/1",
         "--budget",
         "5e",
         "--out",

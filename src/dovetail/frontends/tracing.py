@@ -181,7 +181,7 @@ def _take_writes(graph: fx.Graph, names: Sequence[str]) -> None:
         if target in given and given[target].startswith("parameter ") and not node.users:
             values[target] = node.args[1]
             target.meta["is_written"] = True
-            graph.erase_node(node)
+            _erase(graph, node)
     output.args = ([*output.args[0], *(values[node] for node in given if node in values)],)
 
 
@@ -551,6 +551,7 @@ about a tenth of the time of calls on fake ones."""
 class _Runs:
     """Runs a requested step for its recordings.
 
+    recordings   of all runs
     layouts   identity of a recording -> number of its results, and their template
     steps     numbers of time steps of the recurrent layers that the last run has met
     made      weak references to the fake tensors of all recordings
@@ -564,6 +565,7 @@ class _Runs:
         ]  # fmt: skip
         if request.scale is not None:
             self._flat.append(request.scale)
+        self.recordings: list[Recording] = []
         self.layouts: dict[int, tuple[int, Any]] = {}
         self.steps: list[int] = []
         self.made: list[weakref.ref[Tensor]] = []
@@ -578,6 +580,7 @@ class _Runs:
         may_be_fake = request.holds_fakes or questions.probed is not None
         outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
         recording = record(step, self._flat, at.mark, _RULES, outside, questions)
+        self.recordings.append(recording)
         self.made += _references(recording)
         self.layouts[id(recording)] = layout[0]
         return recording
@@ -632,6 +635,9 @@ def trace(request: Request) -> Trace:
         with request.mode, _silence_log():
             step = settled(runs.first, runs.compute_the_same)
             first = step.result
+            for tried in runs.recordings:
+                if tried is not first:
+                    forget(tried.graph)
             changed = attributes.changed()
             attributes.check_apart(request.owners)
             _check_held(request)
