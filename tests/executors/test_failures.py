@@ -119,7 +119,6 @@ def test_a_device_that_was_killed_between_steps_is_reported_at_the_next():
 SCRIPT = textwrap.dedent("""
     import signal, torch
     from tests.support import faults
-from tests.support.checked_models import Wrapped, normal
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     from tests.executors.test_failures import captured_pair
     from dovetail.executors import run
