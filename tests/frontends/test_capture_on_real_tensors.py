@@ -173,4 +173,4 @@ def test_a_step_that_cannot_be_compared_says_why(monkeypatch):
     monkeypatch.setattr(tracing, "COMPARED", 1)
     monkeypatch.setattr(tracing, "TRACED_TWICE", 1)
     (note,) = capture(Sees(class_of_an_input), x).notes
-    assert "too large to be compared" in note
+    assert "as it is too large" in note

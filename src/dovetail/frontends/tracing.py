@@ -714,11 +714,7 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     raises. The module's attributes are put back in either case.
     """
     layout: list[Any] = []
-    held = [value.detach() for value in request.originals.values()]
-    # One tensor may be given as several inputs.
-    flat = [*held, *(value.detach() for value in (*request.inputs, *request.targets))]
-    if request.scale is not None:
-        flat.append(request.scale)
+    flat = _real_values(request)
     at, seed = _Position(), next(SEEDS)
     step = _flat_step(request, at, layout, [], Questions({}))
     attributes = Attributes(request.module, request.loss)
@@ -739,7 +735,7 @@ def compare_with_real(request: Request, computed: Computed) -> str:
         module = real.marks[node][1]
         where = f" ({node.target}{f' in {module}' if module else ''})"
     (output,) = (node for node in real.graph.nodes if node.op == "output")
-    found = _run_graph(computed, flat, seed)
+    found = _run_graph(computed, _real_values(request), seed)
     expected = [None if node is None else node.meta["val"] for node in output.args[0]]
     error = _largest_error(found, expected)
     if error > _MOST_ERROR or results[1] != computed.results[1]:
@@ -752,6 +748,16 @@ def compare_with_real(request: Request, computed: Computed) -> str:
         f"on real tensors the model calls other operators than those captured{where}; on the "
         f"examples the results agree within {_MOST_ERROR:g} of their size"
     )
+
+
+def _real_values(request: Request) -> list[Tensor]:
+    """Return what a step on real tensors is given. The model may write over its parameters, which
+    are copies; it writes over copies of buffers and inputs in any case."""
+    # One tensor may be given as several inputs.
+    given = (*request.inputs, *request.targets)
+    flat = [value.detach().clone() for value in request.originals.values()]
+    flat += [value.detach() for value in given]
+    return flat if request.scale is None else [*flat, request.scale]
 
 
 _MOST_ERROR = 1e-3

@@ -163,6 +163,9 @@ _FULL, _SMALL, _LEAST = 2**12, 2**22, 4
 they have at most `_SMALL` and the op has numbers among its arguments that may be sizes. These are
 all from `_LEAST` on: below it, dimensions and modes are numbered."""
 
+_OF_DTYPES = ("dtype", "scalar type", "weight type")
+"""What kernels say where dtypes do not go together."""
+
 
 def _small_results(
     op: OpOverload, given: Any, inputs: Sequence[Tensor], outputs: Sequence[Any]
@@ -198,7 +201,7 @@ def _small_results(
             args, kwargs = pytree.tree_map_only(Tensor, small, given)
             found = op(*args, **kwargs)
         except Exception as error:
-            if mixed and any(text in str(error) for text in ("dtype", "scalar type")):
+            if mixed and any(text in str(error) for text in _OF_DTYPES):
                 raise
             return None  # the kernel wants other numbers than zeros, or there is none
         finally:
