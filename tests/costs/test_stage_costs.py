@@ -137,8 +137,8 @@ def test_what_is_not_known_of_a_device_is_named():
     assert stage_rates(unknown, lanes=1000).full_elements > 0
     with pytest.raises(MachineError, match="cores a haswell"):
         stage_rates(PRESETS["haswell"].device)
-    with pytest.raises(MachineError, match="int4"):
-        stage_rates(unknown, dtype="int4")
+    # What has no rate of its own counts as float32.
+    assert stage_rates(unknown, lanes=1000, dtype="int4") == stage_rates(unknown, lanes=1000)
 
 
 def test_the_fit_gives_shares_and_small_seconds():
