@@ -168,11 +168,6 @@ for name, model, config, values in (
                 "sliding_window": 8}),
     ("olmoe", "OlmoeForCausalLM", "OlmoeConfig",
      GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}),
-    ("qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextConfig",
-     GROUPED | {"num_hidden_layers": 4, "head_dim": 8, "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                "shared_expert_intermediate_size": 16}),
 ):  # fmt: skip
     add(name, EXPERTS, model, config, labelled_text, **values)
 
@@ -267,19 +262,6 @@ add(
     text_config=TEXT, vision_config=IMAGE, projection_dim=16,
 )  # fmt: skip
 
-
-def forecast(generator: torch.Generator) -> Batch:
-    return {
-        "past_values": numbers(generator, 2, 32, 3),
-        "future_values": numbers(generator, 2, 4, 3),
-    }
-
-
-add(
-    "patchtst", "series", "PatchTSTForPrediction", "PatchTSTConfig", forecast, ("future_values",),
-    num_input_channels=3, context_length=32, patch_length=8, patch_stride=8, prediction_length=4,
-    d_model=16, num_attention_heads=4, num_hidden_layers=2, ffn_dim=32,
-)  # fmt: skip
 
 AUDIO = "audio"
 SPEECH = {
