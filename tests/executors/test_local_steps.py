@@ -2,6 +2,7 @@
 
 import copy
 import os
+import resource
 
 import pytest
 import torch
@@ -136,6 +137,24 @@ def test_results_are_the_callers_own():
             again = network.step(torch.ones(6, 8))
         assert torch.equal(again["shift"], kept["shift"])
         torch.testing.assert_close(again["scores"], kept["scores"])
+
+
+def test_a_step_finds_the_memory_mapped_that_the_one_before_has_freed():
+    inputs = torch.randn(256, 4096)
+    step = capture(nn.Sequential(nn.ReLU(), nn.Sigmoid(), nn.Tanh()), inputs)
+
+    def page_faults():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    for network in networks(step):
+        with network:
+            for _ in range(3):
+                network.step(inputs)
+            before = page_faults()
+            for _ in range(10):
+                network.step(inputs)
+            # Each of the three results has 1,024 pages.
+            assert page_faults() - before < 1024
 
 
 def test_an_op_that_raises_ends_the_run_by_its_name():

@@ -181,3 +181,6 @@ def test_a_run_beside_other_programs_says_so(
     text = disturbance_of(found, 1.0, measurement)
     assert words in text
     assert bool(text) == bool(words)
+    # A small step's hand-over is no disturbance.
+    small = replace(measurement, step_seconds=measurement.step_seconds / 1e5)
+    assert "differ" not in disturbance_of(found, 1e-5, small)

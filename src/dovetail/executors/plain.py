@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from dovetail.errors import (
     ProcessDiedError,
@@ -59,7 +58,7 @@ from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch
-from dovetail.runtime.setup import op_threads, rest_openmp
+from dovetail.runtime.setup import KeptMemory, op_threads, rest_openmp
 from dovetail.runtime.timers import clock
 from dovetail.runtime.torch_versions import pytree
 from dovetail.runtime.user_code import UserCode, line_of
@@ -216,6 +215,7 @@ class _Local:
         self._served: _Served | None = None
         self._load: LoadPlain | None = None
         self._reply: object = "ready"
+        self._memory = KeptMemory()
 
     def send(self, request: object) -> None:
         """Answer a request; a load is answered once its block is there."""
@@ -261,20 +261,29 @@ class _Local:
     def receive(self, timeout_seconds: float | None = None) -> Any:
         """The reply to what was sent last."""
         reply, self._reply = self._reply, "ready"
-        return substitute(reply, Tensor, self._given)
+        if isinstance(reply, tuple):
+            return tuple(substitute(each, Tensor, self._given) for each in reply)
+        return reply
 
     def _given(self, tensor: Tensor) -> Tensor:
         """A tensor of a result as the caller's own: no tensor of inference mode, and not the
         module's memory, which the next step may change."""
         assert self._served is not None, "it has answered"
-        if tensor.layout != torch.strided or self._served.plain.owns(tensor):
+        plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        if not plain or self._served.plain.owns(tensor):
             return tensor.detach().clone()
+        if not tensor.is_inference():
+            return tensor.detach()
         # The same memory in a tensor of its own, without a copy.
-        return from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
+        with torch.inference_mode(False):
+            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return own.set_(tensor.untyped_storage(), *where)
 
     def close(self, *, kill: bool = False) -> None:
         """Forget the module."""
         self._served = None
+        self._memory.close()
 
 
 def _fill_main(module: nn.Module, loss: object) -> None:

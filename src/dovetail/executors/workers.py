@@ -23,7 +23,7 @@ from dovetail.machine.gpus import check_gpu
 from dovetail.runtime.native import build_native
 from dovetail.runtime.neighbours import SPIN_SECONDS
 from dovetail.runtime.processes import Worker, launch
-from dovetail.runtime.setup import op_threads
+from dovetail.runtime.setup import KeptMemory, op_threads
 from dovetail.runtime.shared import Block
 from dovetail.runtime.user_code import line_of
 
@@ -53,6 +53,7 @@ class LocalWorker:
         self._served = ServedDevice()
         self._reply: object = "ready"
         self._load: Load | None = None
+        self._memory = KeptMemory()
 
     def send(self, request: object) -> None:
         """Answer a request; a load is answered once its block is there."""
@@ -87,6 +88,7 @@ class LocalWorker:
         """Forget all shares."""
         for key in list(self._served.loaded):
             self._served.unload(key)
+        self._memory.close()
 
     def _run(self, step: Step) -> "str | Failed":
         loaded = self._served.loaded[step.key]

@@ -30,12 +30,18 @@ class TensorSlot:
     index: int
 
 
+_FLAT = frozenset({TensorSlot, bool, int, float, str, type(None)})
+"""Types of a template's values in which there are no others."""
+
+
 def substitute(tree: Any, leaf: type | tuple[type, ...], replace: Callable[..., Any]) -> Any:
     """Return the structure with `replace(value)` in the place of each value of type `leaf`.
 
     The given structure does not change: parts that hold such a value are built anew, and all other
     parts are returned as they are. An object inside itself is not replaced there.
     """
+    if isinstance(tree, leaf):
+        return replace(tree)
     return _Substitution(leaf, lambda value, _path: replace(value)).of(tree, ())
 
 
@@ -58,6 +64,11 @@ def flatten(tree: Any, path: Path = ()) -> tuple[list[Tensor], list[str], Any]:
 
 def fill(template: Any, values: Sequence[Any]) -> Any:
     """Return the template's structure with these values in its slots."""
+    # Every step passes here, and most take nothing but tensors and plain constants.
+    if type(template) is dict and _FLAT.issuperset(map(type, template.values())):
+        return {k: values[v.index] if type(v) is TensorSlot else v for k, v in template.items()}
+    if type(template) is tuple and _FLAT.issuperset(map(type, template)):
+        return tuple(values[v.index] if type(v) is TensorSlot else v for v in template)
     return substitute(template, TensorSlot, lambda slot: values[slot.index])
 
 
@@ -83,11 +94,27 @@ def matched(template: Any, tree: Any, name: str = "") -> list[Tensor]:
     Raises `Mismatch` if the two differ in more than tensors. The graph holds the template's
     constants, so another value would silently be ignored.
     """
+    if (quickly := _matched_flat(template, tree)) is not None:
+        return quickly
     tensors, names, given = flatten(tree, tuple(filter(None, (name,))))
     of_slot: dict[int, Tensor] = {}
     _match(template, given, name or "the arguments", of_slot, tensors)
     assert len(of_slot) == len(names)
     return [of_slot[index] for index in sorted(of_slot)]
+
+
+def _matched_flat(template: Any, tree: Any) -> list[Tensor] | None:
+    """Return what `matched` does if both are one dict or tuple of tensors alone; else None."""
+    if type(template) is dict and type(tree) is dict and template.keys() == tree.keys():
+        pairs = [(slot, tree[key]) for key, slot in template.items()]
+    elif type(template) is tuple and type(tree) is tuple and len(template) == len(tree):
+        pairs = list(zip(template, tree, strict=True))
+    else:
+        return None
+    if not all(type(slot) is TensorSlot and isinstance(value, Tensor) for slot, value in pairs):
+        return None
+    pairs.sort(key=lambda pair: pair[0].index)
+    return [value for _, value in pairs]
 
 
 def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:

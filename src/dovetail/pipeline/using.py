@@ -74,7 +74,9 @@ def uncompiled(plan: Plan, step: Captured) -> str:
 
 
 FAR_OFF = 0.25
-"""If measured and predicted seconds differ by more than this share, the user is told so."""
+"""If measured and predicted seconds differ by more than this share, the user is told so,"""
+HAND_OVER_SECONDS = 2e-4
+"""if it is also more than this, which a call may take beside its ops."""
 
 
 def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measurement) -> str:
@@ -83,10 +85,9 @@ def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measuremen
     It is said in two cases: other programs used the plan's cores while it was measured, or they
     used them while its costs were measured and the measured step is far off.
     """
-    difference = 0.0
-    if predicted_seconds > 0:
-        difference = abs(measurement.median_seconds / predicted_seconds - 1)
-    is_far_off = difference > FAR_OFF
+    beyond = abs(measurement.median_seconds - predicted_seconds)
+    difference = beyond / predicted_seconds if predicted_seconds > 0 else 0.0
+    is_far_off = difference > FAR_OFF and beyond > HAND_OVER_SECONDS
     differ = f"; measured and predicted differ by {100 * difference:.0f} %" if is_far_off else ""
     if disturbs(measurement.others_cores):
         return (

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from dovetail.runtime.child import keep_memory
+
 
 def set_up(threads: int) -> None:
     """Set this process's threads; count denormals as zero; keep the garbage collector out.
@@ -42,6 +44,42 @@ def spin_briefly() -> None:
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "3000"
+
+
+class KeptMemory:
+    """From now on this process keeps the memory that it frees, as the processes of devices do, so
+    that the steps that it runs itself find it mapped. What the user has set for malloc stands.
+
+    Once all of these are closed, what is free then goes back to the system.
+    """
+
+    _open = 0
+
+    def __init__(self) -> None:
+        # malloc's own settings cannot be read, so they are set once and stay.
+        if not _sets_malloc() and KeptMemory._open == 0:
+            keep_memory()
+        KeptMemory._open += 1
+        self._closed = False
+
+    def close(self) -> None:
+        """Keep no more for this user of the memory."""
+        if self._closed:
+            return
+        self._closed = True
+        KeptMemory._open -= 1
+        if KeptMemory._open == 0 and not _sets_malloc():
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+
+
+def _sets_malloc() -> bool:
+    """True if the user has set a policy of malloc for this process."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return "glibc.malloc" in tunables or any(
+        name.startswith("MALLOC_") and name.endswith("_") for name in os.environ
+    )
 
 
 @contextmanager
