@@ -97,7 +97,8 @@ def own_way(
 
     def call() -> object:
         torch.set_num_threads(threads)
-        result = plain.step(tensors)
+        with torch.inference_mode(not step.graph.training):
+            result = plain.step(tensors)
         torch.set_num_threads(usual)
         return result
 

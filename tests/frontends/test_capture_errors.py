@@ -51,7 +51,7 @@ def branch(x):
         (lambda x: x * x.sum().item(), ".item()", "torch.where"),
         (lambda x: x[x > 0], "x[x > 0]", "fixed size"),
         (lambda x: x @ torch.zeros(4, 4), "x @ torch.zeros(4, 4)", "inputs' shapes"),
-        (lambda x: x.detach().numpy(), ".numpy()", "inputs' shapes"),
+        (lambda x: x.detach().numpy(), ".numpy()", "torch.where"),
     ],
 )
 @pytest.mark.parametrize("train", [None, SGD()])
@@ -62,6 +62,61 @@ def test_what_cannot_be_captured_names_the_line_and_says_what_to_do(function, li
     assert raised.value.location.startswith("test_capture_errors.py:")
     assert line in raised.value.location
     assert advice in str(raised.value)
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("train", [None, SGD()])
+def test_what_no_running_line_does_names_the_models_class(train):
+    with pytest.raises(CaptureError, match="call the model once before") as raised:
+        capture(Counting(3, 3), torch.randn(2, 3), loss=lambda out: out.sum(), train=train)
+    assert raised.value.location.endswith("class Counting(nn.Linear):")
+
+
+def test_a_loss_that_is_no_number_names_the_loss():
+    def own(output):
+        return output
+
+    with pytest.raises(CaptureError, match="one number") as raised:
+        capture(Wrapped(torch.relu), torch.randn(2, 3), loss=own, train=SGD())
+    assert raised.value.location.endswith("def own(output):")
+
+
+class Moved(nn.Module):
+    """Moves a layer to the dtype that it has, as routers of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.layer = self.layer.to(x.dtype)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("train", [None, SGD(lr=0.1)])
+def test_a_layer_may_be_moved_to_where_it_is(train):
+    module, x = Moved(), torch.randn(2, 3)
+    own = {} if train is None else {"loss": lambda out: out.square().mean()}
+    step = capture(copy.deepcopy(module), x, train=train, **own)
+    found = run_step(step, initial_values(step), step.inputs)
+    expected = module(x) if train is None else module(x).square().mean()
+    torch.testing.assert_close(found, expected.detach())
+
+
+def test_bytes_may_choose_as_truths_do():
+    def function(x):
+        return torch.where((x > 0).to(torch.uint8), x, -x)
+
+    step = capture(Wrapped(function), x := torch.randn(4, 3))
+    found = run_step(step, initial_values(step), (x,))
+    torch.testing.assert_close(found, step.module(x).detach())
 
 
 def test_the_line_may_be_in_a_library_whose_name_begins_with_torch():

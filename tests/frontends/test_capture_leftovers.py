@@ -4,6 +4,7 @@ its parameters and buffers is put back, or refused by name."""
 import functools
 import sys
 import types
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -169,10 +170,25 @@ class Object:
         self.list = []
 
 
+@dataclass(frozen=True)
+class Frozen:
+    @functools.cached_property
+    def table(self):
+        return made()
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self):
+        self.kept = None
+
+
 @pytest.fixture
 def elsewhere(monkeypatch):
     module = types.ModuleType("elsewhere")
     module.kept, module.tables, module.object = None, {}, Object()
+    module.frozen, module.slotted = Frozen(), Slotted()
     monkeypatch.setitem(sys.modules, "elsewhere", module)
     return module
 
@@ -201,7 +217,19 @@ def in_a_list_elsewhere(module):
     return module.object.list[0]
 
 
+def in_an_attribute_of_a_frozen_object(module):
+    return module.frozen.table
+
+
+def in_a_slot_elsewhere(module):
+    if module.slotted.kept is None:
+        module.slotted.kept = made()
+    return module.slotted.kept
+
+
 NAMED = {
+    in_an_attribute_of_a_frozen_object: r"Frozen\.table",
+    in_a_slot_elsewhere: r"Slotted\.kept",
     in_a_variable_elsewhere: r"elsewhere\.kept",
     in_a_dictionary_elsewhere: r"elsewhere\.tables\['table'\]",
     in_an_object_elsewhere: r"Object\.kept",
@@ -216,6 +244,16 @@ def test_a_table_that_is_kept_elsewhere_is_refused_by_name_and_taken_away(table,
     with pytest.raises(CaptureError, match=f"a step leaves a tensor in {NAMED[table]}"):
         capture(model, x)
     assert torch.equal(model(x), model.a(x) + made())
+
+
+@pytest.mark.parametrize("train", [None, SGD()])
+def test_a_refusal_takes_away_what_a_closure_keeps(train):
+    table = closure()
+    model = Keeps(lambda model: table(model) * float(model.a.weight.sum()))
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match="turns a tensor into a number"):
+        capture(model, x, loss=lambda output: output.sum(), train=train)
+    assert torch.equal(model(x), model.a(x) + made() * float(model.a.weight.sum()))
 
 
 def test_a_table_in_a_closure_is_refused_and_taken_away():

@@ -481,7 +481,7 @@ class HostsNetwork:
         cores = [core for device in devices for core in device.cores]
         neighbours = Neighbours(cores, self._local.workers.pids)
         return measure_steps(
-            self._seconds_of_step,
+            partial(seconds_of_call, self._step_on_fed),
             self.timeline,
             steps=steps,
             warmup=warmup,
@@ -490,13 +490,10 @@ class HostsNetwork:
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
         """[steps - 1] seconds of each of `steps` steps, without the first."""
-        return time_steps(self._seconds_of_step, steps)
-
-    def _seconds_of_step(self) -> float:
-        """Seconds of one call of `step` on what was fed last or on the captured examples."""
-        return seconds_of_call(self._step_on_fed)
+        return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
 
     def _step_on_fed(self) -> Any:
+        """Call `step` on what was fed last or on the captured examples."""
         self.feed(self._local.fed)
         return self._step()
 

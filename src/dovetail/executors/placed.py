@@ -18,6 +18,7 @@ is asked for.
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -418,7 +419,7 @@ class PlacedNetwork:
         cores = [core for device in self.plan.machine.devices for core in device.cores]
         neighbours = Neighbours(cores, self.workers.pids)
         return measure_steps(
-            self._seconds_of_step,
+            partial(seconds_of_call, self._step_on_fed),
             self.timeline,
             steps=steps,
             warmup=warmup,
@@ -431,13 +432,10 @@ class PlacedNetwork:
         These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
         serves as the reward of a search.
         """
-        return time_steps(self._seconds_of_step, steps)
-
-    def _seconds_of_step(self) -> float:
-        """Seconds of one call of `step` on what was fed last or on the captured examples."""
-        return seconds_of_call(self._step_on_fed)
+        return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
 
     def _step_on_fed(self) -> Any:
+        """Call `step` on what was fed last or on the captured examples."""
         self.feed(self.fed)
         self.advance()
         return self.results()
@@ -445,7 +443,7 @@ class PlacedNetwork:
     def timeline(self) -> Timeline:
         """The timeline of one more step, on what was fed last or on the captured examples."""
         self.advance(timed=True)
-        return self._timeline()
+        return timeline_of(self.plan.machine, self.shares.shares, self.block)
 
     def close(self) -> None:
         """Release the plan's memory, and end its processes unless they were borrowed."""
@@ -468,9 +466,6 @@ class PlacedNetwork:
         if error is not None and self._owns_workers:
             self.workers.close(kill=True)
         self.close()
-
-    def _timeline(self) -> Timeline:
-        return timeline_of(self.plan.machine, self.shares.shares, self.block)
 
     def _load(self) -> None:
         graph = self.captured.graph
@@ -633,7 +628,7 @@ class PlacedNetwork:
 
     def _release(self, reason: str) -> None:
         if not self._closed:
-            self._closed = reason
+            self._closed, self.fed = reason, None
             self.sources.clear()
             self.block.close()
 

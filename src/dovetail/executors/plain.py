@@ -15,7 +15,7 @@ a step ends when the GPU has ended.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,10 +45,10 @@ from dovetail.executors.placed import (
     time_steps,
 )
 from dovetail.executors.worker import Failed, UseThreads
-from dovetail.executors.workers import check_here, is_this_process
+from dovetail.executors.workers import LocalWorker, check_here, is_this_process
 from dovetail.frontends.interpret import seed_for, source_value
 from dovetail.frontends.plain import GRAPHS, PlainModule
-from dovetail.frontends.program import Captured, PlainStep, Signature
+from dovetail.frontends.program import Captured
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
 from dovetail.machine import Machine
@@ -58,9 +58,8 @@ from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch
-from dovetail.runtime.setup import KeptMemory, op_threads, rest_openmp
+from dovetail.runtime.setup import op_threads, rest_openmp
 from dovetail.runtime.timers import clock
-from dovetail.runtime.torch_versions import pytree
 from dovetail.runtime.user_code import UserCode, line_of
 from dovetail.timeline import Timeline
 
@@ -121,47 +120,65 @@ def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first message is the threads per op."""
     torch.set_num_threads(channel.receive())
     channel.send("ready")
-    served: _Served | None = None
-    with own_cache():
-        while True:
-            request = channel.receive()
-            try:
-                if isinstance(request, LoadPlain):
-                    parcel = unpack_parcel(request.parcel, channel.receive_descriptor())
-                    served = _Served(request, *parcel)
-                    _fill_main(served.plain.module, parcel[2].loss)
+    served = ServedPlain()
+    while True:
+        request = channel.receive()
+        try:
+            match request:
+                case LoadPlain():
+                    served.load(request, channel.receive_descriptor())
+                    served.fill_main()
                     channel.send("ready")
-                elif isinstance(request, FeedPlain):
-                    assert served is not None, "loaded before"
-                    served.tensors = request.tensors
-                else:
-                    assert served is not None, "loaded before"
+                case FeedPlain():
+                    served.answer(request)
+                case UseThreads(count=count):
+                    torch.set_num_threads(count)
+                    channel.send("ready")
+                case _:
                     channel.send(_sendable(served.answer(request)))
-            except EOFError:
-                raise
-            except Exception as error:
-                channel.send(Failed(-1, traceback.format_exc(), line_of(error)))
+        except EOFError:
+            raise
+        except Exception as error:
+            channel.send(Failed(-1, traceback.format_exc(), line_of(error)))
 
 
-class _Served:
+class ServedPlain:
     """The module at work, with the tensors of its next steps."""
 
-    def __init__(self, load: LoadPlain, module: Any, signature: Signature, step: PlainStep) -> None:
-        if not isinstance(module, nn.Module):  # what makes it
-            torch.manual_seed(load.seed)
-            module = module()
-        self.seed = load.seed
-        self.cuda = cuda_of([load.torch_device]) if load.torch_device else None
-        self.device = torch_device_of(load.torch_device) if load.torch_device else None
-        if self.device is not None:
-            module.to(self.device)
-        self.plain = PlainModule(module, signature, step, mode=load.mode)
-        self.tensors: tuple[Tensor, ...] = ()
+    def __init__(self) -> None:
+        self._plain: PlainModule | None = None
+        self._tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def plain(self) -> PlainModule:
+        """The module."""
+        assert self._plain is not None, "it was loaded before"
+        return self._plain
+
+    def load(self, request: LoadPlain, descriptor: int) -> None:
+        """Make the module of the parcel in the block of this descriptor, which is taken over."""
+        self._load = request
+        name = request.torch_device
+        self._cuda = cuda_of([name]) if name else None
+        self._device = torch_device_of(name) if name else None
+        # Code is compiled in the first steps.
+        self._steps_in_cache = _STEPS_THAT_COMPILE if request.mode else 0
+        with own_cache() if request.mode else nullcontext():
+            module, signature, step = unpack_parcel(request.parcel, descriptor)
+            os.close(descriptor)
+            if not isinstance(module, nn.Module):  # what makes it
+                torch.manual_seed(request.seed)
+                module = module()
+            if self._device is not None:
+                module.to(self._device)
+            self._plain = PlainModule(module, signature, step, mode=request.mode)
 
     def answer(self, request: object) -> object:
         """The reply to a request."""
         plain = self.plain
         match request:
+            case FeedPlain(tensors=tensors):
+                self._tensors = tensors
             case RunPlain(number=number, returns=returns):
                 began = clock()
                 result = self._run(number)
@@ -169,10 +186,8 @@ class _Served:
             case TimePlain(number=number, count=count):
                 numbers = range(number, number + count)
                 return [seconds_of_call(partial(self._run, each)) for each in numbers]
-            case UseThreads(count=count):
-                torch.set_num_threads(count)
             case AskState():
-                return _on_cpu((plain.module.state_dict(), plain.optimizer_state()))
+                return plain.module.state_dict(), plain.optimizer_state()
             case GiveState(module=of_module, optimizer=of_optimizer):
                 if of_module is not None:
                     plain.module.load_state_dict(of_module)
@@ -180,125 +195,52 @@ class _Served:
                     plain.set_optimizer_state(of_optimizer)
         return "ready"
 
+    def close(self) -> None:
+        """Forget the module."""
+        self._plain, self._tensors = None, ()
+
+    def fill_main(self) -> None:
+        """Give `__main__` the names that the user's functions know, where these come from a script.
+
+        The script does not run here: its classes travel by value, with the names that they use.
+        `torch.compile` looks these up in the module of a function's class, which is `__main__`.
+        """
+        classes = {cls for part in self.plain.module.modules() for cls in type(part).__mro__}
+        functions = [f for cls in classes for f in vars(cls).values()] + [self.plain.loss]
+        names = vars(sys.modules["__main__"])
+        for function in functions:
+            if isinstance(function, FunctionType) and function.__module__ == "__main__":
+                for name, value in function.__globals__.items():
+                    names.setdefault(name, value)
+
     def _run(self, number: int) -> Any:
         """The result of one step, on the device that it has run on."""
-        seed = seed_for(self.seed, number, -1)
-        tensors = self.tensors
-        if self.device is None:
+        seed = seed_for(self._load.seed, number, -1)
+        tensors = self._tensors
+        if self._device is None:
             # torch.manual_seed would seed the GPUs that the caller may use, too.
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
-            tensors = tuple(tensor.to(self.device) for tensor in tensors)
-        with UserCode("a step of the model", self.plain.module):
+            tensors = tuple(tensor.to(self._device) for tensor in tensors)
+        compiles = self._steps_in_cache > 0
+        self._steps_in_cache -= compiles
+        with (
+            UserCode("a step of the model", self.plain.module),
+            own_cache() if compiles else nullcontext(),
+        ):
             result = self.plain.step(tensors)
-        if self.cuda is not None:
-            self.cuda.synchronize(self.device)
+        if self._cuda is not None:
+            self._cuda.synchronize(self._device)
         return result
+
+
+_STEPS_THAT_COMPILE = 3
 
 
 def _sendable(reply: object) -> object:
     """The reply without tensors that would take a GPU's memory or a larger storage with them."""
     return substitute(reply, Tensor, lambda tensor: _alone(tensor.cpu()))
-
-
-class _Local:
-    """Serves a step within this process, with the methods of `Worker`.
-
-    A step leaves the caller's number of threads, its random numbers and its modes of grad and
-    autocast as they were, and none of them touches the step.
-    """
-
-    def __init__(self, name: str, threads: int, *, compiles: bool) -> None:
-        self.name, self.pid, self._threads = name, os.getpid(), threads
-        self._compiles = compiles
-        self._served: _Served | None = None
-        self._load: LoadPlain | None = None
-        self._reply: object = "ready"
-        self._memory = KeptMemory()
-
-    def send(self, request: object) -> None:
-        """Answer a request; a load is answered once its block is there."""
-        served = self._served
-        match request:
-            case LoadPlain():
-                self._load = request
-            case UseThreads(count=count):
-                self._threads = count
-            case FeedPlain(tensors=tensors):
-                assert served is not None, "loaded before"
-                served.tensors = tensors
-            case RunPlain() | TimePlain() | AskState() | GiveState():
-                assert served is not None, "loaded before"
-                self._answer(partial(served.answer, request))
-
-    def send_descriptor(self, descriptor: int) -> None:
-        """Load what was sent last from this block."""
-        load = self._load
-        assert load is not None, "it was sent before"
-
-        def loaded() -> str:
-            self._served = _Served(load, *unpack_parcel(load.parcel, descriptor))
-            return "ready"
-
-        self._answer(loaded)
-
-    def _answer(self, answer: Callable[[], object]) -> None:
-        numbers = torch.get_rng_state()
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                op_threads(self._threads),
-                own_cache() if self._compiles else nullcontext(),
-            ):
-                self._reply = answer()
-        except Exception as error:
-            self._reply = Failed(-1, traceback.format_exc(), line_of(error))
-        finally:
-            torch.set_rng_state(numbers)
-
-    def receive(self, timeout_seconds: float | None = None) -> Any:
-        """The reply to what was sent last."""
-        reply, self._reply = self._reply, "ready"
-        if isinstance(reply, tuple):
-            return tuple(substitute(each, Tensor, self._given) for each in reply)
-        return reply
-
-    def _given(self, tensor: Tensor) -> Tensor:
-        """A tensor of a result as the caller's own: no tensor of inference mode, and not the
-        module's memory, which the next step may change."""
-        assert self._served is not None, "it has answered"
-        plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        if not plain or self._served.plain.owns(tensor):
-            return tensor.detach().clone()
-        if not tensor.is_inference():
-            return tensor.detach()
-        # The same memory in a tensor of its own, without a copy.
-        with torch.inference_mode(False):
-            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        where = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return own.set_(tensor.untyped_storage(), *where)
-
-    def close(self, *, kill: bool = False) -> None:
-        """Forget the module."""
-        self._served = None
-        self._memory.close()
-
-
-def _fill_main(module: nn.Module, loss: object) -> None:
-    """Give `__main__` the names that the user's functions know, where these come from a script.
-
-    The script does not run here: its classes travel by value, with the names that they use.
-    `torch.compile` looks these up in the module of a function's class, which is `__main__`.
-    """
-    classes = {cls for part in module.modules() for cls in type(part).__mro__}
-    functions = [f for cls in classes for f in vars(cls).values()] + [loss]
-    names = vars(sys.modules["__main__"])
-    for function in functions:
-        if isinstance(function, FunctionType) and function.__module__ == "__main__":
-            for name, value in function.__globals__.items():
-                names.setdefault(name, value)
 
 
 class PlainNetwork:
@@ -312,7 +254,7 @@ class PlainNetwork:
                it compiles, and its steps count as if this process ran them
     threads    on which each op runs now
 
-    Raises `UsageError` if the step has no plain form, or if it cannot be sent to a process. A
+    Raises `UsageError` if the step has no plain form, or if it cannot be copied. A
     failed step closes it, and later calls raise `RunError`.
     """
 
@@ -336,9 +278,11 @@ class PlainNetwork:
         self._times_itself = is_local and apart
         parcel, self._block = _pack(captured)
         threads = self.device.op_threads or len(os.sched_getaffinity(0))
-        self._process: Worker | _Local
+        self._local: ServedPlain | None = None
+        self._process: Worker | LocalWorker
         if is_local and not apart:
-            self._process = _Local(self.device.name, threads, compiles=bool(mode))
+            self._local = ServedPlain()
+            self._process = LocalWorker(self.device.name, threads, self._local, LoadPlain)
         else:
             self._process = launch(
                 ENTRY,
@@ -377,12 +321,12 @@ class PlainNetwork:
         for example, (_, name, tensor) in zip(examples, given, strict=False):
             check_fits(example, tensor, name)
         self._fed = [tensor for _, _, tensor in given]
-        if isinstance(self._process, Worker):
-            with op_threads(1):
-                self._process.send(FeedPlain(tuple(map(_alone, self._fed))))
-            rest_openmp()
-        else:
-            self._process.send(FeedPlain(tuple(tensor.detach() for tensor in self._fed)))
+        if self._local is not None:
+            self._local.answer(FeedPlain(tuple(tensor.detach() for tensor in self._fed)))
+            return
+        with op_threads(1):
+            self._process.send(FeedPlain(tuple(map(_alone, self._fed))))
+        rest_openmp()
 
     def begin(self) -> float:
         """Run the first step, which compiles, and return its seconds."""
@@ -410,7 +354,7 @@ class PlainNetwork:
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
         """[steps - 1] seconds of each of `steps` steps, without the first."""
         if not self._times_itself:
-            return time_steps(self._seconds_of_step, steps)
+            return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
         self._check_open()
         if self._fed is None:
             self.feed()
@@ -418,11 +362,8 @@ class PlainNetwork:
         self._steps += steps
         return np.array(self._receive()[1:])
 
-    def _seconds_of_step(self) -> float:
-        """Seconds of one call of `step` on what was fed last or on the captured examples."""
-        return seconds_of_call(self._step_on_fed)
-
     def _step_on_fed(self) -> Any:
+        """Call `step` on what was fed last or on the captured examples."""
         self.feed(self._fed)
         return self._advance(returns=True)[1]
 
@@ -436,7 +377,7 @@ class PlainNetwork:
             self.device.cores, (self.pid,) if isinstance(self._process, Worker) else ()
         )
         return measure_steps(
-            self._seconds_of_step,
+            partial(seconds_of_call, self._step_on_fed),
             self.timeline,
             steps=steps,
             warmup=warmup,
@@ -445,7 +386,13 @@ class PlainNetwork:
 
     def timeline(self) -> Timeline:
         """The timeline of one more step. It knows how long the step takes, and of no op."""
-        return self._timeline(self._seconds_of_step())
+        seconds = seconds_of_call(self._step_on_fed)
+        none, nothing = np.empty(0, np.int32), np.empty(0)
+        return Timeline(
+            self.machine.device_names, self.machine.channels, none, none, nothing, nothing,
+            none, none, none, none, none, nothing, nothing, (nothing,), (np.empty(0, np.int64),),
+            seconds,
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of parameters and buffers, by their names in the plain module's state_dict."""
@@ -470,7 +417,7 @@ class PlainNetwork:
         self._ask_ready()
 
     def close(self) -> None:
-        """End the process."""
+        """End the step's process, if it has one."""
         # In the middle of a compilation it would not see that its channel is closed.
         self._release("it was closed", kill=bool(self.mode))
 
@@ -487,9 +434,23 @@ class PlainNetwork:
 
     def _advance(self, *, returns: bool = False) -> tuple[float, Any]:
         """Run one step: (seconds, result)."""
-        self._ask_step(returns)
-        reply: tuple[float, Any] = self._receive()
-        return reply
+        try:
+            self._ask_step(returns)
+            seconds, result = self._receive()
+        except KeyboardInterrupt:
+            # Some of its parameters may have changed, and its process may yet answer.
+            self._release("a step was interrupted", kill=True)
+            raise
+        if returns and self._local is not None:
+            result = substitute(result, Tensor, self._given)
+        return seconds, result
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        """A tensor of a result as the caller's own, and not the module's memory, which the next
+        step may change."""
+        assert self._local is not None, "it has run the step"
+        tensor = tensor.detach()
+        return tensor.clone() if self._local.plain.owns(tensor) else tensor
 
     def _ask_step(self, returns: bool) -> None:
         self._check_open()
@@ -502,6 +463,8 @@ class PlainNetwork:
         self._check_open()
         self._process.send(AskState())
         found: tuple[dict[str, Tensor], dict[str, Tensor]] = self._receive()
+        if self._local is not None:
+            found = substitute(found, Tensor, lambda tensor: tensor.detach().clone())
         return found
 
     def _ask_ready(self) -> None:
@@ -523,27 +486,15 @@ class PlainNetwork:
             raise WorkerError(self.device.name, "", reply.traceback, reply.said)
         return reply
 
-    def _timeline(self, seconds: float) -> Timeline:
-        none, nothing = np.empty(0, np.int32), np.empty(0)
-        return Timeline(
-            self.machine.device_names, self.machine.channels, none, none, nothing, nothing,
-            none, none, none, none, none, nothing, nothing, (nothing,), (np.empty(0, np.int64),),
-            seconds,
-        )  # fmt: skip
-
     def _release(self, reason: str, *, kill: bool) -> None:
         if not self._closed:
-            self._closed = reason
+            self._closed, self._fed = reason, None
             self._process.close(kill=kill)
             self._block.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
-
-
-def _on_cpu(state: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -570,7 +521,7 @@ def _pack(captured: Captured) -> tuple[Parcel, Any]:
         return pack_parcel((module, signature, captured.plain))
     except Exception as error:
         line = " ".join(str(error).split())[:200]
-        raise UsageError("step", f"cannot be sent to a process of its own: {line}") from error
+        raise UsageError("step", f"cannot be copied to run by itself: {line}") from error
 
 
 def _initial_state(captured: Captured) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import SKEW, Stream, TensorPlace, distinct, make_runner
-from dovetail.runtime.neighbours import Spinning
+from dovetail.runtime.neighbours import SPIN_SECONDS, Spinning
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up, set_up_thread
 from dovetail.runtime.shared import Block
@@ -114,48 +114,70 @@ def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first message is the threads per op."""
     threads: int = channel.receive()
     set_up(threads)
-    spinning = Spinning(os.sched_getaffinity(0), threads)
-    served = ServedDevice()
-    with torch.inference_mode():
-        channel.send("ready")
-        while True:
-            request = channel.receive()
-            match request:
-                case Load():
-                    spinning.beside(request.beside)
-                    served.load(request, Block(channel.receive_descriptor()))
-                    channel.send("ready")
-                case Step():
-                    spinning.look()
-                    channel.send(served.loaded[request.key].run(request, spinning.spin_seconds))
-                    spinning.pause()
-                case Unload(key=key):
-                    served.unload(key)
-                case UseThreads(count=count):
-                    set_up_thread(count)
-                    channel.send("ready")
+    served = ServedDevice(Spinning(os.sched_getaffinity(0), threads))
+    channel.send("ready")
+    while True:
+        request = channel.receive()
+        match request:
+            case Load():
+                served.load(request, channel.receive_descriptor())
+                channel.send("ready")
+            case UseThreads(count=count):
+                set_up_thread(count)
+                channel.send("ready")
+            case Unload():
+                served.answer(request)
+            case _:
+                channel.send(served.answer(request))
+                served.pause()
 
 
 class ServedDevice:
-    """What the device's process has: loaded shares by their keys, and calls of one program."""
+    """What a device's process has: loaded shares by their keys, and calls of one program.
 
-    def __init__(self) -> None:
-        self.loaded: dict[int, _Loaded] = {}
+    spinning   watches other programs on the device's cores, if it has a process of its own
+    """
+
+    def __init__(self, spinning: Spinning | None = None) -> None:
+        self._loaded: dict[int, _Loaded] = {}
         self._program, self._calls = 0, dict[int, Call]()
+        self._spinning = spinning
 
-    def load(self, request: Load, block: Block) -> None:
-        """Bind a share to the values in the block."""
+    def load(self, request: Load, descriptor: int) -> None:
+        """Bind a share to the values in the block of this descriptor, which is taken over."""
+        if self._spinning is not None:
+            self._spinning.beside(request.beside)
         # Only the latest program's calls are kept; `Workers.unsent` counts alike.
         if request.program != self._program:
             self._program, self._calls = request.program, {}
         self._calls.update(request.calls)
-        self.loaded[request.key] = _Loaded(request, self._calls, block)
+        with torch.inference_mode():
+            self._loaded[request.key] = _Loaded(request, self._calls, Block(descriptor))
 
-    def unload(self, key: int) -> None:
-        """Forget a share and its values."""
-        self.loaded.pop(key).block.close()
-        # The share's values and instructions refer to each other, so only a collection frees them.
-        gc.collect()
+    def answer(self, request: Step | Unload) -> str | Failed:
+        """Run a step, or forget a share and its values."""
+        if isinstance(request, Unload):
+            self._loaded.pop(request.key).block.close()
+            # The share's values and instructions refer to each other, so only a collection frees
+            # them.
+            gc.collect()
+            return "ready"
+        spin_seconds = SPIN_SECONDS
+        if self._spinning is not None:
+            self._spinning.look()
+            spin_seconds = self._spinning.spin_seconds
+        with torch.inference_mode():
+            return self._loaded[request.key].run(request, spin_seconds)
+
+    def pause(self) -> None:
+        """Note that the process now waits for what comes next."""
+        if self._spinning is not None:
+            self._spinning.pause()
+
+    def close(self) -> None:
+        """Forget all shares."""
+        for key in list(self._loaded):
+            self.answer(Unload(key))
 
 
 class _Loaded:

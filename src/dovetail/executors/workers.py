@@ -9,22 +9,20 @@ with Workers(machine) as workers:
 
 import os
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from dovetail.errors import ProcessError, RunError, UsageError
-from dovetail.executors.worker import Failed, Load, ServedDevice, Step, Unload, UseThreads
+from dovetail.executors.worker import Load, ServedDevice, UseThreads
 from dovetail.machine import Device, Machine
 from dovetail.machine.gpus import check_gpu
 from dovetail.runtime.native import build_native
-from dovetail.runtime.neighbours import SPIN_SECONDS
 from dovetail.runtime.processes import Worker, launch
-from dovetail.runtime.setup import KeptMemory, op_threads
-from dovetail.runtime.shared import Block
+from dovetail.runtime.setup import keep_freed_memory, op_threads, trim_memory
 from dovetail.runtime.user_code import line_of
 
 ENTRY = "dovetail.executors.worker:serve"
@@ -40,69 +38,87 @@ def is_this_process(machine: Machine) -> bool:
     return len(cores) == 1 and frozenset(cores[0]) == os.sched_getaffinity(0)
 
 
+class Served(Protocol):
+    """What a process does for its requests."""
+
+    def load(self, request: Any, descriptor: int) -> None:
+        """Take what the request and the block of this descriptor hold, and the descriptor."""
+
+    def answer(self, request: Any) -> object:
+        """Return the reply to any other request."""
+
+    def close(self) -> None:
+        """Forget all that was loaded."""
+
+
 class LocalWorker:
-    """Serves a device within this process, with the methods of `Worker`.
+    """Serves requests within this process, with the methods of `Worker`.
 
     A step leaves the caller's number of threads, its random numbers and its modes of grad and
     autocast as they were, and none of them touches the step.
+
+    threads   on which each op runs
+    loads     class of the requests that a block follows
     """
 
-    def __init__(self, device: Device) -> None:
-        self.name, self.pid = device.name, os.getpid()
-        self._threads = device.op_threads
-        self._served = ServedDevice()
+    def __init__(self, name: str, threads: int, served: Served, loads: type) -> None:
+        self.name, self.pid = name, os.getpid()
+        self._threads, self._served, self._loads = threads, served, loads
+        self._loading: object = None
         self._reply: object = "ready"
-        self._load: Load | None = None
-        self._memory = KeptMemory()
+        keep_freed_memory()
 
     def send(self, request: object) -> None:
         """Answer a request; a load is answered once its block is there."""
-        match request:
-            case Load():
-                self._load = request
-            case Step():
-                self._reply = self._run(request)
-            case Unload(key=key):
-                self._served.unload(key)
-            case UseThreads(count=count):
-                self._threads, self._reply = count, "ready"
+        if isinstance(request, UseThreads):
+            self._threads = request.count
+        elif isinstance(request, self._loads):
+            self._loading = request
+        else:
+            self._reply = self._shielded(self._served.answer, request)
 
     def send_descriptor(self, descriptor: int) -> None:
-        """Bind the share that was sent last to the values of this block."""
-        assert self._load is not None, "it was sent before"
-        load, self._load = self._load, None
-        try:
-            with torch.inference_mode(), op_threads(self._threads):
-                self._served.load(load, Block(os.dup(descriptor)))
-        except Exception as error:
-            self._reply = ProcessError(self.name, traceback.format_exc(), line_of(error))
+        """Load what was sent last from this block."""
+        request, self._loading = self._loading, None
+        failure = self._shielded(self._served.load, request, os.dup(descriptor))
+        self._reply = "ready" if failure is None else failure
 
-    def receive(self, timeout_seconds: float | None = None) -> object:
-        """The reply to what was sent last. Raises `ProcessError` for a share that was not bound."""
+    def receive(self, timeout_seconds: float | None = None) -> Any:
+        """The reply to what was sent last. Raises `ProcessError` if that raised."""
         reply, self._reply = self._reply, "ready"
         if isinstance(reply, ProcessError):
             raise reply
         return reply
 
     def close(self, *, kill: bool = False) -> None:
-        """Forget all shares."""
-        for key in list(self._served.loaded):
-            self._served.unload(key)
-        self._memory.close()
+        """Forget all that was loaded."""
+        self._served.close()
+        trim_memory()
 
-    def _run(self, step: Step) -> "str | Failed":
-        loaded = self._served.loaded[step.key]
-        numbers = torch.get_rng_state() if loaded.drawing else None
+    def _shielded(self, function: Callable[..., object], *args: object) -> object:
+        """Call the function. Return its result, or the `ProcessError` for what it raises."""
+        numbers = torch.get_rng_state()
+        # Most callers have no mode on, and each context takes a part of a small step's time.
+        is_usual = (
+            torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and torch.get_num_threads() == self._threads
+        )
         try:
+            if is_usual:
+                return function(*args)
             with (
-                torch.inference_mode(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
                 torch.autocast("cpu", enabled=False),
                 op_threads(self._threads),
             ):
-                return loaded.run(step, SPIN_SECONDS)
+                return function(*args)
+        except Exception as error:
+            return ProcessError(self.name, traceback.format_exc(), line_of(error))
         finally:
-            if numbers is not None:
-                torch.set_rng_state(numbers)
+            torch.set_rng_state(numbers)
 
 
 DeviceWorker = Worker | LocalWorker
@@ -143,7 +159,9 @@ class Workers:
             for index in fresh:
                 device = self.machine.devices[index]
                 if self.is_local:
-                    self._started[index] = LocalWorker(device)
+                    self._started[index] = LocalWorker(
+                        device.name, device.op_threads, ServedDevice(), Load
+                    )
                     continue
                 told: object
                 if device.torch_device:

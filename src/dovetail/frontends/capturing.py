@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from dovetail.errors import CaptureError, ModelError, ModelRaisedError, UserCodeError
 from dovetail.frontends.building import build
 from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
-from dovetail.frontends.leftovers import clear_caches, take_back
+from dovetail.frontends.leftovers import take_all_back, take_back
 from dovetail.frontends.optimizers import (
     GradScaler,
     Optimizer,
@@ -29,7 +29,14 @@ from dovetail.frontends.optimizers import (
     optimizer_of,
 )
 from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
-from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
+from dovetail.frontends.recording import (
+    LossTracingError,
+    TracingError,
+    fake,
+    fake_mode_of,
+    is_fake,
+    memory_of,
+)
 from dovetail.frontends.structures import substitute
 from dovetail.frontends.tracing import (
     Computed,
@@ -42,11 +49,10 @@ from dovetail.frontends.tracing import (
 from dovetail.graph import Graph
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import (
-    FakeTensor,
     FakeTensorMode,
     is_traceable_wrapper_subclass,
 )
-from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said
+from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said, text_of
 from dovetail.training.keras_models import is_keras
 
 BATCHED = "batched_mm"
@@ -64,6 +70,8 @@ _ADVICE = {
     "GuardOnDataDependentSymNode": "the model branches on data; use torch.where",
 }
 """Name of a class of torch's errors -> what to change in the model."""
+_READING = ("tracing tensor", "Cannot copy out of meta", ".numpy() is not supported")
+"""Texts of torch's errors when a fake tensor's values are read."""
 
 
 def capture(
@@ -124,7 +132,7 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 @_seldom_collecting()
-def capture_call(  # noqa: PLR0913  one argument each
+def capture_call(  # noqa: PLR0913, PLR0915  one argument each; one way in its order
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -181,14 +189,17 @@ def capture_call(  # noqa: PLR0913  one argument each
         channels_last=channels_last,
         holds_fakes=any(map(is_fake, (*originals.values(), *inputs, *targets))),
     )
-    owners = (loss, model) if train else (model,)
+    owners = (model, loss) if train else (model,)
     try:
         with batched_experts(model) as notes, UserCode("the model", *owners):
             traced = trace(request)
     except UserCodeError as error:
-        assert error.__cause__ is not None, "it says what it comes from"
-        clear_caches(lambda value: isinstance(value, FakeTensor) and value.fake_mode is mode)
-        raise _failure(name, error.__cause__, error.location) from error.__cause__
+        failure = _failure(name, error, loss)
+        if not request.holds_fakes:
+            del request
+            _clear_frames(error)
+            take_all_back(mode)
+        raise failure from error.__cause__
     graph, program = build(name, traced, train, _aliases(model), scaler)
     _check_computes(name, model, graph, program)
     notes += tuple(
@@ -271,7 +282,7 @@ def _compare_with_real(
     except UserCodeError as error:
         cause = error.__cause__
         if isinstance(cause, TracingError):
-            raise _failure(name, cause, error.location) from cause
+            raise _failure(name, error) from cause
         assert cause is not None
         return (f"{said_of}, which fails: {said(cause)}",)
     return (note,) if note else ()
@@ -522,8 +533,12 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _failure(name: str, error: BaseException, location: str) -> CaptureError:
+def _failure(name: str, raised: UserCodeError, loss: Any = None) -> CaptureError:
     """Return the error for whatever was raised while the step was traced."""
+    error, location = raised.__cause__, raised.location
+    assert error is not None, "it says what it comes from"
+    if isinstance(error, LossTracingError):
+        location = defined_at(loss) or location
     if isinstance(error, TracingError):
         return CaptureError(name, str(error), location)
     # What the user's own line raises, and not torch on what the line asks for, has no graph either
@@ -533,14 +548,17 @@ def _failure(name: str, error: BaseException, location: str) -> CaptureError:
     return kind(name, _advice(error), location)
 
 
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop what the functions had in their variables that the error, and those behind it, left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _advice(error: BaseException) -> str:
     """Return advice for an error that torch raised, followed by the first line of its own text."""
-    whole = said(error)
-    try:
-        text = str(error)
-    except Exception:  # the user's own class, whose text cannot be read
-        text = ""
-    line = (text.strip().splitlines() or [""])[0]
+    whole, text = said(error), text_of(error)
+    line = (text.splitlines() or [""])[0]
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     if any(code is nn.modules.batchnorm._BatchNorm.forward.__code__ for code in frames):
         return (
@@ -560,7 +578,6 @@ def _advice(error: BaseException) -> str:
             "cannot be captured: the backward pass needs a value that the model has since written "
             "over in place (so it counts here what is assigned to .data, too); clone it before"
         )
-    # Both texts are of attempts to read a fake tensor's values.
-    if "tracing tensor" in text or "Cannot copy out of meta" in text:
+    if any(part in text for part in _READING):
         return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{line}]"
     return f"failed while it ran on fake tensors of these inputs' shapes: {whole}"

@@ -33,7 +33,7 @@ from dovetail.runtime.torch_versions import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from dovetail.runtime.user_code import location_of
+from dovetail.runtime.user_code import location_of, text_of
 
 _LIBRARY: Any = torch.library.Library("dovetail", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("check(Tensor value, bool expected, str kind, str text) -> Tensor")
@@ -345,7 +345,7 @@ def _told(error: BaseException, calls: int) -> _Raised:
     """Return the exception as a check op raises it: of a builtin class, since a worker may not have
     the model's own."""
     kind = next(c for c in type(error).__mro__ if getattr(builtins, c.__name__, None) is c)
-    text = str(error).replace("FakeTensor(", "tensor(").replace("FakeTensor", "Tensor")
+    text = text_of(error).replace("FakeTensor(", "tensor(").replace("FakeTensor", "Tensor")
     text = text or location_of(error)
     if kind is not type(error):
         text = f"{type(error).__name__}: {text}"

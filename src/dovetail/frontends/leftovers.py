@@ -16,8 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dovetail.runtime.torch_versions import FakeTensor, FakeTensorMode
+
 _LRU_CACHE = type(functools.lru_cache(len))
 _MOST_NAMED = 3
+_MOST_SEARCHED = 100
 
 
 def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
@@ -52,6 +55,20 @@ def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
         return list(names)
 
 
+def take_all_back(mode: FakeTensorMode) -> None:
+    """Let nobody hold a fake tensor of this mode any more. Where very many are still held, as by a
+    debugger, only caches are cleared: the search takes time with their number."""
+    gc.collect()
+    with _nothing_frozen():
+        values = [v for v in gc.get_objects() if issubclass(type(v), FakeTensor)]
+        made = [weakref.ref(value) for value in values if value.fake_mode is mode]
+        del values
+    if len(made) <= _MOST_SEARCHED:
+        take_back(made)
+    else:
+        clear_caches(lambda value: isinstance(value, FakeTensor) and value.fake_mode is mode)
+
+
 def clear_caches(is_made: Callable[[Any], bool]) -> None:
     """Clear each cache of `functools` that holds such an object, or something that holds one."""
     with _nothing_frozen():
@@ -70,6 +87,8 @@ def _nothing_frozen() -> Iterator[None]:
         yield
     finally:
         if is_frozen:
+            # Garbage that is frozen would never be freed.
+            gc.collect()
             gc.freeze()
 
 
@@ -109,22 +128,45 @@ def _give_up(holder: Any, identities: set[int], is_named: bool) -> list[str]:
         name = name_of(holder)
         holder -= {value for value in holder if id(value) in identities}
         return [name]
-    inside = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    if isinstance(holder, dict):
+        keys = [key for key, value in holder.items() if id(value) in identities]
+        if _is_variables(holder):
+            holder.update(dict.fromkeys(keys))
+            name = name_of(holder)
+            return [f"{name}.{key}" for key in keys]
+        owner = _owner_of(holder) if is_named else None
+        if owner is None:
+            name = name_of(holder)
+            for key in keys:
+                del holder[key]
+            return [f"{name}[{key!r}]" for key in keys]
+        holder = owner
+    return _give_up_attributes(holder, identities)
+
+
+def _give_up_attributes(holder: Any, identities: set[int]) -> list[str]:
+    """Remove the objects from an object's attributes; return their names."""
+    kind = type(holder)
+    inside = dict(getattr(holder, "__dict__", {}))
+    for cls in kind.__mro__:
+        for key in getattr(cls, "__slots__", ()):
+            inside[key] = getattr(holder, key, None)
     keys = [key for key, value in inside.items() if id(value) in identities]
-    if not keys:
-        return []
-    if not isinstance(holder, dict):
-        for key in keys:
-            setattr(holder, key, None)
-        name = _class_of(holder)
-        return [f"{name}.{key}" for key in keys]
-    name = name_of(holder)
-    if _is_variables(holder):
-        holder.update(dict.fromkeys(keys))
-        return [f"{name}.{key}" for key in keys]
     for key in keys:
-        del holder[key]
-    return [f"{name}[{key!r}]" for key in keys]
+        if isinstance(getattr(kind, key, None), functools.cached_property):
+            vars(holder).pop(key)
+        elif isinstance(holder, type):
+            setattr(holder, key, None)
+        else:  # a frozen dataclass forbids plain assignment
+            object.__setattr__(holder, key, None)
+    name = _class_of(holder)
+    return [f"{name}.{key}" for key in keys]
+
+
+def _owner_of(inside: dict[Any, Any]) -> Any:
+    """Return the object whose attributes the dict holds, or None."""
+    owners = gc.get_referrers(inside)
+    return next((owner for owner in owners if getattr(owner, "__dict__", None) is inside), None)
 
 
 def _name_of(container: Any) -> str:

@@ -47,7 +47,7 @@ class PlainModule:
         *,
         mode: str = "",
     ) -> None:
-        self.module = module
+        self.module, self.loss = module, step.loss
         self._signature = signature
         self._compute: Callable[..., Any] = _compute(module, step)
         if mode:
@@ -59,7 +59,8 @@ class PlainModule:
             self._compute = torch.compile(own, mode=mode)
         # What a step returned may be overwritten by the next one's graph.
         self._begins = torch.compiler.cudagraph_mark_step_begin if mode == GRAPHS else None
-        self._memory: set[int] | None = None
+        self._parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._buffers = [part._buffers for part in module.modules() if part._buffers]
         self._optimizer: torch.optim.Optimizer | None = None
         if step.optimizer is not None:
             trained = [p for p in module.parameters() if p.requires_grad]
@@ -74,7 +75,8 @@ class PlainModule:
             self._begins()  # type: ignore[no-untyped-call]
         args, kwargs = signature.call(tensors[:count])
         if optimizer is None:
-            with torch.inference_mode():
+            # Tensors of inference mode would have to be made ordinary ones for the caller.
+            with torch.no_grad():
                 return self._compute(args, kwargs, ())
         optimizer.zero_grad(set_to_none=True)
         loss = self._compute(args, kwargs, signature.loss_arguments(tensors[count:]))
@@ -84,10 +86,12 @@ class PlainModule:
 
     def owns(self, tensor: Tensor) -> bool:
         """True if the tensor lies in the memory of a parameter or buffer."""
-        if self._memory is None:
-            kept = (*self.module.parameters(), *self.module.buffers())
-            self._memory = {value.untyped_storage().data_ptr() for value in kept}
-        return tensor.untyped_storage().data_ptr() in self._memory
+        address = tensor.untyped_storage().data_ptr()
+        # A step may assign buffers.
+        buffers = (value for table in self._buffers for value in table.values())
+        return address in self._parameters or any(
+            value is not None and value.untyped_storage().data_ptr() == address for value in buffers
+        )
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return "PARAMETER/NAME" -> the tensor itself, of each state that exists. An optimizer has

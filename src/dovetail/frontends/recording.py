@@ -79,6 +79,10 @@ class TracingError(Exception):
     """Says in its message why the model cannot be traced. Its cause, if any, has the traceback."""
 
 
+class LossTracingError(TracingError):
+    """Says so of what the loss function returns."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A graph whose nodes have their value as `meta["val"]`.

@@ -45,6 +45,7 @@ from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
 from dovetail.frontends.recording import (
     SEEDS,
+    LossTracingError,
     Outside,
     Recording,
     Rules,
@@ -632,7 +633,7 @@ def trace(request: Request) -> Trace:
     attributes = Attributes(request.module, request.loss)
     runs = _Runs(request, attributes)
     try:
-        with request.mode, _silence_log():
+        with request.mode, _silence_log(), _moves_to_where_it_is():
             step = settled(runs.first, runs.compute_the_same)
             first = step.result
             for tried in runs.recordings:
@@ -790,6 +791,7 @@ def _largest_error(found: list[Tensor | None], expected: list[Tensor | None]) ->
     is much smaller than all other results counts as rounding."""
     if len(found) != len(expected):
         return float("inf")
+    found, expected = ([_as_real(value) for value in values] for values in (found, expected))
     numbers = [value.detach() for value in expected if value is not None and _is_float(value)]
     sizes = [float(value.abs().max()) for value in numbers]
     least = 1e-3 * max((size for size in sizes if size < float("inf")), default=0.0)
@@ -809,6 +811,13 @@ def _largest_error(found: list[Tensor | None], expected: list[Tensor | None]) ->
             difference = float((one - other).abs().max())
             worst = max(worst, difference / size if size else float(difference > 0))
     return worst
+
+
+def _as_real(value: Tensor | None) -> Tensor | None:
+    """Return a complex tensor as one of pairs of numbers, and any other one as it is."""
+    if value is None or not value.is_complex():
+        return value
+    return torch.view_as_real(value.detach().resolve_conj())
 
 
 def _is_float(value: Tensor) -> bool:
@@ -872,7 +881,8 @@ def _describe_changes(changed: list[str]) -> str:
     )
     return (
         f"its next step is another one, as this one changes {what}; keep in buffers, written in "
-        "place, what goes from step to step"
+        "place, what goes from step to step, and call the model once before if only its first call "
+        "makes it"
     )
 
 
@@ -944,12 +954,13 @@ def _follow_from_constants(recording: Recording, lasting: Collection[fx.Node] = 
     constants, and what pure ops that draw no random numbers compute from these."""
     following = set(lasting)
     for node in recording.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or (
+            node.op == "call_function"
+            and node not in recording.draws
+            and not _writes(node)
+            and all(read in following for read in node.all_input_nodes)
+        ):
             following.add(node)
-        elif node.op == "call_function" and node not in recording.draws:
-            writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-            if not writes and all(read in following for read in node.all_input_nodes):
-                following.add(node)
     return following
 
 
@@ -994,7 +1005,7 @@ class _Numbers:
                 else self.table.setdefault(key, len(self.table))
             )
             self.of_node[node] = number
-            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            if _writes(node):
                 # After a write every value in the same memory is a new value: it gets a new number.
                 for read in node.all_input_nodes:
                     for alias in of_storage.get(storage_of(read.meta["val"]), ()):
@@ -1087,6 +1098,26 @@ def _torch_equal(value: Tensor, other: Tensor) -> bool:
 def _assert(value: Tensor, text: str = "") -> None:
     """Record `torch._assert_async` as a check, since a graph drops an op without a result."""
     CHECK(value != 0, True, "RuntimeError", text or "Expected Tensor to be nonzero")
+
+
+@contextlib.contextmanager
+def _moves_to_where_it_is() -> Iterator[None]:
+    """Let a module's `to` and the like do nothing within where nothing changes, as with real
+    tensors. torch would put new parameters in the place of fake ones in any case."""
+    original: Any = nn.Module._apply
+
+    def apply(module: nn.Module, function: Any, recurse: bool = True) -> Any:
+        with torch.no_grad():
+            values = (*module.parameters(recurse), *module.buffers(recurse))
+            if all(function(value) is value for value in values):
+                return module
+        return original(module, function, recurse)
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -1257,6 +1288,9 @@ class _Twins(TorchFunctionMode):
             kwargs = {key: self._twin_of(value) for key, value in kwargs.items()}
         if func in (torch.ctc_loss, nn.functional.ctc_loss):
             args, kwargs = _with_lengths(args, kwargs or {})
+        if func is torch.where and len(args) == 3 and args[0].dtype == torch.uint8:
+            # torch still takes bytes for truths, but not where its tensors are fake.
+            args = (args[0] != 0, *args[1:])
         if func is torch.lstm and not kwargs and recurrent.has_fused_kernel(args):
             self.steps.append(recurrent.time_steps(args))
             if self.chunks:
@@ -1502,12 +1536,12 @@ def _gradients(
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TracingError(
+        raise LossTracingError(
             f"the loss must be one number, but is of {kind}; give `loss=`, a function "
             "loss(output, *targets) that returns a scalar"
         )
     if not loss.requires_grad:
-        raise TracingError(
+        raise LossTracingError(
             "the loss does not depend on any trainable parameter; check requires_grad, and that "
             "nothing on the way is detached"
         )

@@ -5,7 +5,7 @@ import gc
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from dovetail.runtime.child import keep_memory
 def set_up(threads: int) -> None:
     """Set this process's threads; count denormals as zero; keep the garbage collector out.
 
+    A step in the caller's own process leaves how denormals count as the caller has it.
     An elementwise product of denormals took 20 times as long. A pause of the collector in one
     device's process stalls all that wait for it. Call `gc.collect` where a pause does no harm.
     """
@@ -46,32 +47,18 @@ def spin_briefly() -> None:
         os.environ["GOMP_SPINCOUNT"] = "3000"
 
 
-class KeptMemory:
+def keep_freed_memory() -> None:
     """From now on this process keeps the memory that it frees, as the processes of devices do, so
-    that the steps that it runs itself find it mapped. What the user has set for malloc stands.
+    that the steps that it runs itself find it mapped. What the user has set for malloc stands."""
+    if not _sets_malloc():
+        keep_memory()
 
-    Once all of these are closed, what is free then goes back to the system.
-    """
 
-    _open = 0
-
-    def __init__(self) -> None:
-        # malloc's own settings cannot be read, so they are set once and stay.
-        if not _sets_malloc() and KeptMemory._open == 0:
-            keep_memory()
-        KeptMemory._open += 1
-        self._closed = False
-
-    def close(self) -> None:
-        """Keep no more for this user of the memory."""
-        if self._closed:
-            return
-        self._closed = True
-        KeptMemory._open -= 1
-        if KeptMemory._open == 0 and not _sets_malloc():
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
+def trim_memory() -> None:
+    """Give the system back what is free, if it was kept."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and not _sets_malloc():
+        trim(0)
 
 
 def _sets_malloc() -> bool:
@@ -115,9 +102,13 @@ _SOFT = 1
 @cache
 def _pauses() -> list[Callable[[int], Any]]:
     """`omp_pause_resource_all` of each OpenMP library in this process (OpenMP 5.0, section
-    3.2.44)."""
+    3.2.44), as far as it was loaded before the first call."""
     with open("/proc/self/maps") as lines:
         paths = set(re.findall(r"/\S*lib[gi]?omp\d?[-.]\S*", lines.read()))
-    libraries = [ctypes.CDLL(path) for path in sorted(paths)]
-    found = (getattr(library, "omp_pause_resource_all", None) for library in libraries)
-    return [pause for pause in found if pause is not None]
+    found: list[Callable[[int], Any]] = []
+    for path in sorted(paths):
+        # A file that was replaced since is another library, and is not loaded.
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            found.append(library.omp_pause_resource_all)
+    return found

@@ -90,20 +90,24 @@ def said(error: BaseException) -> str:
     if isinstance(error, ExitCalled):
         return f"it ends the program (os._exit({error.status}))"
     if isinstance(error, SystemExit):
-        return f"it ends the program (SystemExit {_text_of(error)})"
-    text = _text_of(error)
+        return f"it ends the program (SystemExit {_first_line(error)})"
+    text = _first_line(error)
     return type(error).__name__ + (f": {text}" if text else "")
 
 
-def _text_of(error: BaseException) -> str:
-    """The first line of the exception's own text."""
+def text_of(error: BaseException) -> str:
+    """The exception's own text, as far as it can be had."""
     try:
-        lines = str(error).strip().splitlines()
+        return str(error).strip()
     except KeyboardInterrupt:
         raise
     # Its `__str__` is the user's code as well, and may raise anything.
     except BaseException as second:
         return f"its text cannot be shown, because __str__ raises {type(second).__name__}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = text_of(error).splitlines()
     return lines[0][:MOST_CHARACTERS] if lines else ""
 
 
