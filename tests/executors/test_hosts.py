@@ -480,7 +480,7 @@ def lost():
         with Ranks(3 if fault == "is killed" else 2, text) as ranks:
             ends = ranks.ends()
             pids = [pid for _, out, _ in ends for pid in json.loads(out.splitlines()[0])]
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 120  # a limit for a hang
             while any(map(is_there, pids)) and time.monotonic() < deadline:
                 time.sleep(0.1)
             found[fault] = ends, any(map(is_there, pids))

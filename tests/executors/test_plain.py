@@ -221,7 +221,7 @@ def test_a_module_that_cannot_be_sent_is_refused():
     module = Normed().eval()
     module.lock = threading.Lock()
     step = capture(module, batches(1)[0][0])
-    with pytest.raises(UsageError, match="cannot be sent to a process"):
+    with pytest.raises(UsageError, match="cannot be copied to run"):
         PlainNetwork(step, HERE)
 
 

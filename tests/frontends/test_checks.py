@@ -74,7 +74,8 @@ def test_a_check_that_fails_raises_the_models_own_error(function):
         run_step(captured, initial_values(captured), [bad])
     # Numbers in a text are not known when the step is captured.
     text = str(expected.value).partition("tensor")[0].partition("nan")[0].partition("up to")[0]
-    assert str(raised.value).startswith(text)
+    assert not text or str(raised.value).startswith(text)
+    assert str(raised.value)
 
 
 def test_an_assertion_without_a_text_shows_its_line():
@@ -102,8 +103,7 @@ def test_an_error_of_the_models_own_class_is_told_as_its_builtin_base():
 
     captured = capture(Wrapped(checked), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="OwnError: above 5"):
-        run_step(captured, initial_values(captured), [torch.full((2, 3), 1e3).neg()])
-        run_step(captured, initial_values(captured), [torch.full((2, 3), 1e3)])
+        run_step(captured, initial_values(captured), [torch.tensor([[1e3, 0, 0], [-1e3, 0, 0]])])
 
 
 @pytest.mark.parametrize(

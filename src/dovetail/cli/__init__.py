@@ -127,7 +127,7 @@ def main() -> None:
 
         # Before torch is imported, here or by a process that this one starts.
         use_own_cache()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the import takes a while
         from dovetail.runtime.ranks import end_with_launcher
 
         end_with_launcher()

@@ -20,7 +20,7 @@ from dovetail.machine import Device, Machine
 _WIDEST_FIRST = (
     "complex128", "complex64", "float64", "float32", "complex32", "bfloat16", "float16"
 )  # fmt: skip
-_EXACT = ("bool", "int", "uint", "bits")
+EXACT = ("bool", "int", "uint", "bits")
 
 
 def analytic_costs(graph: Graph, machine: Machine) -> Costs:
@@ -65,7 +65,7 @@ def _roofline(
 
 def _rate_dtypes(graph: Graph) -> tuple[tuple[str, ...], NDArray[np.intp]]:
     """Return (dtypes in alphabetical order, [ops] index of the one whose rate counts)."""
-    inexact = {dtype for dtype in set(graph.dtypes) if not dtype.startswith(_EXACT)}
+    inexact = {dtype for dtype in set(graph.dtypes) if not dtype.startswith(EXACT)}
     ranked = [dtype for dtype in _WIDEST_FIRST if dtype in inexact]
     ranked += sorted(inexact.difference(_WIDEST_FIRST))
     rank = {dtype: i for i, dtype in enumerate(ranked)}

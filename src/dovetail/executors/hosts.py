@@ -518,7 +518,7 @@ class HostsNetwork:
         """Save the state in this folder after each `every` steps from now on. Raises `UsageError`
         if others' checkpoints are there, or what is none."""
         self._run = self.ranks.gather("run", self._run)[0]
-        check_own(Path(folder), self._run)
+        check_own(Path(folder), self._run, "folder")
         self._folder, self._every = Path(folder), every
 
     def save(self, folder: str | Path) -> None:

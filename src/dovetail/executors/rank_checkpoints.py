@@ -71,13 +71,13 @@ def read_index(where: Path) -> Index:
     return Index(step, str(run), weights)
 
 
-def check_own(folder: Path, run: str | None) -> None:
+def check_own(folder: Path, run: str | None, option: str = "--checkpoint") -> None:
     """Refuse a folder in which another than this run has checkpoints, or somebody something else
     that has the name of one. Raises `UsageError`, and `FileFormatError` for a link among them.
 
-    run   the mark of the run; None of a run that has no checkpoint yet
+    run      the mark of the run; None of a run that has no checkpoint yet
+    option   what the user gave the folder by
     """
-    option = "--checkpoint"
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
@@ -102,7 +102,11 @@ def _strange_in(where: Path) -> Path | None:
     if not where.is_dir():
         return where
     step = int(where.name.removeprefix("step-"))
-    for path in sorted(where.iterdir()):
+    try:
+        paths = sorted(where.iterdir())
+    except OSError:
+        return where
+    for path in paths:
         if not path.is_file():
             return path
         try:

@@ -30,6 +30,7 @@ from dovetail.frontends.optimizers import (
 )
 from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
 from dovetail.frontends.recording import (
+    INSTEAD_OF_FLEX,
     LossTracingError,
     TracingError,
     fake,
@@ -88,7 +89,8 @@ def capture(
     `args` and `kwargs` are the module's own: tensors, and lists, dicts, dataclasses and other
     structures of tensors. Other values (None, flags, numbers) are held constant, and so are the
     tensors' shapes. The model runs on fake tensors, in the training or evaluation mode that it is
-    in. Its weights, real or fake, are neither read nor changed, and its attributes do not change.
+    in; a small step on the CPU also runs once on copies of the real ones, which must give the same.
+    Weights and attributes do not change.
 
     `train` is dt.SGD, dt.RMSProp, dt.Adam or dt.AdamW, a text such as "adam:lr=1e-3", or what
     `dt.Trainer` takes: an optimizer of torch, its class, or what makes one of parameters, if it is
@@ -110,7 +112,7 @@ def capture(
     Raises `ModelError` for arguments that do not fit, `CaptureError` for a step that has no graph.
     Takes about 0.6 ms per op (`benchmarks/capture`). It takes twice that for a step of up to 2,000
     calls, which is traced twice to find state that no buffer holds, and for a model that writes in
-    place.
+    place. The real step takes up to about a second more.
     """
     return capture_call(model, args, kwargs, loss=loss, targets=targets, train=train, scaler=scaler)
 
@@ -570,8 +572,8 @@ def _advice(error: BaseException) -> str:
             return f"cannot be captured: {_ADVICE[kind.__name__]} [{line}]"
     if "FlexAttention" in text:
         return (
-            "cannot be captured: flex_attention is code that torch compiles; use "
-            f"scaled_dot_product_attention with attn_mask= [{line}]"
+            "cannot be captured: flex_attention is code that torch compiles; "
+            f"{INSTEAD_OF_FLEX} [{line}]"
         )
     if "modified by an inplace operation" in text:
         return (

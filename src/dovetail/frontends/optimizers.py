@@ -8,7 +8,7 @@ steps of a deep convolutional net in float32.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
@@ -46,10 +46,13 @@ def _check(record: Any, of: str) -> None:
         if isinstance(value, bool) or not isinstance(value, Real):
             kind = type(value).__name__
             raise UsageError(field.name, f"of {of} is no number but of type {kind}")
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value < math.inf:
             raise UsageError(field.name, f"of {of} is {value}; it must be >= 0")
+        kind = type(field.default)
+        if kind is int and not isinstance(value, Integral):
+            raise UsageError(field.name, f"of {of} is {value}; it must be a whole number")
         if not isinstance(value, (int, float)):  # a number of numpy, which texts cannot hold
-            object.__setattr__(record, field.name, float(value))
+            object.__setattr__(record, field.name, int(value) if kind is int else float(value))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import operator
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -73,6 +74,10 @@ aten = torch.ops.aten
 _NO_DEFAULT = object()
 Rules = dict[OpOverload, Callable[..., Any]]
 """Operator -> the function that is called instead of it."""
+
+
+INSTEAD_OF_FLEX = "use scaled_dot_product_attention with attn_mask="
+_INITIAL_SEED = torch.initial_seed
 
 
 class TracingError(Exception):
@@ -153,7 +158,11 @@ def _drawing_from_torch(seed: int) -> Iterator[None]:
     The graph could not repeat such draws. Python's and numpy's generators are put back.
     """
 
+    recording = threading.get_ident()
+
     def refuse(*_: Any) -> int:
+        if threading.get_ident() != recording:
+            return torch.default_generator.initial_seed()
         raise TracingError(
             "the model reads torch's seed (initial_seed), but a step draws by its own seed; give "
             "the number to the model when it is made"
@@ -162,7 +171,6 @@ def _drawing_from_torch(seed: int) -> Iterator[None]:
     python, numpy_ = random.getstate(), np.random.get_state()  # noqa: NPY002  the one in use
     # `torch.manual_seed` would seed the generators of all accelerators too, which nobody restores.
     torch.default_generator.manual_seed(seed)
-    before = torch.initial_seed
     torch.initial_seed = torch.random.initial_seed = refuse
     try:
         yield
@@ -177,7 +185,7 @@ def _drawing_from_torch(seed: int) -> Iterator[None]:
             "random functions and torch.where, or give the number as an input"
         )
     finally:
-        torch.initial_seed = torch.random.initial_seed = before
+        torch.initial_seed = torch.random.initial_seed = _INITIAL_SEED
         random.setstate(python)
         np.random.set_state(numpy_)  # noqa: NPY002
 
@@ -624,7 +632,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
 def _cure_of(operator: Any) -> str:
     """Return what to write in place of an operator that is control flow."""
     if "flex_attention" in str(operator):
-        return "use scaled_dot_product_attention with attn_mask="
+        return INSTEAD_OF_FLEX
     return "write it with torch.where"
 
 

@@ -1,9 +1,9 @@
 """One functional graph of forward, loss and backward, traced from fake tensors.
 
-The model and its loss's `backward` run once, and `recording.record` records every operator that
-they call. Forward hooks tell which module a forward op belongs to. Autograd's sequence numbers tell
+The model and its loss's `backward` run, and `recording.record` records every operator that they
+call. They run again where the model asks for the truth of data (`checks`) or may keep state. Forward hooks tell which module a forward op belongs to. Autograd's sequence numbers tell
 which forward op's gradient a backward op computes. Then `purified` removes the ops that write in
-place. No weight is ever allocated.
+place. No weight is allocated, until `compare_with_real` runs a small step on real tensors.
 
 A tensor that shares memory with a parameter, a buffer or an example must not become a constant of
 the graph, because its numbers would be stale from the second step on. Four measures prevent it:
@@ -463,7 +463,8 @@ it: `_Position.mark` gives forward ops -1 or more."""
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """The step to trace. All tensors except the originals and owners are fake, of `mode`.
+    """The step to trace. All tensors except the originals and owners are fake, of `mode`, or all
+    are real.
 
     originals   the module's own parameters and buffers, by name
     signature   where `inputs` and `targets` stand among the arguments of the module and its loss
@@ -514,7 +515,7 @@ class Trace:
     constants   get_attr node -> its value
     origins     call node -> its origin
     results     structure of nodes: the loss (training) or the model's output
-    made        the fake tensors of this capture; the model may keep some of them beyond it
+    made        weak references to this capture's fake tensors, some of which the model may keep
     draws       random call node -> the call node whose random numbers it draws. That is the node
                 itself, except where a checkpoint computes an earlier draw again
     written_inputs   indices of the inputs that the model writes over

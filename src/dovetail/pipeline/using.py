@@ -74,9 +74,9 @@ def uncompiled(plan: Plan, step: Captured) -> str:
 
 
 FAR_OFF = 0.25
-"""If measured and predicted seconds differ by more than this share, the user is told so,"""
-HAND_OVER_SECONDS = 2e-4
-"""if it is also more than this, which a call may take beside its ops."""
+"""If measured and predicted seconds differ by more than this share, the user is told so."""
+LEAST_FAR_OFF_SECONDS = 2e-4
+"""A smaller difference is told to nobody: a call may take so much beside its ops."""
 
 
 def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measurement) -> str:
@@ -87,7 +87,7 @@ def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measuremen
     """
     beyond = abs(measurement.median_seconds - predicted_seconds)
     difference = beyond / predicted_seconds if predicted_seconds > 0 else 0.0
-    is_far_off = difference > FAR_OFF and beyond > HAND_OVER_SECONDS
+    is_far_off = difference > FAR_OFF and beyond > LEAST_FAR_OFF_SECONDS
     differ = f"; measured and predicted differ by {100 * difference:.0f} %" if is_far_off else ""
     if disturbs(measurement.others_cores):
         return (

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.costs import Costs
+from dovetail.costs.analytic import EXACT
 from dovetail.errors import GraphMismatchError
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
@@ -107,7 +108,8 @@ def derived_rate_notes(machine: Machine, graph: Graph) -> list[str]:
         for device in machine.devices:
             source, times = device.rate_source(dtype)
             # Integers are mostly indices and flags, and count as float32 everywhere.
-            if device.kind != "host" and source != dtype and "int" not in dtype and dtype != "bool":
+            is_exact = dtype.startswith(EXACT)
+            if device.kind != "host" and source != dtype and not is_exact:
                 part = f"1/{times} of {source}'s" if times > 1 else f"{source}'s"
                 derived.setdefault(f"{dtype} is costed at {part} rate", []).append(device.model)
     return [

@@ -425,7 +425,8 @@ def end_with_launcher() -> None:
     """Have this process end once torchrun, which started it, is gone: nobody else would end it.
 
     It ends as by Ctrl-C, so that it leaves nothing behind, or else after `_ORPHAN_SECONDS`. Other
-    launchers may start ranks and be done.
+    launchers may start ranks and be done. A launcher that was gone before this module was imported
+    is not missed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -447,7 +448,7 @@ def end_with_launcher() -> None:
 def connect_store(place: RankPlace, *, keeps: bool, timeout_seconds: float) -> Any:
     """A connection with torch's store. `torchrun` keeps the store; without it rank 0 does, by the
     connection that `keeps` it. Raises `UsageError`."""
-    if keeps:
+    if keeps:  # others are helpers of a rank, which is their parent
         end_with_launcher()
     from dovetail.runtime.torch_versions import named_store, tcp_store
 
