@@ -1,9 +1,10 @@
 """One functional graph of forward, loss and backward, traced from fake tensors.
 
 The model and its loss's `backward` run, and `recording.record` records every operator that they
-call. They run again where the model asks for the truth of data (`checks`) or may keep state. Forward hooks tell which module a forward op belongs to. Autograd's sequence numbers tell
-which forward op's gradient a backward op computes. Then `purified` removes the ops that write in
-place. No weight is allocated, until `compare_with_real` runs a small step on real tensors.
+call. They run again where the model asks for the truth of data (`checks`) or may keep state.
+Forward hooks tell which module a forward op belongs to. Autograd's sequence numbers tell which
+forward op's gradient a backward op computes. Then `purified` removes the ops that write in place.
+No weight is allocated, until `compare_with_real` runs a small step on real tensors.
 
 A tensor that shares memory with a parameter, a buffer or an example must not become a constant of
 the graph, because its numbers would be stale from the second step on. Four measures prevent it:
