@@ -81,6 +81,7 @@ def measured(step: Captured, arguments: argparse.Namespace) -> dict[str, object]
         "way": plan.way,
         "machine": plan.machine.name,
         "promised": plan.measured.get(plan.way, plan.value),
+        "measured": dict(plan.measured),
         "planning_seconds": planning_seconds,
         "notes": list(plan.notes),
         "seconds": seconds,

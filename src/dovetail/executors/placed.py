@@ -684,17 +684,17 @@ def labelled(
     if tensors is None:
         inputs, targets = example_values(captured, seed)
         tensors = (*inputs, *targets)
-    signature = captured.signature
-    names = {f"input.{i}": name for i, name in enumerate(signature.names)}
-    if captured.graph.training:
-        names |= {f"target.{i}": name for i, name in enumerate(signature.target_names)}
-    elif len(tensors) == len(names) + len(captured.targets):
-        # Inference has no use for targets.
-        tensors = tensors[: len(names)]
-    if len(tensors) != len(names):
-        needed = ", ".join(names.values())
+    sources = captured.signature.sources
+    if not captured.graph.training:
+        count = len(captured.signature.names)
+        if len(tensors) == count + len(captured.targets):
+            # Inference has no use for targets.
+            tensors = tensors[:count]
+        sources = sources[:count]
+    if len(tensors) != len(sources):
+        needed = ", ".join(name for _, name in sources)
         raise UsageError("step", f"takes {needed}, but got {len(tensors)} tensors")
-    return [(*pair, tensor) for pair, tensor in zip(names.items(), tensors, strict=True)]
+    return [(*names, tensor) for names, tensor in zip(sources, tensors, strict=True)]
 
 
 def run(

@@ -46,13 +46,13 @@ def _check(record: Any, of: str) -> None:
         if isinstance(value, bool) or not isinstance(value, Real):
             kind = type(value).__name__
             raise UsageError(field.name, f"of {of} is no number but of type {kind}")
-        if not 0 <= value < math.inf:
+        if value < 0 or not value < math.inf:  # also for integers that no float holds
             raise UsageError(field.name, f"of {of} is {value}; it must be >= 0")
-        kind = type(field.default)
-        if kind is int and not isinstance(value, Integral):
+        if isinstance(field.default, int) and not isinstance(value, Integral):
             raise UsageError(field.name, f"of {of} is {value}; it must be a whole number")
         if not isinstance(value, (int, float)):  # a number of numpy, which texts cannot hold
-            object.__setattr__(record, field.name, int(value) if kind is int else float(value))
+            plain = int(value) if isinstance(value, Integral) else float(value)
+            object.__setattr__(record, field.name, plain)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Plans are compared with these, and where one of them is the fastest it is what r
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -125,9 +126,10 @@ def _compute(module: nn.Module, step: PlainStep) -> FunctionType:
     """Return compute(args, kwargs, arguments of the loss): the module's output, or the loss."""
     trains, loss = step.optimizer is not None, step.loss
     device = next((p.device.type for p in module.parameters()), "cpu")
+    dtype = step.autocast
 
     def compute(args: Any, kwargs: Any, arguments: Any) -> Any:
-        with torch.autocast(device, dtype=step.autocast, enabled=step.autocast is not None):
+        with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
             output = module(*args, **kwargs)
             if not trains:
                 return output

@@ -181,6 +181,12 @@ class Signature:
             tuple(target_names),
         )  # fmt: skip
 
+    @cached_property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """(name of the source, name for the user) of each input, then of each target."""
+        inputs = [(f"input.{i}", name) for i, name in enumerate(self.names)]
+        return (*inputs, *((f"target.{i}", name) for i, name in enumerate(self.target_names)))
+
     @property
     def constants(self) -> tuple[tuple[str, str], ...]:
         """(name, value as text) of each plain value among the arguments."""
