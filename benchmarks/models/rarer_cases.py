@@ -41,7 +41,7 @@ GEMMA = GROUPED | {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 8, "
                    "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
                    "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 for name, model, config, values in (
-    ("gemma3n", "Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA | {"altup_coef_clip": None}),
+    ("gemma3n", "Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA),
     ("qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextConfig", GROUPED | LINEAR),
     ("llama4", "Llama4ForCausalLM", "Llama4TextConfig",
      GROUPED | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4,

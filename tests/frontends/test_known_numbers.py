@@ -22,27 +22,26 @@ class Model(nn.Module):
         self.times = torch.linspace(0, 1, 4)
         self.register_buffer("held", torch.ones(3))
         self.part = self.held[:2]
-        self.norm = nn.BatchNorm1d(4, momentum=None)
         self.function = function
 
     def forward(self, x):
         return self.function(self, self.layer(x)).square().sum()
 
 
-def strides_as_numbers(_, h):
-    return sum(h[:, :1] * stride.item() for stride in _.strides)
+def strides_as_numbers(model, h):
+    return sum(h[:, :1] * stride.item() for stride in model.strides)
 
 
-def strides_in_a_loop(_, h):
-    for i, stride in enumerate(_.strides):
+def strides_in_a_loop(model, h):
+    for i, stride in enumerate(model.strides):
         if stride > 8:
             h = h / stride + int(stride // 8) * i
     return h
 
 
-def a_solver_of_fixed_steps(_, h):
-    assert (_.times[1:] > _.times[:-1]).all(), "times must grow"
-    for before, after in zip(_.times[:-1], _.times[1:], strict=True):
+def a_solver_of_fixed_steps(model, h):
+    assert (model.times[1:] > model.times[:-1]).all(), "times must grow"
+    for before, after in zip(model.times[:-1], model.times[1:], strict=True):
         step = after - before
         h = h + step * torch.tanh(h)
         if after >= 1:
@@ -50,26 +49,26 @@ def a_solver_of_fixed_steps(_, h):
     return h
 
 
-def times_made_in_forward(_, h):
+def times_made_in_forward(model, h):
     times = torch.linspace(0, 1, 5)
     if times[0] > times[1]:
         times = -times
     return h * float(times.max()) + times[2].item()
 
 
-def made_as_the_input_is(_, h):
+def made_as_the_input_is(model, h):
     mask, scale = torch.ones_like(h, dtype=torch.bool), h.new_full((), 3.0)
     if mask.all() and not h.new_zeros(2, 2).any():
         h = h * scale.item()
     return h
 
 
-def a_table(_, h):
+def a_table(model, h):
     table = torch.arange(6.0).reshape(2, 3).sin().exp()
     return h * table.sum().item() + table[1, 2].item()
 
 
-def a_list(_, h):
+def a_list(model, h):
     return h * torch.arange(1, 4).float().mul(2).tolist()[2]
 
 
@@ -119,7 +118,7 @@ def test_numbers_that_are_not_constant_are_refused(function, reason):
 
 
 def ctc_loss(lengths):
-    def run(_, h):
+    def run(model, h):
         log_probs = h.repeat(3, 2).reshape(6, 2, 4).log_softmax(-1)
         labels = torch.tensor([[1, 2, 1], [3, 1, 0]])
         inputs, targets = lengths(h)
@@ -154,20 +153,52 @@ def of_data(h):
     return (h.sum(-1) > 0).long() + 3, torch.tensor([3, 2])
 
 
-def cumulative_norm(model, h):
-    return model.norm(h)
+def test_lengths_that_are_data_are_refused_with_a_cure():
+    with pytest.raises(CaptureError, match="give it its lengths as numbers"):
+        capture(Model(ctc_loss(of_data)), torch.randn(2, 3))
 
 
-@pytest.mark.parametrize(
-    ("function", "cure"),
-    [
-        (ctc_loss(of_data), "give it its lengths as numbers"),
-        (cumulative_norm, "give momentum a number"),
-    ],
-)
-def test_what_needs_numbers_of_data_is_refused_with_a_cure(function, cure):
-    with pytest.raises(CaptureError, match=cure):
-        capture(Model(function), torch.randn(2, 3))
+class Averaging(nn.Module):
+    """Its norms average over all batches, by a count."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.flat = nn.Conv2d(3, 4, 3), nn.BatchNorm1d(4, momentum=None)
+        self.images = nn.BatchNorm2d(4, momentum=None, affine=False)
+
+    def forward(self, x):
+        return self.flat(self.images(self.layer(x)).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("train", [None, SGD(0.1)])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_norms_without_momentum_average_as_plain_pytorchs_do(train, training, dtype):
+    model = Averaging().to(dtype).train(training)
+    step = capture(copy.deepcopy(model), torch.randn(5, 3, 6, 6, dtype=dtype), train=train)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    values = initial_values(step)
+    rounding = 1e-6 if dtype is torch.float32 else 1e-13
+    for number in range(3):
+        x = torch.randn(5, 3, 6, 6, dtype=dtype) * (number + 1)
+        found = run_step(step, values, (x,), step=number)
+        loss = model(x)
+        torch.testing.assert_close(found, loss.detach(), rtol=rounding, atol=rounding)
+        if train is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    expected = dict(model.named_buffers())
+    held = {
+        source.name: values[step.graph.outputs_of(op)[0]]
+        for op, source in enumerate(step.program.sources)
+        if source is not None and source.name in expected
+    }
+    if training:
+        assert held.keys() == expected.keys() and held["flat.num_batches_tracked"] == 3
+    for name, value in held.items():
+        torch.testing.assert_close(value, expected[name], rtol=rounding, atol=rounding)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -178,7 +209,7 @@ def test_flex_attention_is_refused_with_what_to_use_instead(train, monkeypatch):
     monkeypatch.setattr(kind, "_validate_args", kind._validate_args)
     from torch.nn.attention.flex_attention import flex_attention
 
-    def attended(_, h):
+    def attended(model, h):
         h = h.reshape(1, 1, *h.shape)
         return flex_attention(h, h, h)
 

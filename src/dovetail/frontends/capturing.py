@@ -561,12 +561,6 @@ def _advice(error: BaseException) -> str:
     """Return advice for an error that torch raised, followed by the first line of its own text."""
     whole, text = said(error), text_of(error)
     line = (text.splitlines() or [""])[0]
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(code is nn.modules.batchnorm._BatchNorm.forward.__code__ for code in frames):
-        return (
-            "cannot be captured: BatchNorm with momentum=None averages by a factor that is another "
-            f"number in each step; give momentum a number [{line}]"
-        )
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:
             return f"cannot be captured: {_ADVICE[kind.__name__]} [{line}]"

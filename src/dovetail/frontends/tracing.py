@@ -635,7 +635,7 @@ def trace(request: Request) -> Trace:
     attributes = Attributes(request.module, request.loss)
     runs = _Runs(request, attributes)
     try:
-        with request.mode, _silence_log(), _moves_to_where_it_is():
+        with request.mode, _silence_log(), _traceable_modules():
             step = settled(runs.first, runs.compute_the_same)
             first = step.result
             for tried in runs.recordings:
@@ -1103,23 +1103,46 @@ def _assert(value: Tensor, text: str = "") -> None:
 
 
 @contextlib.contextmanager
-def _moves_to_where_it_is() -> Iterator[None]:
-    """Let a module's `to` and the like do nothing within where nothing changes, as with real
-    tensors. torch would put new parameters in the place of fake ones in any case."""
-    original: Any = nn.Module._apply
+def _traceable_modules() -> Iterator[None]:
+    """Let two methods of torch's modules do the same within by what a graph can hold.
+
+    `to` and the like: torch puts new parameters in the place of fake ones even where nothing
+    changes. Batch normalisation with momentum=None: torch makes a number of the count of steps.
+    """
+    norm = nn.modules.batchnorm._BatchNorm
+    original_apply: Any = nn.Module._apply
+    original_forward: Any = norm.forward
 
     def apply(module: nn.Module, function: Any, recurse: bool = True) -> Any:
         with torch.no_grad():
             values = (*module.parameters(recurse), *module.buffers(recurse))
             if all(function(value) is value for value in values):
                 return module
-        return original(module, function, recurse)
+        return original_apply(module, function, recurse)
+
+    def forward(module: Any, x: Tensor) -> Any:
+        count = module.num_batches_tracked
+        if module.momentum is not None or not module.training or count is None:
+            return original_forward(module, x)
+        module._check_input_dim(x)
+        with torch.no_grad():
+            count.add_(1)
+            dimensions = [0, *range(2, x.dim())]
+            variance, mean = torch.var_mean(x.float() if x.dtype.itemsize < 4 else x, dimensions)
+            share = 1 / count.to(mean.dtype)
+            for running, value in ((module.running_mean, mean), (module.running_var, variance)):
+                running.copy_(running * (1 - share) + value * share)
+        return nn.functional.batch_norm(
+            x, None, None, module.weight, module.bias, training=True, eps=module.eps
+        )
 
     nn.Module._apply = apply  # type: ignore[method-assign]
+    norm.forward = forward  # type: ignore[assignment]
     try:
         yield
     finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
+        nn.Module._apply = original_apply  # type: ignore[method-assign]
+        norm.forward = original_forward
 
 
 @contextlib.contextmanager

@@ -80,7 +80,6 @@ REFUSABLE = {
     "data-assigned": "it replaces a buffer's memory",
     "accumulated-hook": "it changes a gradient where only an optimizer of torch's would see it",
     "half-frozen": "it changes what is trained while it runs",
-    "batch-norm-cumulative": "its average's weight is a number read from a counter",
     "fake-quantised": "its scale is a number read from a buffer",
     "scripted": "TorchScript has no Python to run on fake tensors",
 }
