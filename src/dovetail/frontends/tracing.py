@@ -1142,7 +1142,7 @@ def _traceable_modules() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original_apply  # type: ignore[method-assign]
-        norm.forward = original_forward
+        norm.forward = original_forward  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
