@@ -172,7 +172,7 @@ add("perceiver_io", LANGUAGE, "perceiver_pytorch:PerceiverIO",
     latent_dim_head=8)  # fmt: skip
 
 
-@REGISTRY.add("enformer", LANGUAGE, packages=True)
+@REGISTRY.add("enformer", LANGUAGE, packages=True, refused="it asks for a tensor's exact class")
 def enformer() -> Model:
     module = import_module("enformer_pytorch").Enformer.from_hparams(
         dim=48, depth=1, heads=2, output_heads={"human": 5, "mouse": 3}, target_length=2,

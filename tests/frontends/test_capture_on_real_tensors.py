@@ -166,6 +166,23 @@ def fails_on_real_tensors(model, x):
     return model.a(x)
 
 
+def test_what_is_written_over_parameters_is_no_result_that_lacks():
+    def clipped(model, x):
+        model.a.weight.data.clamp_(-0.1, 0.1)
+        return model.a(x * 1 if type(x) is torch.Tensor else x)
+
+    step = capture(Sees(clipped), torch.randn(3, 4), loss=lambda o: o.sum(), train=SGD())
+    assert any("calls other operators" in note for note in step.notes)
+
+
+def test_a_failure_on_fake_tensors_says_what_may_be_why():
+    def whole_numbers(model, x):
+        return model.a(x.float() if type(x) is torch.Tensor else x)
+
+    with pytest.raises(CaptureError, match=r"instead of type\(x\) use isinstance"):
+        capture(Sees(whole_numbers), torch.ones(3, 4, dtype=torch.long))
+
+
 def test_a_step_that_cannot_be_compared_says_why(monkeypatch):
     x = torch.randn(3, 4)
     (note,) = capture(Sees(fails_on_real_tensors), x).notes

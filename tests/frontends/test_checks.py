@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch import distributions
+from torch.utils.checkpoint import checkpoint
 
 from dovetail.errors import CaptureError
 from dovetail.frontends import SGD, capture, initial_values, run_step
@@ -139,8 +140,17 @@ def test_a_line_in_a_loop_is_tried_once():
 
 @pytest.mark.parametrize("train", [None, SGD(0.01)])
 @pytest.mark.parametrize("function", LIMITED)
-def test_a_branch_that_limits_values_is_part_of_the_graph(function, train):
-    module = Wrapped(lambda h, added: (function(h + added) * 1e-9).tanh().square().sum())
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_branch_that_limits_values_is_part_of_the_graph(function, checkpointed, train):
+    def limited(h):
+        return (function(h) * 1e-9).tanh()
+
+    def forward(h, added):
+        if checkpointed:
+            return checkpoint(limited, h + added, use_reentrant=False).square().sum()
+        return limited(h + added).square().sum()
+
+    module = Wrapped(forward)
     x, added = torch.randn(2, 3), torch.zeros(2, 4)
     captured = capture(module, x, added, train=train)
     for number in (0.0, 3e9, float("inf")):

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -576,4 +578,13 @@ def _advice(error: BaseException) -> str:
         )
     if any(part in text for part in _READING):
         return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{line}]"
-    return f"failed while it ran on fake tensors of these inputs' shapes: {whole}"
+    of_class = any("type" in code.co_names for code in _codes_of(error))
+    hint = " (they are of another class: instead of type(x) use isinstance)" if of_class else ""
+    return f"failed while it ran on fake tensors of these inputs' shapes{hint}: {whole}"
+
+
+def _codes_of(error: BaseException) -> list[CodeType]:
+    """Return the code of the model's functions that were running."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    return [f.f_code for f in frames if not f.f_code.co_filename.startswith(ours)]

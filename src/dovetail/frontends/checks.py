@@ -69,6 +69,7 @@ NaN of the gradient of others."""
 _CONVERSIONS = (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__)
 _OURS = str(Path(__file__).parents[1])
 _TORCH = Path(torch.__file__).parent
+_CHECKPOINTS = str(_TORCH / "utils" / "checkpoint.py")
 _BETWEEN = (_OURS, str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
 """The folders of the functions that run between the model's own and the recorder."""
 _Result = TypeVar("_Result")
@@ -310,7 +311,8 @@ def _is_limit(
 
 
 def _asking(root: CodeType) -> Site:
-    """Return the place in the model's code that runs now, below the function `root`."""
+    """Return the place in the model's code that runs now, below the function `root`, or below a
+    checkpoint: what is computed again asks at the place that asked first."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
         frame = frame.f_back
@@ -318,6 +320,8 @@ def _asking(root: CodeType) -> Site:
     stack: list[Any] = []
     caller: Any = frame
     while caller is not None and caller.f_code is not root:
+        if caller.f_code.co_filename == _CHECKPOINTS:
+            break
         # A call's number is that of the instruction or of its cache. Their positions are the same.
         place = itertools.islice(caller.f_code.co_positions(), caller.f_lasti // 2, None)
         stack.append((caller.f_code, next(place)))

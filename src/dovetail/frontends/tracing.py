@@ -740,7 +740,8 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     (output,) = (node for node in real.graph.nodes if node.op == "output")
     found = _run_graph(computed, _real_values(request), seed)
     expected = [None if node is None else node.meta["val"] for node in output.args[0]]
-    error = _largest_error(found, expected)
+    # The graph also returns what it writes over parameters, behind its results.
+    error = _largest_error(found[: len(expected)], expected)
     if error > _MOST_ERROR or results[1] != computed.results[1]:
         raise TracingError(
             f"it computes something else on real tensors than while it is captured{where}; it "
