@@ -419,8 +419,16 @@ def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
                 drawn = Drawn(model, bool(optimizer), torch.float32)
                 record = OPTIMIZERS[kind][0] if optimizer else None
                 steps[kind] = Step(prepared(model, optimizer, torch.float32), drawn, record)
+            trains = kind in OPTIMIZERS
             run = placed if part == "placed" else exported
-            row[part] = run(model, steps[kind], Drawn(model, kind in OPTIMIZERS, torch.float32))
+            found = row[part] = run(model, steps[kind], Drawn(model, trains, torch.float32))
+            if part == "placed" and found["difference"] > FLOAT32_TOLERANCE and case.double:
+                module = prepared(model, kind if trains else "", torch.float64)
+                drawn = Drawn(model, trains, torch.float64)
+                exact = Step(module, drawn, OPTIMIZERS[kind][0] if trains else None)
+                again = placed(model, exact, Drawn(model, trains, torch.float64))
+                found["difference64"] = again["difference"]
+                found["equal"] = again["difference"] <= FLOAT64_TOLERANCE
         except Exception as error:
             row[part] = described(error)
     return row
