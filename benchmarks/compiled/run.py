@@ -7,9 +7,10 @@
 Each case is a process of its own. It plans as `dt.plan` does, and then calls, in turns: `step` of
 the plan's network, and the module itself, eager and by `torch.compile`, each on one thread and on
 all, with loss and torch's optimizer, all in that one process and with work of its own between two
-calls. What comes last in a row: seconds of the plan's step over those that the plan promised, and
-seconds of the fastest of the user's own ways over those of the plan's step, round by round. What
-was measured is kept in `rows/`, and a case that is there is not measured again; `--again` does so.
+calls. What comes last in a row: seconds of the plan's step over those that the plan promised (and
+of the user's own ways over those of the plan's comparison), and seconds of the fastest of the
+user's own ways over those of the plan's step, round by round. What was measured is kept in `rows/`,
+and a case that is there is not measured again; `--again` does so.
 """
 
 import argparse
@@ -40,9 +41,10 @@ from markdown import fill, table
 ROWS = Path(__file__).with_name("rows")
 CALLS = 3
 """In a round a way is called once, which does not count, and then so often."""
+OWN_WAYS = ("eager", "torch.compile")
 HEAD = (
-    "network", "step", "plan", "promised", "measured", "over promised", "fastest other", "ratio",
-    "spread", "seconds to plan",
+    "network", "step", "plan", "promised", "measured", "over promised", "others over theirs",
+    "fastest other", "ratio", "spread", "seconds to plan",
 )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def measured(step: Captured, arguments: argparse.Namespace) -> dict[str, object]
         args = (*args, *step.signature.loss_arguments(targets))
     with dt.run(plan, step) as placed:
         ways: dict[str, Callable[[], object]] = {"plan": lambda: placed.step(*args, **kwargs)}
-        for way, mode in (("eager", ""), ("torch.compile", "default")):
+        for way, mode in zip(OWN_WAYS, ("", "default"), strict=True):
             for threads in dict.fromkeys((torch.get_num_threads(), 1)):
                 ways[f"{way}, {threads} threads"] = own_way(
                     step, (*inputs, *targets), mode, threads
@@ -120,11 +122,20 @@ def row_of(name: str, train: bool, found: dict) -> list[str]:
         f"{found['promised'] * 1e3:.2f} ms",
         f"{own * 1e3:.2f} ms",
         f"{own / found['promised']:.2f}",
+        drift(medians, found.get("measured", {})),
         f"{other}, {medians[other] * 1e3:.2f} ms",
         f"{ratio:.2f}",
         f"{(high - low) / ratio:.2f}",
         f"{found['planning_seconds']:.0f}",
     ]
+
+
+def drift(medians: dict[str, float], before: dict[str, float]) -> str:
+    """How much longer the user's own ways take by now than in the plan's comparison: what a shared
+    machine does to all of them in the minute between."""
+    now = {way: min(s for name, s in medians.items() if name.startswith(way)) for way in OWN_WAYS}
+    ratios = [now[way] / before[way] for way in OWN_WAYS if way in before]
+    return f"{statistics.median(ratios):.2f}" if ratios else "-"
 
 
 def main() -> None:
