@@ -212,7 +212,7 @@ def complaints(row: dict[str, Any]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("`", "'")
+    return re.sub(r"\s+", " ", text).replace("`", "'").replace("](", "] (")
 
 
 def main() -> None:
