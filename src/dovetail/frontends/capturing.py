@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -200,8 +199,12 @@ def capture_call(  # noqa: PLR0913, PLR0915  one argument each; one way in its o
     except UserCodeError as error:
         failure = _failure(name, error, loss)
         if not request.holds_fakes:
+            # The functions that the error has left hold fake tensors in their variables.
             del request
-            _clear_frames(error)
+            left: BaseException | None = error
+            while left is not None:
+                traceback.clear_frames(left.__traceback__)
+                left = left.__cause__ or left.__context__
             take_all_back(mode)
         raise failure from error.__cause__
     graph, program = build(name, traced, train, _aliases(model), scaler)
@@ -552,13 +555,6 @@ def _failure(name: str, raised: UserCodeError, loss: Any = None) -> CaptureError
     return kind(name, _advice(error), location)
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Drop what the functions had in their variables that the error, and those behind it, left."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def _advice(error: BaseException) -> str:
     """Return advice for an error that torch raised, followed by the first line of its own text."""
     whole, text = said(error), text_of(error)
@@ -578,13 +574,9 @@ def _advice(error: BaseException) -> str:
         )
     if any(part in text for part in _READING):
         return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{line}]"
-    of_class = any("type" in code.co_names for code in _codes_of(error))
-    hint = " (they are of another class: instead of type(x) use isinstance)" if of_class else ""
-    return f"failed while it ran on fake tensors of these inputs' shapes{hint}: {whole}"
-
-
-def _codes_of(error: BaseException) -> list[CodeType]:
-    """Return the code of the model's functions that were running."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # The model may ask for a tensor's exact class in a function that was running.
     ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-    return [f.f_code for f in frames if not f.f_code.co_filename.startswith(ours)]
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asks = any("type" in c.co_names for c in codes if not c.co_filename.startswith(ours))
+    hint = " (they are of another class: instead of type(x) use isinstance)" if asks else ""
+    return f"failed while it ran on fake tensors of these inputs' shapes{hint}: {whole}"
