@@ -33,7 +33,7 @@ from dovetail.executors.rank_checkpoints import (
 )
 from dovetail.executors.shares import BlockSlot, share_out, tensor_at
 from dovetail.frontends import Adam, resolve
-from dovetail.frontends.runners import distinct
+from dovetail.frontends.runners import LAID, TensorPlace, distinct
 from dovetail.machine import Device, load_machine, local_machine, save_machine
 from dovetail.machine.files import machine_from_dict
 from dovetail.pipeline import timeline_of
@@ -131,10 +131,31 @@ def test_a_tensor_with_gaps_is_sent_without_them(value, sent_bytes, skew):
     distinct(tensor_at(blocks[0], slot, skew), strides).copy_(distinct(value, strides))
     sent, received = (_SlotBuffer(block, slot) for block in blocks)
     sent.pack(skew)
-    assert sent.bytes.numel() == sent_bytes + 1
+    assert sent.bytes.numel() == sent_bytes + 1 + 8 * len(shape)
     received.bytes.copy_(sent.bytes)
     assert received.unpack() == skew
     assert tensor_at(blocks[1], slot, skew).equal(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "strides"), [(GRID.reshape(4, 1, 12), (12, 1, 1)), (GRID[:, ::2], (1, 8))]
+)
+def test_a_tensor_is_sent_as_it_lies_in_its_slot(value, strides):
+    size = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
+    slot = BlockSlot(0, 4 * size, tuple(value.shape), strides, "float32")
+    blocks = [Block.create(4096) for _ in range(2)]
+    places = [
+        TensorPlace(int(block.bytes.ctypes.data), slot.bytes, slot.shape, strides, slot.dtype)
+        for block in blocks
+    ]
+    places[0].laid[:] = value.stride()
+    places[0].tensor(LAID | 16).copy_(value)
+    sent, received = (_SlotBuffer(block, slot) for block in blocks)
+    sent.pack(LAID | 16)
+    received.bytes.copy_(sent.bytes)
+    assert received.unpack() == LAID | 16
+    got = places[1].tensor(LAID | 16)
+    assert got.equal(value) and got.stride() == value.stride()
 
 
 def test_a_tensor_without_gaps_is_sent_from_its_slot():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dovetail.frontends.program import Call, Ref
-from dovetail.frontends.runners import NativeRunner, PythonRunner, TensorPlace
+from dovetail.frontends.runners import LAID, NEXT, NativeRunner, PythonRunner, TensorPlace
 from dovetail.runtime import native
 from dovetail.runtime.native import build_native, has_compiler, native_runner
 from dovetail.runtime.waiting import publish
@@ -183,14 +183,61 @@ def test_a_tensor_that_is_sent_arrives_with_its_address_in_a_cache_line(make, sh
     receiving.receive(flag, 0, place, tag=0)
     for step in (1, 2):
         sender.set(0, value)
-        assert sender.run(sending, now=64 * step, abort=abort)
-        assert receiver.run(receiving, now=64 * step, abort=abort)
+        assert sender.run(sending, now=NEXT * step, abort=abort)
+        assert receiver.run(receiving, now=NEXT * step, abort=abort)
         got = receiver.get(0)
         assert got.shape == shape and torch.equal(got, value)
         assert sender.get(0) is None
         if elements:
             assert got.data_ptr() % 64 == value.data_ptr() % 64
-            assert memory[0] == 64 * step + value.data_ptr() % 64
+            assert memory[0] == NEXT * step + value.data_ptr() % 64
+
+
+@pytest.mark.parametrize(
+    ("value", "strides"),
+    [
+        (torch.arange(12.0).reshape(3, 1, 4).as_strided((3, 1, 4), (4, 4, 1)), (4, 1, 1)),
+        (torch.arange(24.0).reshape(1, 2, 3, 4), (24, 1, 8, 2)),
+        (torch.arange(24.0).reshape(1, 3, 4, 2).permute(0, 3, 1, 2), (24, 12, 4, 1)),
+        (torch.arange(4.0).expand(3, 4), (0, 1)),
+    ],
+    ids=["a single element", "row by row", "channels last", "repeated"],
+)
+@pytest.mark.parametrize("other", [False, True])
+def test_a_tensor_that_is_sent_arrives_as_it_lies(make, value, strides, other):
+    """Kernels round by their inputs' strides, also where a dimension has one element."""
+    memory, (flag, abort) = flags(2)
+    block = np.zeros(512, dtype=np.uint8)
+    start = -int(block.ctypes.data) % 64
+    shape, size = tuple(value.shape), 4 * (16 if strides == (0, 1) else value.numel())
+    place = TensorPlace(int(block.ctypes.data) + start, size, shape, strides, "float32")
+    sender, receiver = make(1), make(1)
+    sending, receiving = sender.stream(), receiver.stream()
+    sending.send(flag, 0, place, tag=0)
+    receiving.receive(flag, 0, place, tag=0)
+    expected = torch.empty_strided(shape, strides).copy_(value) if 0 not in strides else value
+    for step, given in enumerate((value, expected, value) if other else (value, value), start=1):
+        sender.set(0, given)
+        assert sender.run(sending, now=NEXT * step, abort=abort)
+        assert receiver.run(receiving, now=NEXT * step, abort=abort)
+        got = receiver.get(0)
+        assert torch.equal(got, value)
+        assert got.stride() == given.stride()
+        assert bool(memory[0] & LAID) == (given.stride() != strides)
+
+
+def test_a_tensor_that_needs_more_bytes_than_its_place_is_laid_out_by_that(make):
+    _, (flag, abort) = flags(2)
+    block = np.zeros(512, dtype=np.uint8)
+    place = TensorPlace(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
+    runner = make(2)
+    stream = runner.stream()
+    stream.send(flag, 0, place, tag=0)
+    stream.receive(flag, 1, place, tag=1)
+    runner.set(0, torch.arange(20.0).reshape(2, 10)[:, :3])
+    assert runner.run(stream, now=NEXT, abort=abort)
+    assert torch.equal(runner.get(1), runner.get(0))
+    assert runner.get(1).stride() == (3, 1)
 
 
 def test_a_negated_view_is_sent_by_its_values(make):
@@ -201,7 +248,7 @@ def test_a_negated_view_is_sent_by_its_values(make):
     stream = runner.stream()
     stream.send(flag, 0, place, tag=0)
     runner.set(0, torch._neg_view(A))
-    assert runner.run(stream, now=64, abort=abort)
+    assert runner.run(stream, now=NEXT, abort=abort)
     assert torch.equal(place.tensor((runner.get(0).data_ptr()) % 64), -A)
 
 
@@ -213,7 +260,7 @@ def test_a_value_of_another_dtype_is_converted_when_it_is_sent(make):
     stream = runner.stream()
     stream.send(flag, 0, place, tag=0)
     runner.set(0, A.double())
-    assert runner.run(stream, now=64, abort=abort)
+    assert runner.run(stream, now=NEXT, abort=abort)
     assert torch.equal(place.tensor(runner.get(0).data_ptr() % 64), A)
 
 

@@ -74,10 +74,11 @@ from dovetail.executors.shares import (
     Share,
     Shares,
     share_out,
+    strides_at,
 )
 from dovetail.executors.workers import Workers
 from dovetail.frontends.program import Captured
-from dovetail.frontends.runners import SKEW
+from dovetail.frontends.runners import NEXT, SKEW, strides_offset
 from dovetail.machine import Device, Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.machine.gpus import card_of
@@ -86,7 +87,7 @@ from dovetail.runtime.formats import to_file
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.played_cuda import PLAYED
 from dovetail.runtime.ranks import Ranks
-from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
+from dovetail.runtime.shared import Block, Layout
 from dovetail.runtime.stopped import state_of
 from dovetail.runtime.torch_versions import broadcast, has_nccl
 from dovetail.runtime.waiting import ABORTED, SPIN_NS, address_of, barrier, publish, wait
@@ -179,8 +180,8 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 
 
 class _SlotBuffer:
-    """What a message is sent from, or received into. Its last byte says how far into the slot the
-    tensor begins, which is less than a cache line.
+    """What a message is sent from, or received into: the tensor, its mark, and its strides, which
+    count if the mark says so.
 
     It is the slot itself, so that nothing is copied. A tensor with gaps, as a part of a split one,
     is packed: the gaps would take as long to send as what is between them.
@@ -190,40 +191,47 @@ class _SlotBuffer:
         self._block, self._slot = block, slot
         self._packed: NDArray[Any] | None = None
         if slot is None:
-            self.bytes = torch.zeros(1, dtype=torch.uint8)
+            memory = np.zeros(1, dtype=np.uint8)
+            self._mark, self.bytes = memory, torch.from_numpy(memory)
             return
-        size = self._in_slot(0).nbytes
-        if size < slot.bytes:
-            memory = np.zeros(size + 1, dtype=np.uint8)
-            view = self._in_slot(0)
-            self._packed = memory[:-1].view(view.dtype).reshape(view.shape)
-        else:
-            memory = block.view(slot.offset, (slot.bytes + ALIGNMENT_BYTES,), np.uint8)
+        memory = block.view(slot.offset, (slot.sent_bytes,), np.uint8)
+        strides_place = strides_offset(slot.bytes)
+        self._slot_strides = memory[strides_place:]
+        view = self._in_slot(0)
+        if view.nbytes < slot.bytes:
+            strides_place = view.nbytes + 1
+            memory = np.zeros(strides_place + len(self._slot_strides), dtype=np.uint8)
+            self._packed = memory[: view.nbytes].view(view.dtype).reshape(view.shape)
+        self._strides = memory[strides_place:]
+        # The byte before the strides is free, whatever the address of the copy in a slot.
+        self._mark = memory[strides_place - 1 : strides_place]
         self.bytes = torch.from_numpy(memory)
 
-    def pack(self, skew: int) -> None:
-        """Make ready what is sent. The copy in the slot begins `skew` bytes into it."""
+    def pack(self, mark: int) -> None:
+        """Make ready what is sent, of which the copy in the slot has this mark."""
         if self._packed is not None:
-            np.copyto(self._packed, self._in_slot(skew))
-        # The last byte of a slot is free, whatever the address of the copy in it.
-        self.bytes[-1] = skew
+            np.copyto(self._packed, self._in_slot(mark))
+            self._strides[:] = self._slot_strides
+        self._mark[0] = mark
 
     def unpack(self) -> int:
-        """Put what has arrived into its slot; return how many bytes into it it begins."""
-        skew = int(self.bytes[-1])
+        """Put what has arrived into its slot; return its mark."""
+        mark = int(self._mark[0])
         if self._packed is not None:
-            np.copyto(self._in_slot(skew), self._packed)
-        return skew
+            self._slot_strides[:] = self._strides
+            np.copyto(self._in_slot(mark), self._packed)
+        return mark
 
-    def _in_slot(self, skew: int) -> NDArray[Any]:
+    def _in_slot(self, mark: int) -> NDArray[Any]:
         """The tensor in its slot, without what repeats itself."""
         slot = self._slot
         assert slot is not None
         word = np.dtype(_WORDS[getattr(torch, slot.dtype).itemsize])
         ends = zip(slot.shape, slot.strides, strict=True)
         shape = [size if stride else min(size, 1) for size, stride in ends]
-        flat = self._block.view(slot.offset + skew, (slot.bytes // word.itemsize,), word)
-        strides = [stride * word.itemsize for stride in slot.strides]
+        offset = slot.offset + (mark & SKEW)
+        flat = self._block.view(offset, (slot.bytes // word.itemsize,), word)
+        strides = [stride * word.itemsize for stride in strides_at(self._block, slot, mark)]
         return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
 
@@ -251,10 +259,10 @@ class _Sender(_Pair):
         """All messages of a step; returns when they have left, or when the step was aborted."""
         works = []
         for tag, (message, buffer) in enumerate(zip(self.messages, self.buffers, strict=True)):
-            reached = wait(self.base + message.flag, number * (SKEW + 1), abort, SPIN_NS)
+            reached = wait(self.base + message.flag, number * NEXT, abort, SPIN_NS)
             if reached == ABORTED:
                 return
-            buffer.pack(reached & SKEW)
+            buffer.pack(reached % NEXT)
             works.append(self.group.send([buffer.bytes], 1, tag))
         for work in works:
             work.wait()
@@ -273,8 +281,8 @@ class _Receiver(_Pair):
         for place, (message, work) in enumerate(zip(self.messages, self.works, strict=True)):
             work.wait()
             self.arrivals[place] = time.perf_counter_ns()
-            skew = self.buffers[place].unpack()
-            publish(self.base + message.flag, number * (SKEW + 1) + skew)
+            mark = self.buffers[place].unpack()
+            publish(self.base + message.flag, number * NEXT + mark)
 
 
 class _Bridge:
@@ -867,7 +875,8 @@ def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, floa
     """Size of a message -> seconds; of the source alone."""
     layout = Layout()
     abort, flags = layout.reserve(8), [layout.reserve(8) for _ in range(2)]
-    place = layout.reserve(max(LINK_BYTES) + ALIGNMENT_BYTES)
+    largest = BlockSlot(0, max(LINK_BYTES), (max(LINK_BYTES),), (1,), "uint8")
+    place = layout.reserve(largest.sent_bytes)
     block = Block.create(layout.size_bytes)
     base = int(block.bytes.ctypes.data)
     groups = [ranks.group("link", ends) for ends in ((source, destination), (destination, source))]
@@ -877,7 +886,7 @@ def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, floa
         """Seconds of one message there, of so many bytes, and an empty one back."""
         slot = BlockSlot(place, size, (size,), (1,), "uint8") if size else None
         there, back = RankMessage(flags[0], slot, 0, 0), RankMessage(flags[1], None, 0, 0)
-        value, other = number * (SKEW + 1), destination if is_source else source
+        value, other = number * NEXT, destination if is_source else source
         sent, heard = (there, back) if is_source else (back, there)
         sender = _Sender(block, [sent], groups[0 if is_source else 1], other)
         receiver = _Receiver(block, [heard], groups[1 if is_source else 0], other)

@@ -67,7 +67,7 @@ from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.processes import Worker, ready
 from dovetail.runtime.ranks import RankPlace
 from dovetail.runtime.setup import op_threads, rest_openmp
-from dovetail.runtime.shared import ALIGNMENT_BYTES, Block
+from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import clock, summarise
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
@@ -771,7 +771,7 @@ def part_bytes(own: Sequence[Share], part: HostPart) -> int:
                     continue
             if ends not in part.direct:
                 slots.append(slot)
-    touched = {slot.offset: slot.bytes + ALIGNMENT_BYTES for slot in slots if slot.offset >= 0}
+    touched = {slot.offset: slot.sent_bytes for slot in slots if slot.offset >= 0}
     return sum(touched.values())
 
 

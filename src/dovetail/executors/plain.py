@@ -71,12 +71,16 @@ ENTRY = "dovetail.executors.plain:serve"
 
 @dataclass(frozen=True)
 class LoadPlain:
-    """Asks for the module in the parcel, whose block's descriptor follows; the reply is "ready"."""
+    """Asks for the module in the parcel, whose block's descriptor follows; the reply is "ready".
+
+    default_dtype   torch's, in the process that asks
+    """
 
     parcel: Parcel
     mode: str
     seed: int
     torch_device: str
+    default_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def serve(channel: Channel) -> None:
         try:
             match request:
                 case LoadPlain():
+                    torch.set_default_dtype(request.default_dtype)
                     served.load(request, channel.receive_descriptor())
                     served.fill_main()
                     channel.send("ready")
@@ -295,7 +300,11 @@ class PlainNetwork:
             if isinstance(self._process, Worker):
                 self._process.send(threads)
                 self._ask_ready()
-            self._process.send(LoadPlain(parcel, mode, seed, self.device.torch_device))
+            self._process.send(
+                LoadPlain(
+                    parcel, mode, seed, self.device.torch_device, torch.get_default_dtype()
+                )
+            )
             self._process.send_descriptor(self._block.descriptor)
             self._ask_ready()
         except BaseException:

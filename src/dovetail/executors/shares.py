@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dovetail.frontends.fused import FusedCall
 from dovetail.frontends.program import Program
+from dovetail.frontends.runners import LAID, SKEW, strides_offset
 from dovetail.graph import EVERYWHERE, Graph, Phase
 from dovetail.plans import Plan, Stages, needs_of, normalise, stages_of
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
@@ -66,6 +67,12 @@ class BlockSlot:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the place of a tensor that is sent: it may start within a cache line, and
+        its strides may stand behind it."""
+        return strides_offset(self.bytes) + INT64_BYTES * len(self.shape)
 
 
 @dataclass(frozen=True)
@@ -383,13 +390,15 @@ class _InstructionBuilder:
             if self.homes[tensor] == device or (self.homes[tensor] == EVERYWHERE and tensor in read)
         }
 
-    def slot(self, tensor: int, slack_bytes: int = 0, *, in_block: bool = True) -> BlockSlot:
-        """A new slot for the tensor, with room for it to start up to `slack_bytes` later."""
+    def slot(self, tensor: int, *, is_sent: bool = False, in_block: bool = True) -> BlockSlot:
+        """A new slot for the tensor."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
         extent_bytes = extent_of(shape, strides) * getattr(torch, dtype).itemsize
-        offset = self.layout.reserve(extent_bytes + slack_bytes) if in_block else NOT_IN_BLOCK
-        return BlockSlot(offset, extent_bytes, shape, strides, dtype)
+        slot = BlockSlot(NOT_IN_BLOCK, extent_bytes, shape, strides, dtype)
+        if not in_block:
+            return slot
+        return replace(slot, offset=self.layout.reserve(slot.sent_bytes if is_sent else slot.bytes))
 
     def flag_and_slot(self, op: int, tensor: int, destination: int) -> tuple[int, BlockSlot | None]:
         """(offset of the flag, slot) of a tensor of the op for a destination. The same pair is
@@ -397,9 +406,7 @@ class _InstructionBuilder:
         slot."""
         key = (op, tensor, destination)
         if key not in self.flags:
-            # The copy keeps the original's address modulo a cache line: some kernels of BLAS
-            # libraries round differently by alignment. Between GPUs of one host nothing goes
-            # through the block.
+            # Between GPUs of one host nothing goes through the block.
             home = self.placement[op]
             in_block = (
                 not (self.on_gpu[home] and self.on_gpu[destination])
@@ -407,7 +414,7 @@ class _InstructionBuilder:
             )
             slot = None
             if tensor >= 0:
-                slot = self.slot(tensor, slack_bytes=ALIGNMENT_BYTES, in_block=in_block)
+                slot = self.slot(tensor, is_sent=True, in_block=in_block)
             self.flags[key] = (self.layout.reserve(INT64_BYTES), slot)
         return self.flags[key]
 
@@ -637,11 +644,19 @@ def extent_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def tensor_at(block: Block, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
-    """A tensor over the slot's memory, which starts `skew_bytes` into the slot.
+def tensor_at(block: Block, slot: BlockSlot, mark: int = 0) -> Tensor:
+    """A tensor over the slot's memory; a sent one has this mark.
 
     Each tensor has a torch storage of its own, because some ops address the storage from its start.
     """
-    memory = block.view(slot.offset + skew_bytes, (slot.bytes,), np.uint8)
+    memory = block.view(slot.offset + (mark & SKEW), (slot.bytes,), np.uint8)
     flat = torch.from_numpy(memory).view(getattr(torch, slot.dtype))
-    return flat.as_strided(slot.shape, slot.strides)
+    return flat.as_strided(slot.shape, strides_at(block, slot, mark))
+
+
+def strides_at(block: Block, slot: BlockSlot, mark: int) -> tuple[int, ...]:
+    """The strides of the tensor of this mark in the slot."""
+    if not mark & LAID:
+        return slot.strides
+    place = slot.offset + strides_offset(slot.bytes)
+    return tuple(block.view(place, (len(slot.shape),), np.int64).tolist())

@@ -36,10 +36,10 @@ from dovetail.executors.shares import (
 from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
-from dovetail.frontends.runners import SKEW, Stream, TensorPlace, distinct, make_runner
+from dovetail.frontends.runners import NEXT, Stream, TensorPlace, distinct, make_runner
 from dovetail.runtime.neighbours import SPIN_SECONDS, Spinning
 from dovetail.runtime.processes import Channel
-from dovetail.runtime.setup import set_up, set_up_thread
+from dovetail.runtime.setup import float32_by_default, set_up, set_up_thread
 from dovetail.runtime.shared import Block
 from dovetail.runtime.user_code import line_of
 from dovetail.runtime.waiting import ABORTED, barrier, publish
@@ -151,7 +151,7 @@ class ServedDevice:
         if request.program != self._program:
             self._program, self._calls = request.program, {}
         self._calls.update(request.calls)
-        with torch.inference_mode():
+        with torch.inference_mode(), float32_by_default():
             self._loaded[request.key] = _Loaded(request, self._calls, Block(descriptor))
 
     def answer(self, request: Step | Unload) -> str | Failed:
@@ -166,7 +166,7 @@ class ServedDevice:
         if self._spinning is not None:
             self._spinning.look()
             spin_seconds = self._spinning.spin_seconds
-        with torch.inference_mode():
+        with torch.inference_mode(), float32_by_default():
             return self._loaded[request.key].run(request, spin_seconds)
 
     def pause(self) -> None:
@@ -226,7 +226,7 @@ class _Loaded:
             self.progress[1] = time.perf_counter_ns()
             done = self.runner.run(
                 self.stream,
-                now=number * (SKEW + 1),
+                now=number * NEXT,
                 abort=self.abort,
                 spin_ns=spin_ns,
                 progress=self.base + self.share.progress,

@@ -17,6 +17,7 @@ from dovetail.frontends.program import Call, Captured, Ref, SourceValue, fill_re
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
 from dovetail.graph import Graph
+from dovetail.runtime.setup import float32_by_default
 from dovetail.runtime.torch_versions import OpOverload
 
 Values = dict[int, Tensor]
@@ -133,7 +134,7 @@ def run_step(
         if source is not None and source.role == "input":
             tensors[graph.outputs_of(op)[0]] = given[source.name]
     no_longer_used = last_uses(graph)
-    with torch.no_grad():
+    with torch.no_grad(), float32_by_default():
         for op, call in enumerate(program.calls):
             if call is not None:
                 run_call(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dovetail.frontends.checks import CHECK, Questions
+from dovetail.runtime.setup import float32_by_default
 from dovetail.runtime.torch_versions import (
     FakeTensor,
     FakeTensorMode,
@@ -373,6 +374,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # here too.
             with self:
                 return rule(*args, **kwargs)
+        if torch.get_default_dtype() != torch.float32 and _goes_by_default(func, traits, args, kwargs):
+            with self:
+                whole_args, whole_kwargs = _cast_whole(args, kwargs)
+                return func(*whole_args, **whole_kwargs)
         known_args = self.known_arguments(traits, args, kwargs) if self.is_fake else None
         if (
             self.is_fake
@@ -800,6 +805,39 @@ def _would_decompose(func: OpOverload, args: Any, kwargs: Any) -> bool:
     if func in (aten.size.default, aten.stride.default, aten.storage_offset.default):
         return False
     return autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
+
+
+def _goes_by_default(func: OpOverload, traits: _Traits, args: Any, kwargs: Any) -> bool:
+    """Return True if the operator makes whole numbers floating by torch's default dtype, which is
+    another one where the graph runs. Factories state theirs."""
+    given = tensors_of((args, kwargs))
+    floats = any(value.is_floating_point() or value.is_complex() for value in given)
+    if not given or floats or traits.is_view or traits.is_mutable or traits.is_number:
+        return False
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+        metas = {id(value): torch.empty_like(value, device="meta") for value in given}
+        meta_args, meta_kwargs = _replace_tensors((args, kwargs), metas)
+        try:
+            here = tensors_of(func(*meta_args, **meta_kwargs))
+            with float32_by_default():
+                there = tensors_of(func(*meta_args, **meta_kwargs))
+        except NotImplementedError:  # the shapes of its results follow from data
+            return False
+    if any(own.dtype != other.dtype for own, other in zip(here, there, strict=True)):
+        return True
+    # Whole numbers are compared with a float as numbers of the default dtype.
+    return here[0].dtype == torch.bool and any(isinstance(arg, float) for arg in args)
+
+
+def _cast_whole(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments with whole numbers cast to the default dtype; where none are whole
+    numbers, truths are."""
+    given = tensors_of((args, kwargs))
+    whole = [value for value in given if value.dtype != torch.bool] or given
+    casts = {id(value): value for value in given}
+    casts |= {id(value): value.to(torch.get_default_dtype()) for value in whole}
+    cast_args, cast_kwargs = _replace_tensors((args, kwargs), casts)
+    return cast_args, cast_kwargs
 
 
 def _without_defaults(

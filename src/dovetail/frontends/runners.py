@@ -39,12 +39,14 @@ from dovetail.runtime.setup import set_up_thread
 from dovetail.runtime.torch_versions import OpOverload
 from dovetail.runtime.waiting import ABORTED, publish, publish_copy, wait
 
-SKEW = 63
-"""The low six bits of a flag, which hold the sent tensor's address modulo 64.
+SKEW, LAID, NEXT = 63, 64, 128
+"""A flag's value is `now`, a multiple of `NEXT`, plus the mark of the tensor that was sent, so that
+it still grows from run to run. A kernel may round otherwise by where its inputs are and how they
+lie, so that a copy keeps both.
 
-A flag's value is `now`, a multiple of 64, plus that address, so it still grows from run to run. The
-copy keeps the original's address modulo a cache line, because some kernels of BLAS libraries round
-differently by alignment."""
+SKEW    the bits of a mark that hold the tensor's address modulo a cache line
+LAID    set in the mark of a tensor whose strides are not its place's; they stand behind it
+"""
 MOST_POINTERS = 64
 """A C function that a stream calls takes at most so many pointers."""
 PLAIN_BYTES = 2**17
@@ -58,6 +60,7 @@ class TensorPlace:
 
     address   of its first byte, at skew 0
     bytes     from there on, gaps that its strides leave included
+    strides   unless it is laid out otherwise, which no tensor of more bytes is
     """
 
     address: int
@@ -71,16 +74,38 @@ class TensorPlace:
         """True if the tensor's elements lie one after another."""
         return _contiguous_strides(self.shape, self.strides)
 
-    def tensor(self, skew_bytes: int = 0) -> Tensor:
-        """The tensor, which starts `skew_bytes` later.
+    @property
+    def laid(self) -> Any:
+        """[dimensions] the strides of a tensor that is laid out otherwise, in the same memory."""
+        return _int64s(self.address + strides_offset(self.bytes), len(self.shape))
+
+    def tensor(self, mark: int = 0) -> Tensor:
+        """The tensor of this mark.
 
         Each has a torch storage of its own, because some ops address the storage from its start.
         """
+        strides = tuple(self.laid) if mark & LAID else self.strides
         if not self.bytes:
-            return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype))
-        memory = (ctypes.c_uint8 * self.bytes).from_address(self.address + skew_bytes)
+            return torch.empty_strided(self.shape, strides, dtype=getattr(torch, self.dtype))
+        memory = (ctypes.c_uint8 * self.bytes).from_address(self.address + (mark & SKEW))
         flat = torch.from_numpy(np.ctypeslib.as_array(memory)).view(getattr(torch, self.dtype))
-        return flat.as_strided(self.shape, self.strides)
+        return flat.as_strided(self.shape, strides)
+
+    def takes(self, value: Tensor) -> bool:
+        """True if the value can be copied here as it lies: in as many bytes, and with the same
+        elements at one place."""
+        sides = list(zip(value.shape, value.stride(), self.strides, strict=True))
+        elements = 1 + sum((size - 1) * own for size, own, _ in sides)
+        return (
+            value.numel() > 0
+            and elements * value.element_size() <= self.bytes
+            and all(size == 1 or (own == 0) == (given == 0) for size, own, given in sides)
+        )
+
+
+def strides_offset(size_bytes: int) -> int:
+    """How far behind its beginning a place of so many bytes has its tensor's strides."""
+    return -(-size_bytes // 8) * 8 + SKEW + 1
 
 
 class Stream(Protocol):
@@ -130,7 +155,7 @@ class Stream(Protocol):
     def send(
         self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
     ) -> None:
-        """Copy the value of an entry to `place`, and set the flag to `now` plus the skew."""
+        """Copy the value of an entry to `place`, and set the flag to `now` plus its mark."""
 
     def fork(self, streams: Sequence[Any], *, tag: int, frees: Sequence[int] = ()) -> None:
         """Run streams of the same runner at the same time, each op on one thread, and wait for all.
@@ -331,8 +356,9 @@ class NativeStream:
     def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
         dtype = getattr(torch, place.dtype)
         self.inner.add_receive(
-            tag, flag, slot, place.address, list(place.shape), list(place.strides), dtype
-        )
+            tag, flag, slot, place.address, place.address + strides_offset(place.bytes),
+            list(place.shape), list(place.strides), dtype,
+        )  # fmt: skip
 
     def publish(self, flag: int, *, tag: int) -> None:
         self.inner.add_publish(tag, flag)
@@ -342,8 +368,8 @@ class NativeStream:
     ) -> None:
         plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
         self.inner.add_send(
-            tag, flag, slot, place.address, list(place.shape), list(place.strides),
-            getattr(torch, place.dtype), place.bytes, plain, list(frees),
+            tag, flag, slot, place.address, place.address + strides_offset(place.bytes),
+            list(place.shape), list(place.strides), getattr(torch, place.dtype), place.bytes, plain, list(frees),
         )  # fmt: skip
 
     def fork(self, streams: Sequence[Self], *, tag: int, frees: Sequence[int] = ()) -> None:
@@ -546,17 +572,17 @@ class PythonStream:
         self.instructions.append((tag, call))
 
     def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
-        run, cells, skew, value = self._runner.current, self._runner.cells, 0, place.tensor()
+        run, cells, mark, value = self._runner.current, self._runner.cells, 0, place.tensor()
 
         def call() -> None:
-            nonlocal skew, value
+            nonlocal mark, value
             reached = wait(flag, run.now, run.abort, run.spin_ns)
             if reached == ABORTED:
                 raise _Aborted
-            # The flag carries the skew. Only where that has changed is the view made anew.
-            if reached & SKEW != skew:
-                skew = reached & SKEW
-                value = place.tensor(skew)
+            # Only where something has changed is the view made anew.
+            if reached % NEXT != mark or mark & LAID:
+                mark = reached % NEXT
+                value = place.tensor(mark)
             cells[slot] = value
 
         self.instructions.append((tag, call))
@@ -570,28 +596,31 @@ class PythonStream:
     ) -> None:
         run, cells = self._runner.current, self._runner.cells
         may_be_plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
-        skew, copy, dtype = -1, place.tensor(), getattr(torch, place.dtype)
+        last, copy, dtype = -1, place.tensor(), getattr(torch, place.dtype)
 
         def call() -> None:
-            nonlocal skew, copy
+            nonlocal last, copy
             value = cells[slot]
             source = value.data_ptr()
-            is_plain = (
-                may_be_plain
-                and value.dtype == dtype
+            mark = source & SKEW
+            is_alike = (
+                value.dtype == dtype
                 and value.shape == place.shape
-                and value.is_contiguous()
+                and not (value.is_neg() or value.is_conj())
             )
-            if is_plain and not (value.is_neg() or value.is_conj()):
-                own, target = source & SKEW, place.address + (source & SKEW)
-                publish_copy(flag, run.now + own, target, source, place.bytes)
+            if is_alike and value.stride() != place.strides and place.takes(value):
+                mark |= LAID
+                place.laid[:] = value.stride()
+            if is_alike and may_be_plain and value.is_contiguous():
+                target = place.address + (source & SKEW)
+                publish_copy(flag, run.now + mark, target, source, place.bytes)
             else:
                 # Addresses mostly stay the same from run to run, so the view is kept.
-                if source & SKEW != skew:
-                    skew = source & SKEW
-                    copy = distinct(place.tensor(skew), place.strides)
+                if mark != last or mark & LAID:
+                    last = mark
+                    copy = distinct(place.tensor(mark), place.strides)
                 copy.copy_(distinct(value, place.strides))
-                publish(flag, run.now + skew)
+                publish(flag, run.now + mark)
             for free in frees:
                 cells[free] = None
 

@@ -43,8 +43,9 @@ using Publish = void (*)(int64_t, int64_t);
 using PublishCopy = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t);
 
 constexpr int64_t kAborted = -1;
-// The low six bits of a flag hold an address modulo 64.
-constexpr int64_t kSkew = 63;
+// The low bits of a flag are the mark of what was sent: an address modulo 64, and whether it has
+// other strides than its view.
+constexpr int64_t kSkew = 63, kLaid = 64, kMark = kSkew | kLaid;
 
 Wait wait_for = nullptr;
 Publish publish = nullptr;
@@ -78,12 +79,34 @@ struct Result {
 // A tensor in memory that another process reads or writes.
 struct View {
   int64_t address = 0;
+  int64_t laid = 0;  // where its strides stand if they are others
   std::vector<int64_t> shape, strides;
   at::ScalarType dtype = at::kFloat;
 
-  at::Tensor at(int64_t skew) const {
+  at::IntArrayRef strides_of(int64_t mark) const {
+    return mark & kLaid
+        ? at::IntArrayRef(reinterpret_cast<const int64_t*>(laid), shape.size())
+        : at::IntArrayRef(strides);
+  }
+
+  at::Tensor at(int64_t mark) const {
     return at::from_blob(
-        reinterpret_cast<void*>(address + skew), shape, strides, at::TensorOptions().dtype(dtype));
+        reinterpret_cast<void*>(address + (mark & kSkew)), shape, strides_of(mark),
+        at::TensorOptions().dtype(dtype));
+  }
+
+  // True if the value can be copied here as it lies: in as many bytes, and with the same elements
+  // at one place.
+  bool takes(const at::Tensor& value, int64_t bytes) const {
+    int64_t last = 0;
+    for (size_t dimension = 0; dimension < shape.size(); dimension++) {
+      int64_t stride = value.stride(dimension);
+      if (shape[dimension] > 1 && (stride == 0) != (strides[dimension] == 0)) {
+        return false;
+      }
+      last += (shape[dimension] - 1) * stride;
+    }
+    return value.numel() > 0 && (last + 1) * static_cast<int64_t>(value.element_size()) <= bytes;
   }
 };
 
@@ -116,7 +139,7 @@ struct Instruction {
   bool viewed = false;
   bool plain = false;  // the bytes may be copied as they are
   int64_t bytes = 0;
-  int64_t skew = -1;
+  int64_t mark = -1;
   View view;
   at::Tensor copy;
   // Fork
@@ -271,11 +294,11 @@ void wait(Instruction& instruction, Pass& pass) {
     throw Aborted();
   }
   if (instruction.viewed) {
-    // The flag carries the skew. Only where that has changed is the view made anew.
-    int64_t skew = reached & kSkew;
-    if (skew != instruction.skew) {
-      instruction.skew = skew;
-      instruction.copy = instruction.view.at(skew);
+    // Only where something has changed is the view made anew.
+    int64_t mark = reached & kMark;
+    if (mark != instruction.mark || instruction.copy.strides() != instruction.view.strides_of(mark)) {
+      instruction.mark = mark;
+      instruction.copy = instruction.view.at(mark);
     }
     pass.values[instruction.slot] = instruction.copy;
   }
@@ -283,22 +306,28 @@ void wait(Instruction& instruction, Pass& pass) {
 
 void send(Instruction& instruction, Pass& pass) {
   const at::Tensor& value = pass.values[instruction.slot];
+  const View& view = instruction.view;
   int64_t source = reinterpret_cast<int64_t>(value.const_data_ptr());
-  int64_t skew = source & kSkew;
-  if (instruction.plain && value.scalar_type() == instruction.view.dtype && value.is_contiguous() && !value.is_neg() && !value.is_conj() &&
-      value.sizes() == at::IntArrayRef(instruction.view.shape)) {
-    publish_copy(
-        instruction.flag, pass.now + skew, instruction.view.address + skew, source,
-        instruction.bytes);
+  int64_t skew = source & kSkew, mark = skew;
+  bool alike = value.scalar_type() == view.dtype && !value.is_neg() && !value.is_conj() &&
+      value.sizes() == at::IntArrayRef(view.shape);
+  if (alike && value.strides() != at::IntArrayRef(view.strides) &&
+      view.takes(value, instruction.bytes)) {
+    mark |= kLaid;
+    std::copy(
+        value.strides().begin(), value.strides().end(), reinterpret_cast<int64_t*>(view.laid));
+  }
+  if (alike && instruction.plain && value.is_contiguous()) {
+    publish_copy(instruction.flag, pass.now + mark, view.address + skew, source, instruction.bytes);
     return;
   }
   // Addresses mostly stay the same from step to step, so the view is kept.
-  if (skew != instruction.skew) {
-    instruction.skew = skew;
-    instruction.copy = distinct(instruction.view.at(skew), instruction.view.strides);
+  if (mark != instruction.mark || (mark & kLaid)) {
+    instruction.mark = mark;
+    instruction.copy = distinct(view.at(mark), view.strides);
   }
-  instruction.copy.copy_(distinct(value, instruction.view.strides));
-  publish(instruction.flag, pass.now + skew);
+  instruction.copy.copy_(distinct(value, view.strides));
+  publish(instruction.flag, pass.now + mark);
 }
 
 void fork(Instruction& instruction, Pass& pass);
@@ -586,25 +615,26 @@ class Stream {
   void add_wait(int tag, int64_t flag) { add(Kind::Wait, tag, {}).flag = flag; }
 
   void add_receive(
-      int tag, int64_t flag, int slot, int64_t address, const std::vector<int64_t>& shape,
-      const std::vector<int64_t>& strides, at::ScalarType dtype) {
+      int tag, int64_t flag, int slot, int64_t address, int64_t laid,
+      const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+      at::ScalarType dtype) {
     Instruction& added = add(Kind::Wait, tag, {});
     added.flag = flag;
     added.slot = slot;
     added.viewed = true;
-    added.view = {address, shape, strides, dtype};
+    added.view = {address, laid, shape, strides, dtype};
   }
 
   void add_publish(int tag, int64_t flag) { add(Kind::Publish, tag, {}).flag = flag; }
 
   void add_send(
-      int tag, int64_t flag, int slot, int64_t address, const std::vector<int64_t>& shape,
-      const std::vector<int64_t>& strides, at::ScalarType dtype, int64_t bytes, bool plain,
-      const std::vector<int>& frees) {
+      int tag, int64_t flag, int slot, int64_t address, int64_t laid,
+      const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+      at::ScalarType dtype, int64_t bytes, bool plain, const std::vector<int>& frees) {
     Instruction& added = add(Kind::Send, tag, frees);
     added.flag = flag;
     added.slot = slot;
-    added.view = {address, shape, strides, dtype};
+    added.view = {address, laid, shape, strides, dtype};
     added.bytes = bytes;
     added.plain = plain;
   }

@@ -84,6 +84,21 @@ def op_threads(threads: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Torch's default dtype is float32 within, as in the processes of devices."""
+    import torch
+
+    before = torch.get_default_dtype()
+    if before != torch.float32:
+        torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        if before != torch.float32:
+            torch.set_default_dtype(before)
+
+
 def rest_openmp() -> None:
     """End the threads that OpenMP keeps for the calling thread, if it has any.
 

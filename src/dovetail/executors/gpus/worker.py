@@ -68,7 +68,7 @@ from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.gpu_calls import on_gpu
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call, distinct_refs
-from dovetail.frontends.runners import SKEW, Stream, add_seeded, distinct, make_runner
+from dovetail.frontends.runners import LAID, NEXT, Stream, add_seeded, distinct, make_runner
 from dovetail.runtime.neighbours import SPIN_SECONDS
 from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel
@@ -354,7 +354,7 @@ class LoadedGpus:
     def run(self, number: int, timed: bool) -> str | Failed:
         """Run one step. Returns "done", "aborted" if another device failed, or `Failed`."""
         self.failed = -1
-        running = _Running(number, number * (SKEW + 1), awaited=dict(self.waits))
+        running = _Running(number, number * NEXT, awaited=dict(self.waits))
         running.spans = [] if timed else None
         self.seeds[:] = [seed_for(self.load.seed, number - 1, op) for op in self.drawing]
         try:
@@ -618,7 +618,7 @@ class LoadedGpus:
             del running.awaited[flag]
             if waiting.slot is None:
                 continue
-            sent = self._tensor_at(waiting.slot, reached & SKEW)
+            sent = self._tensor_at(waiting.slot, reached % NEXT)
             into = self.gpus[device].arriving[waiting.tensor]
             event = self._copy_across(waiting.source, device, into, sent, waiting.slot)
             running.events[flag] = event
@@ -637,12 +637,12 @@ class LoadedGpus:
             if self._has_failed(running):
                 self._bind_launches()
 
-    def _tensor_at(self, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
+    def _tensor_at(self, slot: BlockSlot, mark: int = 0) -> Tensor:
         """A tensor over a slot of the block. The same one in each step, as the thread that issues
         has no time to make it anew."""
-        key = slot, skew_bytes
-        if key not in self.in_block:
-            self.in_block[key] = tensor_at(self.block, slot, skew_bytes)
+        key = slot, mark
+        if mark & LAID or key not in self.in_block:
+            self.in_block[key] = tensor_at(self.block, slot, mark)
         return self.in_block[key]
 
     # ---- Streams and events ----
