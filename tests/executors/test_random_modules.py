@@ -116,6 +116,7 @@ RIGHT = (
     "sgd float64 train 1: seq(windows, checkpoint-loop-reentrant(checkpoint-loop(mha)))",
     "sgd float64 train 1: seq(product, checkpoint-reentrant(checkpoint(parameter-in-closure)))",
     "adam float64 train 131908: checkpoint-closure(running-mean-in-place, drawn-mask)",
+    "sgd float64 train 649733: seq(encoder-dropout, view-of-view)",
 )
 
 
@@ -131,8 +132,9 @@ def test_what_cannot_be_traced_is_right_or_refused(name):
     assert outcome.kind in ("right", "refused"), outcome.detail
 
 
-def test_a_module_with_its_own_default_dtype_is_right_where_it_is_placed(workers):
-    case = parse("sgd float64 train 1: seq(product, solved)")
+@pytest.mark.parametrize("name", ["solved", "cache-filled"])
+def test_a_module_with_its_own_default_dtype_is_right_where_it_is_placed(name, workers):
+    case = parse(f"sgd float64 train 1: seq(product, {name})")
     outcome = outcome_of(case, placed(1, workers))
     assert outcome.kind == "right", outcome.detail
 

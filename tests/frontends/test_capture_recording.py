@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from dovetail.errors import CaptureError
-from dovetail.frontends import SGD, capture
+from dovetail.frontends import SGD, capture, initial_values, run_step
 from dovetail.frontends.recording import TracingError, record
 from dovetail.frontends.tracing import purified
 
@@ -233,3 +233,56 @@ def test_an_own_autograd_function_knows_its_forward_op():
     (weight,) = np.flatnonzero(np.array(graph.kinds) == "aten.mm")
     assert graph.gradient_of[weight] == product
     assert graph.phases[sine] == 2
+
+
+# Torch's default dtype ---------------------------------------------------------------------------
+
+
+class WholeNumbers(nn.Module):
+    """Makes floats of whole numbers in each way that torch knows."""
+
+    def forward(self, x):
+        whole = torch.arange(1, 7)
+        few = whole[:3].to(torch.int8)
+        return (
+            x * whole.cos()
+            + whole / 7
+            + whole * 0.1
+            + whole.true_divide(3)
+            + torch.where(whole > 2, whole, 0.3)
+            + (whole > 2.0000000001)
+            + torch.cat([few, few]).sigmoid()
+            + (whole > 3).mean(dtype=x.dtype)
+            + (whole > 3) * 0.7
+            + torch.full((6,), 0.1)
+            + torch.linspace(0, 1, 6)
+        )
+
+
+def test_whole_numbers_become_floats_of_the_default_dtype_of_the_capture():
+    torch.set_default_dtype(torch.float64)
+    try:
+        x = torch.rand(2, 6)
+        module = WholeNumbers()
+        expected = module(x)
+        captured = capture(module, x)
+        here = run_step(captured, initial_values(captured), (x,))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    there = run_step(captured, initial_values(captured), (x,))
+    assert torch.equal(here, expected)
+    assert torch.equal(there, expected)
+
+
+def test_a_step_runs_as_captured_under_another_default_dtype():
+    x = torch.rand(2, 6)
+    module = WholeNumbers()
+    expected = module(x)
+    captured = capture(module, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = run_step(captured, initial_values(captured), (x,))
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)

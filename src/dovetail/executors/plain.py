@@ -301,9 +301,7 @@ class PlainNetwork:
                 self._process.send(threads)
                 self._ask_ready()
             self._process.send(
-                LoadPlain(
-                    parcel, mode, seed, self.device.torch_device, torch.get_default_dtype()
-                )
+                LoadPlain(parcel, mode, seed, self.device.torch_device, torch.get_default_dtype())
             )
             self._process.send_descriptor(self._block.descriptor)
             self._ask_ready()

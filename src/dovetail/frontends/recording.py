@@ -100,6 +100,7 @@ class Recording:
     marks       call node -> the value of `mark()` right before the call ran
     draws       random call node -> the number of the generator's state that it draws from. A
                 checkpoint that computes a draw again restores the state, so both numbers are equal
+    drawn       number of the state -> what was drawn, of a recording on real tensors
     """
 
     graph: fx.Graph
@@ -107,6 +108,7 @@ class Recording:
     digests: dict[str, bytes]
     marks: dict[fx.Node, Any]
     draws: dict[fx.Node, int]
+    drawn: dict[int, Any]
 
 
 def record(
@@ -147,8 +149,9 @@ def record(
         torch.clear_autocast_cache()
     recorder.graph.output(recorder.argument(list(results)))
     return Recording(
-        recorder.graph, recorder.constants, recorder.digests, recorder.marks, recorder.draws
-    )
+        recorder.graph, recorder.constants, recorder.digests, recorder.marks, recorder.draws,
+        recorder.drawn,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -194,21 +197,6 @@ def _drawing_from_torch(seed: int) -> Iterator[None]:
 SEEDS = itertools.count(0x5EED_0F_D0E7A11)
 """The seeds of torch's generator while steps are recorded. Each has another one, so that a step
 that depends on it differs from the next."""
-
-
-class StatesOfDraws:
-    """The states of torch's generator in a recording with this seed, by their numbers: ops on real
-    tensors draw from them."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.states: list[Tensor] = []
-
-    def __getitem__(self, number: int) -> Tensor:
-        while len(self.states) <= number:
-            torch.rand((), generator=self.generator)
-            self.states.append(self.generator.get_state())
-        return self.states[number]
 
 
 class Outside:
@@ -336,6 +324,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         # Identity of a tensor whose truth was asked for -> the answer.
         self.answers: dict[int, bool] = {}
         self.draws: dict[fx.Node, int] = {}
+        self.drawn: dict[int, Any] = {}
         # Digest of a state of torch's generator that draws of this step have led to -> its number.
         self.states: dict[bytes, int] = {}
         self.graph = fx.Graph()
@@ -374,7 +363,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # here too.
             with self:
                 return rule(*args, **kwargs)
-        if torch.get_default_dtype() != torch.float32 and _goes_by_default(func, traits, args, kwargs):
+        is_usual = torch.get_default_dtype() == torch.float32
+        if not is_usual and _goes_by_default(func, traits, args, kwargs):
             with self:
                 whole_args, whole_kwargs = _cast_whole(args, kwargs)
                 return func(*whole_args, **whole_kwargs)
@@ -404,6 +394,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.marks[node] = mark
         if draw is not None:
             self.draws[node] = draw
+            if not self.is_fake:
+                self.drawn[draw] = pytree.tree_map_only(Tensor, torch.clone, result)
         self.bind(node, result)
         return result
 
@@ -826,7 +818,8 @@ def _goes_by_default(func: OpOverload, traits: _Traits, args: Any, kwargs: Any) 
     if any(own.dtype != other.dtype for own, other in zip(here, there, strict=True)):
         return True
     # Whole numbers are compared with a float as numbers of the default dtype.
-    return here[0].dtype == torch.bool and any(isinstance(arg, float) for arg in args)
+    truths = bool(here) and here[0].dtype == torch.bool
+    return truths and any(isinstance(arg, float) for arg in args)
 
 
 def _cast_whole(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -369,7 +369,8 @@ class NativeStream:
         plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
         self.inner.add_send(
             tag, flag, slot, place.address, place.address + strides_offset(place.bytes),
-            list(place.shape), list(place.strides), getattr(torch, place.dtype), place.bytes, plain, list(frees),
+            list(place.shape), list(place.strides), getattr(torch, place.dtype), place.bytes, plain,
+            list(frees),
         )  # fmt: skip
 
     def fork(self, streams: Sequence[Self], *, tag: int, frees: Sequence[int] = ()) -> None:

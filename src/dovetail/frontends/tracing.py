@@ -50,7 +50,6 @@ from dovetail.frontends.recording import (
     Outside,
     Recording,
     Rules,
-    StatesOfDraws,
     TracingError,
     digest_of,
     is_fake,
@@ -59,6 +58,7 @@ from dovetail.frontends.recording import (
     read_past,
     record,
     storage_of,
+    tensors_of,
 )
 from dovetail.frontends.structures import (
     TensorSlot,
@@ -115,6 +115,7 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
             first.digests,
             {node: node for node in first.marks},
             first.draws,
+            first.drawn,
         )
     _take_writes(second.graph, names)
     _remove_no_ops(second.graph)
@@ -718,12 +719,12 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     """
     layout: list[Any] = []
     flat = _real_values(request)
-    at, seed = _Position(), next(SEEDS)
+    at = _Position()
     step = _flat_step(request, at, layout, [], Questions({}))
     attributes = Attributes(request.module, request.loss)
     try:
         outside = Outside(request.owners)
-        real = record(step, flat, at.mark, _RULES, outside, seed=seed)
+        real = record(step, flat, at.mark, _RULES, outside, seed=next(SEEDS))
     finally:
         attributes.restore()
     known = len(computed.numbers.table)
@@ -738,7 +739,7 @@ def compare_with_real(request: Request, computed: Computed) -> str:
         module = real.marks[node][1]
         where = f" ({node.target}{f' in {module}' if module else ''})"
     (output,) = (node for node in real.graph.nodes if node.op == "output")
-    found = _run_graph(computed, _real_values(request), seed)
+    found = _run_graph(computed, _real_values(request), real.drawn)
     expected = [None if node is None else node.meta["val"] for node in output.args[0]]
     # The graph also returns what it writes over parameters, behind its results.
     error = _largest_error(found[: len(expected)], expected)
@@ -768,11 +769,12 @@ _MOST_ERROR = 1e-3
 """Results that differ by at most this part of their size differ by rounding."""
 
 
-def _run_graph(computed: Computed, flat: list[Tensor], seed: int) -> list[Tensor | None]:
-    """Return the results of the traced step on real tensors, with the random numbers of a real step
-    that was recorded with this seed."""
+def _run_graph(
+    computed: Computed, flat: list[Tensor], drawn: dict[int, Any]
+) -> list[Tensor | None]:
+    """Return the results of the traced step on real tensors, with the random numbers that a real
+    step has drawn. They are not drawn again: a tensor that lies otherwise gets others."""
     rest, env = iter(flat), dict[fx.Node, Any]()
-    states = StatesOfDraws(seed)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
         for node in computed.graph.nodes:
             args, kwargs = replace_nodes((node.args, dict(node.kwargs)), env.__getitem__)
@@ -781,9 +783,10 @@ def _run_graph(computed: Computed, flat: list[Tensor], seed: int) -> list[Tensor
             elif node.op == "get_attr":
                 env[node] = computed.constants[node]
             elif node.op == "call_function":
-                if node in computed.draws:
-                    torch.default_generator.set_state(states[computed.draws[node]])
-                env[node] = node.target(*args, **kwargs)
+                made = node.target(*args, **kwargs)
+                real = drawn.get(computed.draws.get(node, -1))
+                forms = ([value.shape for value in tensors_of(each)] for each in (made, real))
+                env[node] = real if operator.eq(*forms) else made
             else:
                 return list(args[0])
     raise AssertionError("a graph ends with its output")

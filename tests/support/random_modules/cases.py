@@ -83,6 +83,10 @@ REFUSABLE = {
     "fake-quantised": "its scale is a number read from a buffer",
     "scripted": "TorchScript has no Python to run on fake tensors",
 }
+REFUSABLE_TOGETHER = {
+    ("all-weight-normed", "parameters-in-list"): MEMORY,  # the new parameter keeps the old memory
+    ("all-weight-normed", "tied"): MEMORY,
+}
 
 
 @dataclass(frozen=True)

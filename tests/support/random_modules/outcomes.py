@@ -25,7 +25,7 @@ from dovetail.executors import run
 from dovetail.frontends import capture, initial_values, run_step
 from dovetail.graph import Phase
 
-from .cases import DTYPES, OPTIMIZERS, REFUSABLE, smaller
+from .cases import DTYPES, OPTIMIZERS, REFUSABLE, REFUSABLE_TOGETHER, smaller
 
 STEPS = 3
 # Relative error, and the share of it that counts where the expected value is near 0.
@@ -41,7 +41,8 @@ class Outcome:
     """What became of a case.
 
     kind    right        equal to plain PyTorch
-            refused      by a typed error that says why, and for a reason (`REFUSABLE`)
+            refused      by a typed error that says why, and for a reason (`REFUSABLE`,
+                     `REFUSABLE_TOGETHER`)
             unjustified  refused without one
             wrong        other numbers, or capturing changed the module
             crashed      any other error
@@ -137,7 +138,9 @@ def _refusal(case, error):
     """A refusal says in one line what is the matter and what to do."""
     if UNEXPLAINED in str(error) or "\n" in str(error).strip():
         return "crashed"
-    return "refused" if REFUSABLE.keys() & set(case.root.names()) else "unjustified"
+    names = set(case.root.names())
+    together = any(names.issuperset(pair) for pair in REFUSABLE_TOGETHER)
+    return "refused" if together or REFUSABLE.keys() & names else "unjustified"
 
 
 def _capture(case, module):
