@@ -100,7 +100,7 @@ class Recording:
     marks       call node -> the value of `mark()` right before the call ran
     draws       random call node -> the number of the generator's state that it draws from. A
                 checkpoint that computes a draw again restores the state, so both numbers are equal
-    drawn       number of the state -> what was drawn, of a recording on real tensors
+    drawn       number of the state -> (the state, what was drawn), of a recording on real tensors
     """
 
     graph: fx.Graph
@@ -108,7 +108,7 @@ class Recording:
     digests: dict[str, bytes]
     marks: dict[fx.Node, Any]
     draws: dict[fx.Node, int]
-    drawn: dict[int, Any]
+    drawn: dict[int, tuple[Tensor, Any]]
 
 
 def record(
@@ -324,7 +324,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         # Identity of a tensor whose truth was asked for -> the answer.
         self.answers: dict[int, bool] = {}
         self.draws: dict[fx.Node, int] = {}
-        self.drawn: dict[int, Any] = {}
+        self.drawn: dict[int, tuple[Tensor, Any]] = {}
         # Digest of a state of torch's generator that draws of this step have led to -> its number.
         self.states: dict[bytes, int] = {}
         self.graph = fx.Graph()
@@ -395,7 +395,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if draw is not None:
             self.draws[node] = draw
             if not self.is_fake:
-                self.drawn[draw] = pytree.tree_map_only(Tensor, torch.clone, result)
+                state = torch.default_generator.get_state()
+                self.drawn[draw] = state, pytree.tree_map_only(Tensor, torch.clone, result)
         self.bind(node, result)
         return result
 
