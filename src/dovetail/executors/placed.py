@@ -303,6 +303,10 @@ class PlacedNetwork:
             for tensor, slot in self.shares.sources.items()
             if part.sources is None or tensor in part.sources
         }
+        self._outputs = {
+            tensor: distinct(tensor_at(self.block, slot), slot.strides).expand(slot.shape)
+            for tensor, slot in self.shares.outputs.items()
+        }
         self.by_name = _source_tensors(captured)
         self._held = _fill(captured, self.sources, seed)
         self.fed: list[Tensor] | None = None
@@ -630,6 +634,7 @@ class PlacedNetwork:
         if not self._closed:
             self._closed, self.fed = reason, None
             self.sources.clear()
+            self._outputs.clear()
             self.block.close()
 
     def _check_open(self) -> None:
@@ -640,12 +645,7 @@ class PlacedNetwork:
     def results(self) -> Any:
         """What the step returns, as copies: the next step writes over the slots."""
         with self._copying():
-            values = {
-                tensor: distinct(tensor_at(self.block, slot), slot.strides)
-                .expand(slot.shape)
-                .clone()
-                for tensor, slot in self.shares.outputs.items()
-            }
+            values = {tensor: value.clone() for tensor, value in self._outputs.items()}
         return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
 
     def _value_of(self, name: str) -> Tensor | None:

@@ -250,6 +250,8 @@ class _Loaded:
 
     def _meet(self, value: int, spin_ns: int) -> None:
         share = self.share
+        if share.seats == 1:  # there is nobody to wait for
+            return
         flags = self.base + share.barrier
         reached = barrier(flags, share.seats, share.seat, value, self.abort, spin_ns)
         if reached == ABORTED:
