@@ -39,8 +39,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from markdown import fill, table
 
 ROWS = Path(__file__).with_name("rows")
-CALLS = 3
-"""In a round a way is called once, which does not count, and then so often."""
+ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 4, 12
+"""In a round a way is called for about `ROUND_SECONDS`, from `LEAST_CALLS` to `MOST_CALLS` times, of
+which the later half counts: the first ones find in the caches what the other ways have left."""
 OWN_WAYS = ("eager", "torch.compile")
 HEAD = (
     "network", "step", "plan", "promised", "measured", "over promised", "others over theirs",
@@ -73,12 +74,16 @@ def measured(step: Captured, arguments: argparse.Namespace) -> dict[str, object]
         for call in ways.values():
             for _ in range(3):
                 call()
+        counts = {
+            name: min(MOST_CALLS, max(LEAST_CALLS, round(ROUND_SECONDS / seconds_of_call(call))))
+            for name, call in ways.items()
+        }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         order = np.random.default_rng(0)
         for _ in range(arguments.rounds):
             for name in order.permutation(list(ways)).tolist():
-                calls = [seconds_of_call(ways[name]) for _ in range(1 + CALLS)]
-                seconds[name].append(statistics.median(calls[1:]))
+                calls = [seconds_of_call(ways[name]) for _ in range(counts[name])]
+                seconds[name].append(statistics.median(calls[len(calls) // 2 :]))
     return {
         "way": plan.way,
         "machine": plan.machine.name,
