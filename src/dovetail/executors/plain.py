@@ -48,9 +48,9 @@ from dovetail.executors.worker import Failed, UseThreads
 from dovetail.executors.workers import LocalWorker, check_here, is_this_process
 from dovetail.frontends.interpret import seed_for, source_value
 from dovetail.frontends.plain import GRAPHS, PlainModule
-from dovetail.frontends.program import Captured
+from dovetail.frontends.program import Captured, Ref
 from dovetail.frontends.recording import is_fake
-from dovetail.frontends.structures import substitute
+from dovetail.frontends.structures import leaves, substitute
 from dovetail.machine import Machine
 from dovetail.plans import COMPILED, EAGER, REDUCED
 from dovetail.runtime.files import own_cache
@@ -278,6 +278,7 @@ class PlainNetwork:
         self.threads = self.device.op_threads
         self._seed, self._steps, self._closed = seed, 0, ""
         self._fed: list[Tensor] | None = None
+        self._may_return_own = _may_return_own(captured)
         is_local = is_this_process(machine)
         # Of a step that this process would run, its own process counts the seconds.
         self._times_itself = is_local and apart
@@ -448,7 +449,7 @@ class PlainNetwork:
             # Some of its parameters may have changed, and its process may yet answer.
             self._release("a step was interrupted", kill=True)
             raise
-        if returns and self._local is not None:
+        if returns and self._local is not None and self._may_return_own:
             result = substitute(result, Tensor, self._given)
         return seconds, result
 
@@ -529,6 +530,22 @@ def _pack(captured: Captured) -> tuple[Parcel, Any]:
     except Exception as error:
         line = " ".join(str(error).split())[:200]
         raise UsageError("step", f"cannot be copied to run by itself: {line}") from error
+
+
+def _may_return_own(captured: Captured) -> bool:
+    """True if what an inference step returns may be the module's own memory, or may become it: it
+    is a view of a parameter or buffer, or the step writes some. Looking through all that a model of
+    transformers returns takes longer than calling it."""
+    graph, program = captured.graph, captured.program
+    lasting = {
+        int(graph.storages[tensor])
+        for op, source in enumerate(program.sources)
+        if source is not None and source.role != "input"
+        for tensor in graph.outputs_of(op)
+    }
+    returned = {int(graph.storages[ref.tensor]) for ref in leaves(program.outputs, Ref)}
+    writes = any(call is not None and call.in_place for call in program.calls)
+    return graph.training or writes or not returned.isdisjoint(lasting)
 
 
 def _initial_state(captured: Captured) -> dict[str, Tensor]:
