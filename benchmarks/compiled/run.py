@@ -40,8 +40,9 @@ from markdown import fill, table
 
 ROWS = Path(__file__).with_name("rows")
 ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 4, 12
-"""In a round a way is called for about `ROUND_SECONDS`, from `LEAST_CALLS` to `MOST_CALLS` times. Of
-these calls the later half counts: the first ones find in the caches what other ways have left."""
+"""In a round a way is called for about `ROUND_SECONDS`, from `LEAST_CALLS` to `MOST_CALLS` times.
+The later half of these calls counts: the first ones find in the caches what other ways have
+left."""
 OWN_WAYS = ("eager", "torch.compile")
 HEAD = (
     "network", "step", "plan", "promised", "measured", "over promised", "others over theirs",
