@@ -15,14 +15,17 @@ where it uses several devices. Where nothing can be compared, what runs is the m
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dovetail.errors import DovetailError, RunError, WorkerError
-from dovetail.executors import MODES, PlacedNetwork, PlainNetwork, Workers, run
+from dovetail.executors import MODES, PlainNetwork, Workers, run
 from dovetail.executors.stages.choosing import Timer, measure, ratios_of
 from dovetail.frontends import Captured
 from dovetail.graph.duplicates import duplicate
@@ -180,7 +183,8 @@ def _measured(
     compiled, notes = _compiled(stack, step, machine, wanted, compile_seconds, progress)
     networks = {**eager, **compiled}
     timers: dict[str, Timer] = {
-        str(way): _timer(network, way.threads) for way, network in networks.items()
+        str(way): _timer(network.step_seconds, partial(_use_threads, network, way.threads))
+        for way, network in networks.items()
     }
     workers: dict[str, Workers] = {}
     for way, plan in placed_ways.items():
@@ -188,7 +192,7 @@ def _measured(
             workers[way.way] = stack.enter_context(Workers(plan.machine))
         placed = stack.enter_context(run(plan, planned(plan, step), workers=workers[way.way]))
         placed.feed()
-        timers[str(way)] = _timer(placed)
+        timers[str(way)] = _timer(placed.step_seconds)
     progress("measuring ways to run the step", 0.0, None)
     began = clock()
     for timer in timers.values():
@@ -336,16 +340,22 @@ def _round(network: PlainNetwork, threads: int) -> float:
     return float(median(network.step_seconds(4)))
 
 
-def _timer(network: PlainNetwork | PlacedNetwork, threads: int = 0) -> Timer:
-    """A function that runs a round, of a plain network on so many threads, and returns the median
-    seconds of a step."""
+def _use_threads(network: PlainNetwork, threads: int) -> None:
+    if network.threads != threads:
+        network.set_threads(threads)
+
+
+def _timer(
+    step_seconds: Callable[[int], NDArray[np.float64]], begin: Callable[[], None] = lambda: None
+) -> Timer:
+    """A function that runs a round of steps, after `begin`, and returns the median seconds of a
+    step."""
     steps = 2
 
     def seconds_of_round() -> float:
         nonlocal steps
-        if isinstance(network, PlainNetwork) and network.threads != threads:
-            network.set_threads(threads)
-        counted = network.step_seconds(steps)
+        begin()
+        counted = step_seconds(steps)
         seconds = float(median(counted[len(counted) // 2 :]))
         steps = max(2, min(MOST_STEPS, 1 + round(ROUND_SECONDS / seconds)))
         return seconds
