@@ -15,6 +15,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def rows_of(readme: Path, name: str) -> list[list[str]]:
+    """The cells of the table that stands between the marks of that name, without its head."""
+    _, _, rest = readme.read_text("utf-8").partition(f"<!-- {name} -->")
+    lines = rest.partition(f"<!-- end of {name} -->")[0].strip().splitlines()
+    return [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines[2:]]
+
+
 def fill(readme: Path, name: str, text: str) -> None:
     """Put text between the marks of that name. Raises `ValueError` where they are lacking."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"

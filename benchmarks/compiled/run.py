@@ -10,7 +10,8 @@ all, with loss and torch's optimizer, all in that one process and with work of i
 calls. What comes last in a row: seconds of the plan's step over those that the plan promised (and
 of the user's own ways over those of the plan's comparison), and seconds of the fastest of the
 user's own ways over those of the plan's step, round by round. What was measured is kept in `rows/`,
-and a case that is there is not measured again; `--again` does so.
+and a case that is there is not measured again; `--again` does so. `--readme` puts the rows of this
+run into the page's table, in which those of other cases stay.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +38,14 @@ from dovetail.frontends.plain import PlainModule
 from dovetail.runtime.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from markdown import fill, table
+from markdown import fill, rows_of, table
 
 ROWS = Path(__file__).with_name("rows")
 ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 4, 12
 """In a round a way is called for about `ROUND_SECONDS`, from `LEAST_CALLS` to `MOST_CALLS` times.
 The later half of these calls counts: the first ones find in the caches what other ways have
 left."""
+KINDS = {"inference": "inference", "training": "Adam"}
 OWN_WAYS = ("eager", "torch.compile")
 HEAD = (
     "network", "step", "plan", "promised", "measured", "over promised", "others over theirs",
@@ -107,14 +110,14 @@ def own_way(
     def call() -> object:
         torch.set_num_threads(threads)
         with torch.inference_mode(not step.graph.training):
-            result = plain.step(tensors)
+            result = plain.step(tensors, ordinary=False)
         torch.set_num_threads(usual)
         return result
 
     return call
 
 
-def row_of(name: str, train: bool, found: dict) -> list[str]:
+def row_of(name: str, kind: str, found: dict) -> list[str]:
     seconds = found["seconds"]
     medians = {way: statistics.median(of) for way, of in seconds.items()}
     own = medians.pop("plan")
@@ -123,7 +126,7 @@ def row_of(name: str, train: bool, found: dict) -> list[str]:
     low, ratio, high = np.percentile(ratios, [25, 50, 75])
     return [
         name,
-        "Adam" if train else "inference",
+        KINDS[kind],
         f"{found['way']} on {found['machine']}",
         f"{found['promised'] * 1e3:.2f} ms",
         f"{own * 1e3:.2f} ms",
@@ -148,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", default="here")
     parser.add_argument("--only", default="", help="networks with one of these texts: lstm;gpt")
-    parser.add_argument("--step", choices=("inference", "training"))
+    parser.add_argument("--step", choices=list(KINDS))
     parser.add_argument("--rounds", type=int, default=32)
     parser.add_argument("--budget", default="5s")
     parser.add_argument("--compile-budget", default="120s")
@@ -164,7 +167,7 @@ def main() -> None:
     rows = []
     only = arguments.only.lower().split(";")
     for name in (name for name in NAMES if any(text in name.lower() for text in only)):
-        for kind in (arguments.step,) if arguments.step else ("inference", "training"):
+        for kind in (arguments.step,) if arguments.step else KINDS:
             words = f"{name} {kind} {arguments.machine}".replace("/", " of ").split()
             path = ROWS / ("_".join(words) + ".json")
             if arguments.again or not path.exists():
@@ -177,10 +180,13 @@ def main() -> None:
                     print(f"{name}, {kind}: failed", flush=True)
                     continue
                 write_atomically(path, done.stdout.splitlines()[-1])
-            rows.append(row_of(name, kind == "training", json.loads(path.read_text())))
+            rows.append(row_of(name, kind, json.loads(path.read_text())))
             print(" | ".join(rows[-1]), flush=True)
     if arguments.readme:
-        fill(arguments.readme, f"compiled on {arguments.machine}", table(HEAD, rows))
+        place = f"compiled on {arguments.machine}"
+        kept = {tuple(row[:2]): row for row in (*rows_of(arguments.readme, place), *rows)}
+        of_all = [kept[case] for case in product(NAMES, KINDS.values()) if case in kept]
+        fill(arguments.readme, place, table(HEAD, of_all))
 
 
 if __name__ == "__main__":

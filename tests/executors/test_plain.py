@@ -1,6 +1,7 @@
 """A step as its user runs it: the numbers are plain PyTorch's, over several steps."""
 
 import copy
+import os
 import subprocess
 import sys
 import threading
@@ -140,6 +141,62 @@ def test_inference_returns_the_models_own_type_and_changes_nothing():
         assert not network.optimizer_state_dict()
         with pytest.raises(UsageError, match="shape"):
             network.step(inputs[:3])
+
+
+class Forces(nn.Module):
+    """Differentiates within an inference step."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (forces,) = torch.autograd.grad(x.pow(3).sum(), x)
+        return forces
+
+
+class Remembering(nn.Module):
+    """Assigns its buffer, and returns views of one tensor within an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = self.mean / 2 + x.mean(0)
+        both = torch.cat([x, x + self.mean])
+        return {"both": both, "parts": [both[:2], both.mT.conj()]}
+
+
+def test_an_inference_step_returns_tensors_that_can_be_written_and_differentiated():
+    module, (first, second) = Remembering(), torch.randn(2, 6, 4)
+    step, plain = capture(module, first), copy.deepcopy(module)
+    with PlainNetwork(step, parse_machine("here")) as network:
+        assert network.pid == os.getpid()
+        for x in (first, second):
+            found, expected = network.step(x), plain(x)
+            values = [found["both"], *found["parts"]]
+            for value, other in zip(values, [expected["both"], *expected["parts"]], strict=True):
+                assert torch.equal(value, other)
+                assert not value.is_inference()
+            weight = torch.ones(4, requires_grad=True)
+            (found["both"] * weight).sum().backward()
+            found["both"].zero_()
+            assert not found["parts"][0].any(), "parts of one tensor share its memory"
+        assert torch.equal(network.state_dict()["mean"], plain.mean)
+        network.load_state_dict({"mean": torch.ones(4)})
+        with torch.inference_mode():
+            found = network.step(first)["both"]
+        assert torch.equal(found[6:], first + (0.5 + first.mean(0)))
+
+
+def test_an_inference_step_may_differentiate():
+    x = torch.randn(3)
+    step = capture(Forces(), x)
+    with PlainNetwork(step, HERE) as network:
+        torch.testing.assert_close(network.step(x), 3 * x * x)
+    with PlainNetwork(step, HERE, apart=True) as network:
+        assert len(network.step_seconds(3)) == 2
+        with pytest.raises(UsageError, match="steps: is 1"):
+            network.step_seconds(1)
 
 
 def test_equal_seeds_draw_equal_numbers():

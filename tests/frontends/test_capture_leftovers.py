@@ -4,6 +4,7 @@ its parameters and buffers is put back, or refused by name."""
 import functools
 import sys
 import types
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from dovetail.errors import CaptureError
 from dovetail.frontends import SGD, capture, initial_values, run_step
+from dovetail.frontends.leftovers import take_back
 
 TABLES = {}
 TABLE = None
@@ -261,3 +263,40 @@ def test_a_table_in_a_closure_is_refused_and_taken_away():
     with pytest.raises(CaptureError, match="a step leaves a tensor in a closure"):
         capture(model, x)
     assert torch.equal(model(x), model.a(x) + made())
+
+
+def test_what_cannot_give_up_a_tensor_is_named():
+    kept = functools.partial(torch.add, made())
+    assert take_back([weakref.ref(kept.args[0])]) == ["an object of class partial"]
+
+
+def test_what_a_run_leaves_that_only_tries_an_answer_is_taken_back():
+    kept = {}
+
+    def asks(model):
+        kept["last"] = made()
+        if not (model.a.weight < 1e6).all():
+            kept["large"] = made()
+            raise ValueError("large")
+        return kept["last"]
+
+    model, x = Keeps(asks), torch.randn(3, 4)
+    try:
+        capture(model, x)
+    except CaptureError as error:
+        assert "kept" in str(error) or "closure" in str(error) or "dict" in str(error)
+    assert all(type(value) is torch.Tensor for value in kept.values())
+
+
+def test_batch_norm_is_called_by_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, momentum=None)
+
+        def forward(self, x):
+            return self.norm(input=x)
+
+    module, x = Named(), torch.randn(3, 4)
+    captured = capture(module, x)
+    assert torch.allclose(run_step(captured, initial_values(captured), (x,)), module(x))

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from dovetail.errors import CaptureError
 from dovetail.frontends import SGD, capture, initial_values, run_step
-from dovetail.frontends.recording import TracingError, record
+from dovetail.frontends.checks import TracingError
+from dovetail.frontends.recording import record
 from dovetail.frontends.tracing import purified
 
 CONSTANT = torch.arange(4.0)

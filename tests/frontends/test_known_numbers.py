@@ -215,3 +215,13 @@ def test_flex_attention_is_refused_with_what_to_use_instead(train, monkeypatch):
 
     with pytest.raises(CaptureError, match="use scaled_dot_product_attention with attn_mask="):
         capture(Model(attended), torch.randn(2, 3), train=train)
+
+
+def test_a_number_that_an_op_has_written_by_name_is_no_longer_known():
+    def counted(_, h):
+        length = torch.zeros(1, dtype=torch.int64)
+        torch.sum((h > 0).long(), (0, 1), out=length[0])
+        return h[: length.item()]
+
+    with pytest.raises(CaptureError, match="turns a tensor into a number"):
+        capture(Model(counted), torch.randn(2, 3))

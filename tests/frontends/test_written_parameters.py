@@ -56,7 +56,14 @@ class WrittenLater(Base):
         return loss
 
 
-MODELS = [Clipped, Normalised, Assigned, OfLimitedNorm, WrittenLater]
+class WrittenAsOut(Base):
+    def write(self):
+        with torch.no_grad():
+            torch.mul(self.inner.weight, 0.5, out=self.inner.weight)
+            torch._foreach_mul_([self.outer.weight, self.outer.bias], 0.5)
+
+
+MODELS = [WrittenAsOut, Clipped, Normalised, Assigned, OfLimitedNorm, WrittenLater]
 OPTIMIZERS = {
     "inference": (None, None),
     "momentum": (

@@ -106,7 +106,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(
         ways,
         "measure",
-        lambda timers, rounds, _tell: {n: (t(),) * rounds for n, t in timers.items()},
+        lambda timers, rounds, _tell, **_: {n: (t(),) * rounds * rounds for n, t in timers.items()},
     )
     return seconds, fails
 
@@ -275,10 +275,10 @@ def test_what_failed_is_told_in_one_line(error, cause):
 @pytest.mark.parametrize(("ratios", "way"), [((0.95, 1.1), PLACED), ((1.02, 0.9), COMPILED)])
 def test_the_median_ratio_decides(step, timed, monkeypatch, ratios, way):
     most, few = ratios
-    seconds = (most,) * 8 + (few,) * 7
+    seconds = (most,) * 17 + (few,) * 15
 
-    def measure(timers, rounds, _tell):
-        assert rounds == len(seconds)
+    def measure(timers, rounds, _tell, calls):
+        assert (rounds, calls) == (len(seconds), 1)
         return {n: seconds if n == "this plan" else (1.0,) * rounds for n in timers}
 
     monkeypatch.setattr(ways, "measure", measure)

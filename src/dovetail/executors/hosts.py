@@ -508,7 +508,9 @@ class HostsNetwork:
     def timeline(self) -> Timeline:
         """The timeline of one more step: of all ranks on rank 0."""
         self._advance(timed=True)
-        return self._timeline()
+        self.ranks.wait_for(self._fetch_stamps)
+        shares = self._shares.shares if self.ranks.rank == 0 else self._local.own_shares
+        return timeline_of(self.plan.machine, shares, self._block)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of parameters and buffers, by their names in the plain module's state_dict. They
@@ -525,13 +527,18 @@ class HostsNetwork:
     def keep_checkpoints(self, folder: str | Path, every: int) -> None:
         """Save the state in this folder after each `every` steps from now on. Raises `UsageError`
         if others' checkpoints are there, or what is none."""
-        self._run = self.ranks.gather("run", self._run)[0]
-        check_own(Path(folder), self._run, "folder")
+        self._check_folder(Path(folder))
         self._folder, self._every = Path(folder), every
+
+    def _check_folder(self, folder: Path) -> None:
+        self._run = self.ranks.gather("run", self._run)[0]
+        check_own(folder, self._run, "folder")
 
     def save(self, folder: str | Path) -> None:
         """Write parameters, buffers and the optimizer's state; see `executors.rank_checkpoints`.
-        Raises `UnwritableError` on all ranks if one could not write."""
+        Raises `UnwritableError` on all ranks if one could not write, and as `keep_checkpoints`."""
+        if Path(folder) != self._folder:
+            self._check_folder(Path(folder))
         self._local.save()
         step, file = self._steps, file_of(self.ranks.rank, self.ranks.ranks)
         tensors = self._kept_state(owned=True)
@@ -774,12 +781,6 @@ class HostsNetwork:
             for _, slot in share.outputs:
                 rank = self.rank_of[share.device]
                 broadcast(self._all, self._bytes_at(slot), rank)
-
-    def _timeline(self) -> Timeline:
-        """The last step's timeline, on rank 0 that of all ranks."""
-        self.ranks.wait_for(self._fetch_stamps)
-        shares = self._shares.shares if self.ranks.rank == 0 else self._local.own_shares
-        return timeline_of(self.plan.machine, shares, self._block)
 
     def _fetch_stamps(self) -> None:
         """Bring all stamps of a step into the block of rank 0, by its clock.

@@ -196,7 +196,7 @@ def measure_steps(
     `step_seconds()` runs a step and returns its seconds, and `timeline()` returns the timeline of
     one more step. `others_cores()` returns how many cores other programs used meanwhile.
     """
-    _check_steps(steps)
+    check_steps(steps)
     for _ in range(warmup):
         step_seconds()
     seconds = time_steps(step_seconds, steps)
@@ -225,11 +225,11 @@ USERS_WORK = 1 << 18
 
 def time_steps(step_seconds: Callable[[], float], steps: int) -> NDArray[np.float64]:
     """[steps - 1] seconds of each of `steps` (at least 2) steps, without the first."""
-    _check_steps(steps)
+    check_steps(steps)
     return np.array([step_seconds() for _ in range(steps)][1:])
 
 
-def _check_steps(steps: int) -> None:
+def check_steps(steps: int) -> None:
     """Raise `UsageError` for so few steps that none would count."""
     if steps < 2:
         raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")

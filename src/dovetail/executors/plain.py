@@ -38,6 +38,7 @@ from dovetail.errors import (
 from dovetail.executors.placed import (
     Measurement,
     check_fits,
+    check_steps,
     check_values,
     labelled,
     measure_steps,
@@ -134,8 +135,8 @@ def serve(channel: Channel) -> None:
                     served.load(request, channel.receive_descriptor())
                     served.fill_main()
                     channel.send("ready")
-                case FeedPlain():
-                    served.answer(request)
+                case FeedPlain(tensors=tensors):
+                    served.tensors = tensors
                 case UseThreads(count=count):
                     torch.set_num_threads(count)
                     channel.send("ready")
@@ -148,11 +149,20 @@ def serve(channel: Channel) -> None:
 
 
 class ServedPlain:
-    """The module at work, with the tensors of its next steps."""
+    """The module at work, with the tensors of its next steps.
 
-    def __init__(self) -> None:
+    draws   steps draw random numbers, by a seed of each
+    """
+
+    def __init__(self, *, draws: bool = True) -> None:
         self._plain: PlainModule | None = None
-        self._tensors: tuple[Tensor, ...] = ()
+        self.tensors: tuple[Tensor, ...] = ()
+        self.draws = draws
+
+    @property
+    def infers(self) -> bool:
+        """True if steps run in inference mode by themselves."""
+        return self._plain is not None and self._plain.infers
 
     @property
     def plain(self) -> PlainModule:
@@ -169,10 +179,12 @@ class ServedPlain:
         # Code is compiled in the first steps.
         self._steps_in_cache = _STEPS_THAT_COMPILE if request.mode else 0
         with own_cache() if request.mode else nullcontext():
-            module, signature, step = unpack_parcel(request.parcel, descriptor)
-            os.close(descriptor)
+            try:
+                module, signature, step = unpack_parcel(request.parcel, descriptor)
+            finally:
+                os.close(descriptor)
             if not isinstance(module, nn.Module):  # what makes it
-                torch.manual_seed(request.seed)
+                self._seed_torch(request.seed)
                 module = module()
             if self._device is not None:
                 module.to(self._device)
@@ -182,27 +194,27 @@ class ServedPlain:
         """The reply to a request."""
         plain = self.plain
         match request:
-            case FeedPlain(tensors=tensors):
-                self._tensors = tensors
             case RunPlain(number=number, returns=returns):
                 began = clock()
-                result = self._run(number)
+                result = self.run(number)
                 return clock() - began, result if returns else None
             case TimePlain(number=number, count=count):
                 numbers = range(number, number + count)
-                return [seconds_of_call(partial(self._run, each)) for each in numbers]
+                return [seconds_of_call(partial(self.run, each)) for each in numbers]
             case AskState():
                 return plain.module.state_dict(), plain.optimizer_state()
             case GiveState(module=of_module, optimizer=of_optimizer):
                 if of_module is not None:
-                    plain.module.load_state_dict(of_module)
+                    # A step may have left tensors of inference mode in buffers.
+                    with torch.inference_mode(plain.infers):
+                        plain.module.load_state_dict(of_module)
                 if of_optimizer is not None:
                     plain.set_optimizer_state(of_optimizer)
         return "ready"
 
     def close(self) -> None:
         """Forget the module."""
-        self._plain, self._tensors = None, ()
+        self._plain, self.tensors = None, ()
 
     def fill_main(self) -> None:
         """Give `__main__` the names that the user's functions know, where these come from a script.
@@ -218,15 +230,12 @@ class ServedPlain:
                 for name, value in function.__globals__.items():
                     names.setdefault(name, value)
 
-    def _run(self, number: int) -> Any:
-        """The result of one step, on the device that it has run on."""
-        seed = seed_for(self._load.seed, number, -1)
-        tensors = self._tensors
-        if self._device is None:
-            # torch.manual_seed would seed the GPUs that the caller may use, too.
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
+    def run(self, number: int, *, ordinary: bool = True) -> Any:
+        """The result of one step, on the device that it has run on; see `PlainModule.step`."""
+        if self.draws:
+            self._seed_torch(seed_for(self._load.seed, number, -1))
+        tensors = self.tensors
+        if self._device is not None:
             tensors = tuple(tensor.to(self._device) for tensor in tensors)
         compiles = self._steps_in_cache > 0
         self._steps_in_cache -= compiles
@@ -234,13 +243,22 @@ class ServedPlain:
             UserCode("a step of the model", self.plain.module),
             own_cache() if compiles else nullcontext(),
         ):
-            result = self.plain.step(tensors)
+            result = self.plain.step(tensors, ordinary=ordinary)
         if self._cuda is not None:
             self._cuda.synchronize(self._device)
         return result
 
+    def _seed_torch(self, seed: int) -> None:
+        if self._device is None:
+            # torch.manual_seed would seed the GPUs that the caller may use, too.
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+
 
 _STEPS_THAT_COMPILE = 3
+"""After the first step torch compiles again where shapes or sizes of the optimizer's state have
+come up, and may in the step after that."""
 
 
 def _sendable(reply: object) -> object:
@@ -277,7 +295,9 @@ class PlainNetwork:
         self.machine, self.captured, self.mode = machine, captured, mode
         self.threads = self.device.op_threads
         self._seed, self._steps, self._closed = seed, 0, ""
-        self._fed: list[Tensor] | None = None
+        self._fed: Sequence[Tensor] | None = None
+        examples = captured.inputs + (captured.targets if captured.graph.training else ())
+        self._forms = [(example.shape, example.dtype) for example in examples]
         self._may_return_own = _may_return_own(captured)
         is_local = is_this_process(machine)
         # Of a step that this process would run, its own process counts the seconds.
@@ -287,7 +307,8 @@ class PlainNetwork:
         self._local: ServedPlain | None = None
         self._process: Worker | LocalWorker
         if is_local and not apart:
-            self._local = ServedPlain()
+            draws = any(call is not None and call.random for call in captured.program.calls)
+            self._local = ServedPlain(draws=draws)
             self._process = LocalWorker(self.device.name, threads, self._local, LoadPlain)
         else:
             self._process = launch(
@@ -324,13 +345,16 @@ class PlainNetwork:
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
-        examples = (*self.captured.inputs, *self.captured.targets)
-        given = labelled(self.captured, tensors, self._seed)
-        for example, (_, name, tensor) in zip(examples, given, strict=False):
-            check_fits(example, tensor, name)
-        self._fed = [tensor for _, _, tensor in given]
+        # Most steps are given what fits, and finding that out is a part of each.
+        if tensors is None or not _are_of(self._forms, tensors):
+            given = labelled(self.captured, tensors, self._seed)
+            examples = (*self.captured.inputs, *self.captured.targets)
+            for example, (_, name, tensor) in zip(examples, given, strict=False):
+                check_fits(example, tensor, name)
+            tensors = [tensor for _, _, tensor in given]
+        self._fed = tensors
         if self._local is not None:
-            self._local.answer(FeedPlain(tuple(tensor.detach() for tensor in self._fed)))
+            self._local.tensors = tuple(t.detach() if t.requires_grad else t for t in self._fed)
             return
         with op_threads(1):
             self._process.send(FeedPlain(tuple(map(_alone, self._fed))))
@@ -363,12 +387,18 @@ class PlainNetwork:
         """[steps - 1] seconds of each of `steps` steps, without the first."""
         if not self._times_itself:
             return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
+        check_steps(steps)
         self._check_open()
         if self._fed is None:
             self.feed()
         self._process.send(TimePlain(self._steps, steps))
         self._steps += steps
-        return np.array(self._receive()[1:])
+        try:
+            return np.array(self._receive()[1:])
+        except KeyboardInterrupt:
+            # The process may yet answer, and the next request would take that for its own.
+            self._release("a measurement was interrupted", kill=True)
+            raise
 
     def _step_on_fed(self) -> Any:
         """Call `step` on what was fed last or on the captured examples."""
@@ -442,16 +472,26 @@ class PlainNetwork:
 
     def _advance(self, *, returns: bool = False) -> tuple[float, Any]:
         """Run one step: (seconds, result)."""
+        local, began = self._local, clock()
         try:
-            self._ask_step(returns)
-            seconds, result = self._receive()
+            if local is None or not returns:
+                self._ask_step(returns)
+                found: tuple[float, Any] = self._receive()
+                return found
+            # Nothing lies between the caller and the module that a step does not need: after the
+            # caller's own work none of it is in the caches.
+            self._check_open()
+            assert isinstance(self._process, LocalWorker), "it serves what runs here"
+            number, self._steps = self._steps, self._steps + 1
+            ordinary = not torch.is_inference_mode_enabled()
+            self._process.answer(partial(local.run, ordinary=ordinary), number)
+            result = self._receive()
         except KeyboardInterrupt:
             # Some of its parameters may have changed, and its process may yet answer.
             self._release("a step was interrupted", kill=True)
             raise
-        if returns and self._local is not None and self._may_return_own:
-            result = substitute(result, Tensor, self._given)
-        return seconds, result
+        seconds = clock() - began
+        return seconds, substitute(result, Tensor, self._given) if self._may_return_own else result
 
     def _given(self, tensor: Tensor) -> Tensor:
         """A tensor of a result as the caller's own, and not the module's memory, which the next
@@ -503,6 +543,18 @@ class PlainNetwork:
     def _check_open(self) -> None:
         if self._closed:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
+
+
+def _are_of(forms: list[tuple[torch.Size, torch.dtype]], tensors: Sequence[Tensor]) -> bool:
+    """True if these are dense tensors of these shapes and dtypes, and of no class of their own."""
+    if len(forms) != len(tensors):
+        return False
+    for (shape, dtype), tensor in zip(forms, tensors, strict=True):
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.dtype is not dtype or tensor.shape != shape:
+            return False
+    return True
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -138,6 +138,8 @@ class ServedDevice:
     spinning   watches other programs on the device's cores, if it has a process of its own
     """
 
+    infers = False
+
     def __init__(self, spinning: Spinning | None = None) -> None:
         self._loaded: dict[int, _Loaded] = {}
         self._program, self._calls = 0, dict[int, Call]()

@@ -10,7 +10,6 @@ with Workers(machine) as workers:
 import os
 import traceback
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -40,6 +39,10 @@ def is_this_process(machine: Machine) -> bool:
 
 class Served(Protocol):
     """What a process does for its requests."""
+
+    @property
+    def infers(self) -> bool:
+        """True if its steps run in inference mode by themselves."""
 
     def load(self, request: Any, descriptor: int) -> None:
         """Take what the request and the block of this descriptor hold, and the descriptor."""
@@ -75,7 +78,11 @@ class LocalWorker:
         elif isinstance(request, self._loads):
             self._loading = request
         else:
-            self._reply = self._shielded(self._served.answer, request)
+            self.answer(self._served.answer, request)
+
+    def answer(self, function: Callable[..., object], *args: object) -> None:
+        """Note what the function returns as the reply."""
+        self._reply = self._shielded(function, *args)
 
     def send_descriptor(self, descriptor: int) -> None:
         """Load what was sent last from this block."""
@@ -100,8 +107,8 @@ class LocalWorker:
         numbers = torch.get_rng_state()
         # Most callers have no mode on, and each context takes a part of a small step's time.
         is_usual = (
-            torch.is_grad_enabled()
-            and not torch.is_inference_mode_enabled()
+            (self._served.infers or torch.is_grad_enabled())
+            and (self._served.infers or not torch.is_inference_mode_enabled())
             and not torch.is_autocast_enabled("cpu")
             and torch.get_num_threads() == self._threads
         )
@@ -140,7 +147,6 @@ class Workers:
                 check_here(machine.devices[index])
         self.machine = machine
         self.closed = False
-        self._stack = ExitStack()
         self.is_local = is_this_process(machine)
         self._started: dict[int, DeviceWorker] = {}
         self._keys = 0
@@ -174,7 +180,7 @@ class Workers:
                     worker = launch(
                         ENTRY, cores=device.cores, threads=device.op_threads, name=device.name
                     )
-                self._started[index] = self._stack.enter_context(worker)
+                self._started[index] = worker
                 worker.send(told)
             # All are started before any is waited for, so that their imports run at the same time.
             for index in fresh:
@@ -236,7 +242,6 @@ class Workers:
         self.closed = True
         for worker in self._started.values():
             worker.close(kill=kill)
-        self._stack.close()
 
     def __enter__(self) -> Self:
         return self

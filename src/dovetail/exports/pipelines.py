@@ -87,9 +87,10 @@ def torchtitan_units(graph: Graph, whole: Sequence[str]) -> Units:
     }
     # A stage of what the model computes before its first module would have none.
     modules = [module.all_ops[0] for module, _ in _kept_modules(graph)]
-    beginning = (forward_ops(graph)[0], min(modules, default=forward_ops(graph)[0]))
+    first = forward_ops(graph)[0]
+    beginning = (first, min(modules, default=first))
     units = stage_units(graph, outermost, [*tied.values(), beginning])
-    if units.count == 1 and stage_units(graph, outermost).count > 1:
+    if tied and units.count == 1 and stage_units(graph, outermost, [beginning]).count > 1:
         op, readers = max(tied.items(), key=lambda entry: entry[1][-1] - entry[1][0])
         raise ExportError(
             TORCHTITAN,

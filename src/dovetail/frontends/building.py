@@ -449,7 +449,7 @@ def _add_update(
         target, args = update_unless_found, (Ref(skip_flag), *args)
     if value >= 0:
         options |= {"then": target}
-        target, args = update_written, (Ref(value), args[-len(reads)], *args)
+        target, args = update_written, (Ref(value), Ref(reads[0]), *args)
     op.call = Call(target, args, options, results, in_place=True)
 
 

@@ -6,6 +6,7 @@ from the trace, and turns failures into errors that say what to change in the mo
 
 import contextlib
 import gc
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from dovetail.errors import CaptureError, ModelError, ModelRaisedError, UserCodeError
 from dovetail.frontends.building import build
+from dovetail.frontends.checks import LossTracingError, TracingError
 from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
 from dovetail.frontends.leftovers import take_all_back, take_back
 from dovetail.frontends.optimizers import (
@@ -32,8 +34,6 @@ from dovetail.frontends.optimizers import (
 from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
 from dovetail.frontends.recording import (
     INSTEAD_OF_FLEX,
-    LossTracingError,
-    TracingError,
     fake,
     fake_mode_of,
     is_fake,
@@ -221,7 +221,7 @@ def capture_call(  # noqa: PLR0913, PLR0915  one argument each; one way in its o
         casts = torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu") if casts else None
         modes, gradients = _modes(model)
-        plain = PlainStep(loss, train, dtype, modes, gradients)
+        plain = PlainStep(loss, train, dtype, modes, gradients, traced.differentiates)
     fused_steps = traced.fused_steps
     computed, made = traced.computed, traced.made
     real = replace(
@@ -264,7 +264,7 @@ def _check_left(name: str, model: nn.Module, made: list["weakref.ref[Tensor]"]) 
         )
 
 
-MOST_FLOPS, MOST_BYTES = 4e9, 512e6
+COMPARED_FLOPS, COMPARED_BYTES = 4e9, 512e6
 """A step of at most so many FLOPs, with values of at most so many bytes, is run once on real
 tensors when it is captured. That takes up to about a second."""
 
@@ -279,7 +279,7 @@ def _compare_with_real(
     if any(value.device.type != "cpu" for value in tensors):
         return (f"{said_of}, as its tensors are not all on the CPU",)
     flops, held_bytes = int(graph.flops.sum()), int(graph.tensor_bytes.sum())
-    if computed is None or flops > MOST_FLOPS or held_bytes > MOST_BYTES:
+    if computed is None or flops > COMPARED_FLOPS or held_bytes > COMPARED_BYTES:
         return (
             f"{said_of}, as it is too large; a model that asks for a tensor's class may differ",
         )
@@ -575,7 +575,7 @@ def _advice(error: BaseException) -> str:
     if any(part in text for part in _READING):
         return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{line}]"
     # The model may ask for a tensor's exact class in a function that was running.
-    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    ours = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *torch.__path__))
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     asks = any("type" in c.co_names for c in codes if not c.co_filename.startswith(ours))
     hint = " (they are of another class: instead of type(x) use isinstance)" if asks else ""

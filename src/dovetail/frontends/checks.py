@@ -18,6 +18,7 @@ without the branch; then it is P(where(ok, h, clamp(h))) in both cases. Other br
 import builtins
 import dis
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,15 +65,23 @@ _LIMITS = (
     torch.clamp, torch.clip, torch.nan_to_num, torch.masked_fill,
     Tensor.clamp, Tensor.clip, Tensor.nan_to_num, Tensor.masked_fill,
 )  # fmt: skip
-"""Functions of a tensor whose gradient is zero wherever that of the result is. `where` would make
-NaN of the gradient of others."""
+"""Functions that pass a gradient of zero on as zero. Others, such as sqrt, may make NaN of it
+(0 x inf), and `where` would let that through."""
 _CONVERSIONS = (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__)
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _TORCH = Path(torch.__file__).parent
 _CHECKPOINTS = str(_TORCH / "utils" / "checkpoint.py")
-_BETWEEN = (_OURS, str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
+_BETWEEN = (_OURS, str(_TORCH / "_dynamo") + os.sep, str(_TORCH / "_compile.py"))
 """The folders of the functions that run between the model's own and the recorder."""
 _Result = TypeVar("_Result")
+
+
+class TracingError(Exception):
+    """Says in its message why the model cannot be traced. Its cause, if any, has the traceback."""
+
+
+class LossTracingError(TracingError):
+    """Says so of what the loss function returns."""
 
 
 class Unknown:
@@ -150,7 +159,7 @@ class Questions:
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the function of torch returns for the model."""
-        if self._asked is not None and function in _LIMITS:
+        if self._asked is not None and function in _LIMITS and args:
             return self._limit(function, self._asked, *args, **kwargs)
         if function is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return str(Unknown())
@@ -173,6 +182,8 @@ class Questions:
         if self.skips:
             self.skipped.append(whole)
             return whole
+        # A truth may be a tensor of shape [1, 1], which would give the result these dimensions.
+        truth = truth.reshape(())
         return torch.where(truth, limited, whole) if answer else torch.where(truth, whole, limited)
 
     def may_raise(self) -> bool:
@@ -245,8 +256,7 @@ def settled(
         most = 2 * questions.calls + _MOST_CALLS
         trial = Questions(other, limited=frozenset([site]), skips=True, most_calls=most)
         if isinstance(outcome, Exception) or not _is_limit(run, same, outcome, trial):
-            run(Questions(answers, refused=site))
-            raise AssertionError("the place asks again")
+            _refuse(run, answers, site)
         limited.append(site)
     if isinstance(outcome, Exception):
         raise outcome
@@ -257,13 +267,22 @@ def settled(
         outcome = run(questions)
         for site in questions.sites:
             if site not in raised and site not in limited:
-                run(Questions(answers, refused=site))
+                _refuse(run, answers, site)
     of_number = {
         number: (raised[site].kind, raised[site].text)
         for number, site in enumerate(answers)
         if site in raised
     }
     return Settled(outcome, answers, frozenset(limited), of_number)
+
+
+def _refuse(run: Callable[[Questions], object], answers: dict[Site, bool], site: Site) -> None:
+    """Raise what a run raises at a place that gets no answer."""
+    run(Questions(answers, refused=site))
+    raise TracingError(
+        "the model asks whether a tensor is true, goes on with either answer, and catches the "
+        "error that a refusal is; decide on shapes or on Python values, or use torch.where"
+    )
 
 
 def _guessed(

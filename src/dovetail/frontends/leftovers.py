@@ -50,7 +50,9 @@ def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
                 if isinstance(holder, tuple):
                     tuples.append(holder)
                 else:
-                    names |= dict.fromkeys(_give_up(holder, identities, len(names) < _MOST_NAMED))
+                    given_up = _give_up(holder, identities, len(names) < _MOST_NAMED)
+                    # A partial function, an iterator or a generator gives nothing up.
+                    names |= dict.fromkeys(given_up or [f"an object of class {_class_of(holder)}"])
             held = tuples
         return list(names)
 
@@ -134,7 +136,7 @@ def _give_up(holder: Any, identities: set[int], is_named: bool) -> list[str]:
             holder.update(dict.fromkeys(keys))
             name = name_of(holder)
             return [f"{name}.{key}" for key in keys]
-        owner = _owner_of(holder) if is_named else None
+        owner = _owner_of(holder)
         if owner is None:
             name = name_of(holder)
             for key in keys:

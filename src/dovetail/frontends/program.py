@@ -265,6 +265,7 @@ class PlainStep:
     autocast    the dtype of `torch.autocast` around the capture; None: it was off
     training    of each of the module's modules whether it was in training mode
     gradients   of each of its parameters whether it required gradients
+    differentiates   an inference step takes gradients itself, so it cannot run in inference mode
     """
 
     loss: Callable[..., Any] | None = None
@@ -272,6 +273,7 @@ class PlainStep:
     autocast: torch.dtype | None = None
     training: tuple[bool, ...] = ()
     gradients: tuple[bool, ...] = ()
+    differentiates: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import itertools
 import operator
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from dovetail.frontends.checks import CHECK, Questions
+from dovetail.frontends.checks import CHECK, Questions, TracingError
 from dovetail.runtime.setup import float32_by_default
 from dovetail.runtime.torch_versions import (
     FakeTensor,
@@ -81,14 +82,6 @@ INSTEAD_OF_FLEX = "use scaled_dot_product_attention with attn_mask="
 _INITIAL_SEED = torch.initial_seed
 
 
-class TracingError(Exception):
-    """Says in its message why the model cannot be traced. Its cause, if any, has the traceback."""
-
-
-class LossTracingError(TracingError):
-    """Says so of what the loss function returns."""
-
-
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A graph whose nodes have their value as `meta["val"]`.
@@ -100,7 +93,9 @@ class Recording:
     marks       call node -> the value of `mark()` right before the call ran
     draws       random call node -> the number of the generator's state that it draws from. A
                 checkpoint that computes a draw again restores the state, so both numbers are equal
-    drawn       number of the state -> (the state, what was drawn), of a recording on real tensors
+    drawn       of a recording on real tensors: number of the generator's state -> (the state in
+                which the op ran, which is the next one; what was drawn)
+    differentiates   autograd noted some ops
     """
 
     graph: fx.Graph
@@ -109,9 +104,10 @@ class Recording:
     marks: dict[fx.Node, Any]
     draws: dict[fx.Node, int]
     drawn: dict[int, tuple[Tensor, Any]]
+    differentiates: bool
 
 
-def record(
+def record(  # noqa: PLR0913  what runs, and what its run is told
     function: Callable[..., Sequence[Any]],
     values: Sequence[Tensor],
     mark: Callable[[], Any],
@@ -119,13 +115,15 @@ def record(
     outside: "Outside | None" = None,
     questions: Questions | None = None,
     seed: int | None = None,
+    made: "list[weakref.ref[Tensor]] | None" = None,
 ) -> Recording:
     """Run `function(*values)` and return a recording of the operators that it calls below autograd.
 
     The caller turns the fake tensor mode on. `mark` is called before each operator, and `rules`
     replace some operators. `outside` refuses the tensors from before the step that must not become
-    constants. `questions` answer what the function asks of data. With a `seed`, of the random
-    numbers that ops draw, the values are real.
+    constants. `questions` answer what the function asks of data. `seed` seeds torch's generator,
+    and is given where the values are real tensors. `made` gets weak references to the fake tensors,
+    also if the function raises.
 
     Raises `TracingError`, or whatever the function raises. Takes about 0.3 ms per operator.
     """
@@ -147,11 +145,19 @@ def record(
             recorder.check_state(len(recorder.states) - 1)
     finally:
         torch.clear_autocast_cache()
+        if made is not None:
+            made += references(recorder.graph)
     recorder.graph.output(recorder.argument(list(results)))
     return Recording(
         recorder.graph, recorder.constants, recorder.digests, recorder.marks, recorder.draws,
-        recorder.drawn,
+        recorder.drawn, recorder.differentiates,
     )  # fmt: skip
+
+
+def references(graph: fx.Graph) -> list["weakref.ref[Tensor]"]:
+    """Return weak references to the fake tensors that the graph's calls have made."""
+    values = (node.meta["val"] for node in graph.nodes if node.op == "call_function")
+    return [weakref.ref(value) for value in values if isinstance(value, FakeTensor)]
 
 
 @contextlib.contextmanager
@@ -325,6 +331,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.answers: dict[int, bool] = {}
         self.draws: dict[fx.Node, int] = {}
         self.drawn: dict[int, tuple[Tensor, Any]] = {}
+        self.differentiates = False
         # Digest of a state of torch's generator that draws of this step have led to -> its number.
         self.states: dict[bytes, int] = {}
         self.graph = fx.Graph()
@@ -334,6 +341,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
         # (operator, form of its arguments) -> form of its results: see `remembered`.
         self.forms: dict[tuple[Any, Any], tuple[bool, list[Any]]] = {}
+        # (operator, form of its arguments) -> the view's (mode, device, shape, strides, offset).
+        self.views: dict[Any, tuple[Any, ...]] = {}
         self.constants: dict[str, Tensor] = {}
         self.digests: dict[str, bytes] = {}
         self.marks: dict[fx.Node, Any] = {}
@@ -354,6 +363,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             raise TracingError(
                 f"the model has control flow that is part of the graph ({func}); {_cure_of(func)}"
             )
+        if not self.differentiates and torch.is_grad_enabled():
+            self.differentiates = any(value.requires_grad for value in tensors_of((args, kwargs)))
         traits = _traits(func)
         rule = self.rules.get(func)
         if rule is None and traits.is_composite and _would_decompose(func, args, kwargs):
@@ -389,7 +400,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # Without a dtype the op would use torch's default, which may differ where the graph
             # runs.
             node_kwargs["dtype"] = result.dtype
-        self.note_known(func, traits, args, known_args, result)
+        self.note_known(func, traits, (args, kwargs), known_args, result)
         node = self.call(target, node_args, node_kwargs)
         self.marks[node] = mark
         if draw is not None:
@@ -507,9 +518,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return getattr(target, "overloadpacket", None) not in (aten.any, aten._is_any_true)
 
     def note_known(
-        self, func: OpOverload, traits: "_Traits", args: Any, known_args: Any, result: Any
+        self, func: OpOverload, traits: "_Traits", given: Any, known_args: Any, result: Any
     ) -> None:
         """Compute the op's numbers for real, where they are known.
+
+        given   the op's (args, kwargs)
 
         Shapes may depend on them, as those of packed sequences do, and so may branches. The op is
         recorded all the same.
@@ -517,7 +530,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if traits.is_mutable:
             self.answers.clear()
             # The op may have changed what is in this memory, so its numbers are no longer known.
-            touched = {storage_of(value) for value in tensors_of(args)}
+            touched = {storage_of(value) for value in tensors_of(given)}
             self.known = {
                 key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
             }
@@ -570,8 +583,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if form is None:
             return target(*args, **kwargs)
         key = target, (form, whole.storage_offset())
-        if key in self.forms:
-            mode, device, *place = self.forms[key][1]
+        if key in self.views:
+            mode, device, *place = self.views[key]
             with in_kernel_invocation_manager(mode):
                 view = aten.as_strided.default(whole, *place)
             return FakeTensor(mode, view, device)
@@ -579,7 +592,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if result is not whole and _is_plain_fake(result):
             where = tuple(result.shape), result.stride(), result.storage_offset()
             if storage_of(result) == storage_of(whole) and result.dtype == whole.dtype:
-                self.forms[key] = False, [result.fake_mode, result.device, *where]
+                self.views[key] = result.fake_mode, result.device, *where
         return result
 
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:

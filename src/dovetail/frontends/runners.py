@@ -60,7 +60,8 @@ class TensorPlace:
 
     address   of its first byte, at skew 0
     bytes     from there on, gaps that its strides leave included
-    strides   unless it is laid out otherwise, which no tensor of more bytes is
+    strides   those that were captured. A tensor that is sent may have others, if it needs no more
+              bytes; they stand behind it then
     """
 
     address: int

@@ -39,24 +39,23 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends import recurrent
-from dovetail.frontends.checks import CHECK, Questions, settled
+from dovetail.frontends.checks import CHECK, LossTracingError, Questions, TracingError, settled
 from dovetail.frontends.leftovers import clear_caches
 from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
 from dovetail.frontends.program import Signature, replace_nodes
 from dovetail.frontends.recording import (
     SEEDS,
-    LossTracingError,
     Outside,
     Recording,
     Rules,
-    TracingError,
     digest_of,
     is_fake,
     is_random,
     memory_of,
     read_past,
     record,
+    references,
     storage_of,
     tensors_of,
 )
@@ -116,6 +115,7 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
             {node: node for node in first.marks},
             first.draws,
             first.drawn,
+            first.differentiates,
         )
     _take_writes(second.graph, names)
     _remove_no_ops(second.graph)
@@ -133,18 +133,30 @@ def _check_constants(graph: fx.Graph) -> None:
             constant.add(node)
         if not isinstance(node.target, OpOverload):
             continue
-        arguments = node.target._schema.arguments
-        for position, argument in enumerate(arguments):
-            given = node.args[position] if position < len(node.args) else None
-            if argument.alias_info is None or given not in constant:
+        for given, is_written in _aliased(node):
+            if given not in constant:
                 continue
-            if argument.alias_info.is_write:
+            if is_written:
                 value = given.meta["val"]
                 raise TracingError(
                     f"{node.target} writes over a tensor of shape {tuple(value.shape)} that the "
                     "model keeps but has not registered; make it a buffer (register_buffer)"
                 )
             constant.add(node)
+
+
+def _aliased(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+    """Yield (argument, is it written over) of each argument of the operator whose memory its result
+    may have."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        # `out=` comes by its name.
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        for value in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(value, fx.Node):
+                yield value, argument.alias_info.is_write
 
 
 def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
@@ -330,7 +342,9 @@ class Attributes:
             return
         if isinstance(value, (*_CONTAINERS, *_MEMORY)):
             # An entry of a container takes about as long to compare as a hundred bytes.
-            size_bytes = value.nbytes if isinstance(value, np.ndarray) else 100 * len(value)
+            size_bytes = 100 * len(value)
+            if isinstance(value, _MEMORY):
+                size_bytes = value.nbytes if isinstance(value, np.ndarray) else len(bytes(value))
             if size_bytes > self.room_bytes:
                 return
             self.room_bytes -= size_bytes
@@ -522,6 +536,7 @@ class Trace:
                 itself, except where a checkpoint computes an earlier draw again
     written_inputs   indices of the inputs that the model writes over
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
+    differentiates   autograd noted some ops, as it does in training
     computed    what a step on real tensors must compute as well; None for a long step
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or parameter -> node of its new value; an optimizer updates that one
@@ -538,6 +553,7 @@ class Trace:
     made: list["weakref.ref[Tensor]"]
     written_inputs: tuple[int, ...] = ()
     fused_steps: int = 0
+    differentiates: bool = False
     computed: "Computed | None" = None
 
 
@@ -583,9 +599,8 @@ class _Runs:
         # Of a run that only tries an answer nothing is kept.
         may_be_fake = request.holds_fakes or questions.probed is not None
         outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
-        recording = record(step, self._flat, at.mark, _RULES, outside, questions)
+        recording = record(step, self._flat, at.mark, _RULES, outside, questions, made=self.made)
         self.recordings.append(recording)
-        self.made += _references(recording)
         self.layouts[id(recording)] = layout[0]
         return recording
 
@@ -646,8 +661,9 @@ def trace(request: Request) -> Trace:
             attributes.check_apart(request.owners)
             _check_held(request)
             numbers, results = _Numbers({}), ("", "")
+            is_compared = len(first.marks) <= COMPARED
             is_repeated = changed or len(first.marks) <= TRACED_TWICE or _borrows(first)
-            if is_repeated or len(first.marks) <= COMPARED:
+            if is_repeated or is_compared:
                 results = numbers.of_results(first, runs.layouts[id(first)])
             if is_repeated:
                 again = functools.partial(runs.one, questions=step.again())
@@ -667,7 +683,7 @@ def trace(request: Request) -> Trace:
     origins = _first_origins(first)
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
-    runs.made += _references(second)
+    runs.made += references(second.graph)
     layout = [runs.layouts[id(first)]]
     traced = _clean(request, second, origins, layout, first.draws, runs.made)
     states = {
@@ -679,8 +695,9 @@ def trace(request: Request) -> Trace:
         traced,
         written_inputs=written_inputs,
         fused_steps=max(runs.steps, default=0),
+        differentiates=first.differentiates,
         computed=Computed(numbers, results, traced.graph, traced.constants, states)
-        if results[0]
+        if is_compared
         else None,
     )
     _check_unwritten(first, traced.constants.values())
@@ -711,7 +728,8 @@ class Computed:
 
 def compare_with_real(request: Request, computed: Computed) -> str:
     """Run the step on the real tensors of the request, whose parameters and buffers are the
-    originals. Return a note if the model calls other operators then, but with the same numbers.
+    originals. Return a note if the model calls other operators then, and its results are the same
+    but for rounding.
 
     A model may look at more of a tensor than its shape, such as its class, and fake tensors have
     another one. Raises `TracingError` if the real step has other numbers, or whatever the model
@@ -724,7 +742,8 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     attributes = Attributes(request.module, request.loss)
     try:
         outside = Outside(request.owners)
-        real = record(step, flat, at.mark, _RULES, outside, seed=next(SEEDS))
+        with _traceable_modules():
+            real = record(step, flat, at.mark, _RULES, outside, seed=next(SEEDS))
     finally:
         attributes.restore()
     known = len(computed.numbers.table)
@@ -756,9 +775,8 @@ def compare_with_real(request: Request, computed: Computed) -> str:
 
 
 def _real_values(request: Request) -> list[Tensor]:
-    """Return what a step on real tensors is given. The model may write over its parameters, which
-    are copies; it writes over copies of buffers and inputs in any case."""
-    # One tensor may be given as several inputs.
+    """Return copies of parameters and buffers, which the model may write over, and each input and
+    target as a tensor of its own, since one tensor may be given as several inputs."""
     given = (*request.inputs, *request.targets)
     flat = [value.detach().clone() for value in request.originals.values()]
     flat += [value.detach() for value in given]
@@ -833,12 +851,6 @@ def _as_real(value: Tensor | None) -> Tensor | None:
 
 def _is_float(value: Tensor) -> bool:
     return value.is_floating_point() and bool(value.numel())
-
-
-def _references(recording: Recording) -> list["weakref.ref[Tensor]"]:
-    """Return weak references to the fake tensors among the recording's values."""
-    values = (node.meta["val"] for node in recording.graph.nodes if node.op == "call_function")
-    return [weakref.ref(v) for v in values if isinstance(v, FakeTensor)]
 
 
 def forget(graph: fx.Graph) -> None:
@@ -927,11 +939,7 @@ def _written_storages(recording: Recording) -> set[int]:
     written: set[int] = set()
     for node in recording.marks:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            for position, argument in enumerate(node.target._schema.arguments):
-                given = node.args[position] if position < len(node.args) else None
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
-                if is_written and isinstance(given, fx.Node):
-                    written.add(storage_of(given.meta["val"]))
+            written |= {storage_of(v.meta["val"]) for v, is_written in _aliased(node) if is_written}
     return written
 
 
@@ -1129,20 +1137,21 @@ def _traceable_modules() -> Iterator[None]:
                 return module
         return original_apply(module, function, recurse)
 
-    def forward(module: Any, x: Tensor) -> Any:
+    def forward(module: Any, input: Tensor) -> Any:
         count = module.num_batches_tracked
         if module.momentum is not None or not module.training or count is None:
-            return original_forward(module, x)
-        module._check_input_dim(x)
+            return original_forward(module, input)
+        module._check_input_dim(input)
         with torch.no_grad():
             count.add_(1)
-            dimensions = [0, *range(2, x.dim())]
-            variance, mean = torch.var_mean(x.float() if x.dtype.itemsize < 4 else x, dimensions)
+            dimensions = [0, *range(2, input.dim())]
+            values = input.float() if input.dtype.itemsize < 4 else input
+            variance, mean = torch.var_mean(values, dimensions)
             share = 1 / count.to(mean.dtype)
             for running, value in ((module.running_mean, mean), (module.running_var, variance)):
                 running.copy_(running * (1 - share) + value * share)
         return nn.functional.batch_norm(
-            x, None, None, module.weight, module.bias, training=True, eps=module.eps
+            input, None, None, module.weight, module.bias, training=True, eps=module.eps
         )
 
     nn.Module._apply = apply  # type: ignore[method-assign]

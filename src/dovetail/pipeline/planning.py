@@ -1200,14 +1200,17 @@ def _price_others(
     classes = sorted(set(unsplit_modules(step).values()))
     try:
         device_map = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
-        if device_map is None:
-            return rows, ()
-        # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the
-        # devices. Nothing runs on disk, so a map with weights there has no price.
-        has_cpu = any(d.kind == "cpu" for d in pricing.machine.devices)
-        streamed = "cpu" in device_map.values() and not has_cpu
-        if streamed or "disk" in device_map.values():
-            return rows | {ACCELERATE: None}, ()
-        return rows | priced(ACCELERATE, device_map, step, pricing), ()
     except Exception as error:
+        return rows, (f"accelerate's map could not be priced: {said(error)}",)
+    if device_map is None:
+        return rows, ()
+    # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the devices.
+    # Nothing runs on disk, so a map with weights there has no price.
+    has_cpu = any(d.kind == "cpu" for d in pricing.machine.devices)
+    streamed = "cpu" in device_map.values() and not has_cpu
+    if streamed or "disk" in device_map.values():
+        return rows | {ACCELERATE: None}, ()
+    try:
+        return rows | priced(ACCELERATE, device_map, step, pricing), ()
+    except DovetailError as error:
         return rows, (f"accelerate's map could not be priced: {said(error)}",)

@@ -47,7 +47,7 @@ from dovetail.runtime.timers import clock
 from dovetail.units import HERE, format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
-ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 15, 3, 20.0
+ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 32, 3, 20.0
 """There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they would take
 longer than `MEASURING_SECONDS`. A step of seconds takes longer than that even so."""
 ROUND_SECONDS, MOST_STEPS = 0.03, 8
@@ -123,10 +123,11 @@ def fastest_way(
     held = 1 + len(placed) + (2 if compile_seconds else 0)
     needed = sum(plan.peak_memory_bytes) * held
     (own_device,) = machine.devices
-    if needed > (own_device.memory_bytes if own_device.torch_device else available_bytes()):
+    free = own_device.memory_bytes if own_device.torch_device else available_bytes()
+    if needed > free:
         return uncompared(
-            f"beside this plan it needs about {format_bytes(needed)}, and "
-            f"{format_bytes(available_bytes())} are free"
+            f"beside this plan it needs about {format_bytes(needed)}, and {format_bytes(free)} are "
+            "free"
         )
     try:
         with ExitStack() as stack:
@@ -197,10 +198,14 @@ def _measured(
     began = clock()
     for timer in timers.values():
         timer()
+    # In each round a way's timer is called once to warm up, and once more.
     rounds = round(MEASURING_SECONDS / (2 * (clock() - began)))
     rounds = max(LEAST_ROUNDS, min(ROUNDS, rounds))
     seconds = measure(
-        timers, rounds, lambda done: progress("measuring ways to run the step", done, None)
+        timers,
+        rounds,
+        lambda done: progress("measuring ways to run the step", done, None),
+        calls=1,
     )
     return {way: seconds[str(way)] for way in (*networks, *placed_ways)}, notes
 

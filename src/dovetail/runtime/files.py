@@ -98,10 +98,13 @@ def refuse_links(path: Path) -> None:
 def files_only(name: str, flags: int) -> int:
     """The `opener` of `open` for each file that a user names: it opens no pipe, socket or device,
     for which a reader could wait without end. Raises `OSError`."""
-    mode = os.stat(name).st_mode
+    # Whoever opens a pipe so does not wait for a writer.
+    descriptor = os.open(name, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device; name a file", name)
-    return os.open(name, flags)
+    return descriptor
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:

@@ -15,9 +15,9 @@ from dovetail.runtime.child import keep_memory
 def set_up(threads: int) -> None:
     """Set this process's threads; count denormals as zero; keep the garbage collector out.
 
-    A step in the caller's own process leaves how denormals count as the caller has it.
     An elementwise product of denormals took 20 times as long. A pause of the collector in one
-    device's process stalls all that wait for it. Call `gc.collect` where a pause does no harm.
+    device's process stalls all that wait for it. Call `gc.collect` where a pause does no harm. A
+    step in the caller's own process leaves how denormals count as the caller has it.
     """
     set_up_thread(threads)
     gc.disable()

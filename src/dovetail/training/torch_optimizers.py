@@ -268,12 +268,12 @@ def settings_of_all(
     names = {of: name for name, (of, settings) in _KINDS.items() if name in known and not settings}
     name = names.get(type(optimizer))
     if name is None:
-        raise UsageError("optimizer", f"{kind} is not one of {', '.join(names.values())} here")
+        raise UsageError("train", f"{kind} is not one of {', '.join(names.values())} here")
     groups = _taken_over(optimizer, None, parameters).groups
     held = {i for numbers, _ in groups for i in numbers or range(len(parameters))}
     if len(held) < len(parameters):
         raise UsageError(
-            "optimizer",
+            "train",
             f"this {kind} holds {len(held)} of the {len(parameters)} parameters that require "
             "gradients; freeze the others (requires_grad_(False))",
         )
@@ -281,9 +281,9 @@ def settings_of_all(
     for key, value in settings.items():
         if key not in _FREE - {"lr"} and any(other[key] != value for _, other in groups):
             says = f"this {kind} has groups with different {key}, where a step has one for all"
-            raise UsageError("optimizer", says)
+            raise UsageError("train", says)
     if others := _others_set(type(optimizer), settings, known[name]):
-        raise UsageError("optimizer", f"{kind} has no {others[0]} here; leave it at its default")
+        raise UsageError("train", f"{kind} has no {others[0]} here; leave it at its default")
     return name, {key: settings[key] for key in known[name]}
 
 

@@ -638,8 +638,9 @@ class LoadedGpus:
                 self._bind_launches()
 
     def _tensor_at(self, slot: BlockSlot, mark: int = 0) -> Tensor:
-        """A tensor over a slot of the block. The same one in each step, as the thread that issues
-        has no time to make it anew."""
+        """A tensor over a slot of the block. It is the same one in each step, as the thread that
+        issues has no time to make it anew. Only one with other strides than captured is made anew,
+        as these may have changed."""
         key = slot, mark
         if mark & LAID or key not in self.in_block:
             self.in_block[key] = tensor_at(self.block, slot, mark)

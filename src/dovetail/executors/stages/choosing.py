@@ -22,27 +22,31 @@ _RISK, _LOOKS = 0.05, 3
 tried. The risk is shared among the tries, because each of them may go wrong."""
 
 Timer = Callable[[], float]
-"""A function that runs a step once and returns how many seconds it took."""
+"""A function that runs a step, or several, and returns how many seconds a step took."""
 
 
 def measure(
     timers: Mapping[str, Timer],
     rounds: int,
     progress: Callable[[float], None] = lambda _fraction: None,
+    *,
+    calls: int = 0,
 ) -> dict[str, tuple[float, ...]]:
     """Schedule's name -> [rounds] seconds of a step, the median within each round.
+
+    calls   of a timer in a round, after one that does not count; 0: as many as fill a round
 
     Each round has another random order (the same in each run), because threads of one schedule may
     still spin while the next one runs.
     """
     names = list(timers)
-    calls = {name: _calls(timers[name]) for name in names}
+    calls_of = {name: calls or _calls(timers[name]) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in random.Random(number).sample(names, len(names)):
             # The first call does not count: it finds in the caches what another schedule left.
             timers[name]()
-            seconds[name].append(statistics.median(timers[name]() for _ in range(calls[name])))
+            seconds[name].append(statistics.median(timers[name]() for _ in range(calls_of[name])))
         progress((number + 1) / rounds)
     return {name: tuple(of_name) for name, of_name in seconds.items()}
 

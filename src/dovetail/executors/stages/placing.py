@@ -66,10 +66,15 @@ def place(
         require(torch.cuda, str(device))
     for kernel in prepared.kernels:
         for call in kernel.calls:
-            if call.random or call.in_place or call.target is CHECK:
-                what = "draws random numbers" if call.random else "writes over its arguments"
-                what = "reads data to check them" if call.target is CHECK else what
-                raise UsageError("MODEL", f"{call.target} {what}; such a step is not captured")
+            if call.target is CHECK:
+                what = "reads data to check them"
+            elif call.random:
+                what = "draws random numbers"
+            elif call.in_place:
+                what = "writes over its arguments"
+            else:
+                continue
+            raise UsageError("MODEL", f"{call.target} {what}; such a step is not captured")
 
     def moved(value: Tensor) -> Tensor:
         return value.to(device, dtype if value.dtype == torch.float32 else value.dtype)
