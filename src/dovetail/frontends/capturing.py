@@ -575,7 +575,8 @@ def _advice(error: BaseException) -> str:
     if any(part in text for part in _READING):
         return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{line}]"
     # The model may ask for a tensor's exact class in a function that was running.
-    ours = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *torch.__path__))
+    folders = (Path(__file__).parents[1], Path(torch.__file__).parent)
+    ours = tuple(f"{folder}{os.sep}" for folder in folders)
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     asks = any("type" in c.co_names for c in codes if not c.co_filename.startswith(ours))
     hint = " (they are of another class: instead of type(x) use isinstance)" if asks else ""
