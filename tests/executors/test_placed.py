@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import threading
 
 import pytest
 import torch
@@ -125,6 +126,45 @@ def test_tensors_of_every_kind_arrive_as_they_are(way, workers, one_thread):
         for given in (x, torch.randn(4, 4)):
             found, expected = placed.step(given), Awkward()(given)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class OfTorchsTuples(nn.Module):
+    def forward(self, x):
+        return {"top": x.topk(2), "parts": (torch.linalg.eigh(x @ x.T), x.max(1), x.sort())}
+
+
+def test_tuples_of_torchs_own_types_are_returned_as_such(workers, one_thread):
+    captured, x = capture(OfTorchsTuples(), torch.randn(4, 4)), torch.randn(4, 4)
+    plan = plan_for(captured, random_placement(captured.graph, 1))
+    with run(plan, captured, workers=workers) as placed:
+        found, expected = placed.step(x), OfTorchsTuples()(x)
+    assert type(found["top"]) is torch.return_types.topk
+    assert torch.equal(found["top"].indices, expected["top"].indices)
+    for own, other in zip(found["parts"], expected["parts"], strict=True):
+        assert type(own) is type(other)
+        assert all(map(torch.equal, own, other))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_threads_that_call_one_run_take_turns(seed, workers, one_thread):
+    captured, wrong = inference(), []
+    plan = plan_for(captured, random_placement(captured.graph, seed))
+
+    def call(number):
+        x, y = torch.full((4, 4), float(number)), torch.zeros(4, 4)
+        with torch.no_grad():
+            expected = captured.module(x, y)["sum"]
+        wrong.extend(
+            number for _ in range(50) if not torch.equal(placed.step(x, y)["sum"], expected)
+        )
+
+    with run(plan, captured, workers=workers) as placed:
+        threads = [threading.Thread(target=call, args=[number]) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
 
 
 def test_other_inputs_give_other_results(workers, one_thread):

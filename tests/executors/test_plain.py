@@ -199,6 +199,26 @@ def test_an_inference_step_may_differentiate():
             network.step_seconds(1)
 
 
+@pytest.mark.parametrize("machine", ["here", "here/1"])
+def test_threads_take_turns(machine):
+    step, wrong = capture(Normed().eval(), batches(1)[0][0]), []
+
+    def call(number):
+        x = torch.full_like(batches(1)[0][0], float(number))
+        expected = network.step(x)["out"].clone()
+        for _ in range(100):
+            if not torch.equal(network.step(x)["out"], expected):
+                wrong.append(number)
+
+    with PlainNetwork(step, parse_machine(machine)) as network:
+        threads = [threading.Thread(target=call, args=[n]) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
 def test_equal_seeds_draw_equal_numbers():
     step = capture(Noisy(), torch.zeros(4))
     drawn = []

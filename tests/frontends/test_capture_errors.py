@@ -425,3 +425,20 @@ def test_dtypes_that_torch_does_not_mix_are_refused_in_its_words(layer, shape, t
 def test_dtypes_that_torch_mixes_are_captured():
     step = capture(nn.LayerNorm(5), torch.randn(2, 3, 5).bfloat16())
     assert "bfloat16" in step.graph.dtypes and "float32" in step.graph.dtypes
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused():
+    class Weighted(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, output, target):
+            return (self.weight.sum() * (output - target)).square().mean()
+
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    own = Weighted(nn.Parameter(torch.ones(3)))
+    with pytest.raises(ModelError, match=r"has a parameter weight .* within the model's forward"):
+        capture(model, x, loss=own, targets=x, train="adam")
+    capture(model, x, loss=own.requires_grad_(False), targets=x, train="adam")
+    capture(model, x, loss=Weighted(model.bias), targets=x, train="adam")

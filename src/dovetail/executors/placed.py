@@ -15,6 +15,7 @@ the workers. What lives on GPUs is copied from the block when a plan is loaded, 
 is asked for.
 """
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -285,6 +286,8 @@ class PlacedNetwork:
         self._owns_workers = owns_workers
         self._seed = seed
         self._closed = ""
+        # Threads of the caller's take turns.
+        self._one_step = threading.RLock()
         self.steps = 0
         self._key = workers.new_key()
         part = part or HostPart(share_out(plan, captured.graph, captured.program))
@@ -324,9 +327,11 @@ class PlacedNetwork:
         type. Raises `UsageError` for arguments that do not fit or that were captured as constants
         of another value, and `WorkerError` or `WorkerDiedError` if a device fails.
         """
-        self.feed(self.captured.signature.tensors(args, kwargs))
-        self.advance()
-        return self.results()
+        tensors = self.captured.signature.tensors(args, kwargs)
+        with self._one_step:
+            self.feed(tensors)
+            self.advance()
+            return self.results()
 
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""

@@ -14,6 +14,7 @@ a step ends when the GPU has ended.
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -257,8 +258,7 @@ class ServedPlain:
 
 
 _STEPS_THAT_COMPILE = 3
-"""After the first step torch compiles again where shapes or sizes of the optimizer's state have
-come up, and may in the step after that."""
+"""In so many first steps compiled code comes from our own folder, or goes there."""
 
 
 def _sendable(reply: object) -> object:
@@ -295,7 +295,9 @@ class PlainNetwork:
         self.machine, self.captured, self.mode = machine, captured, mode
         self.threads = self.device.op_threads
         self._seed, self._steps, self._closed = seed, 0, ""
-        self._fed: Sequence[Tensor] | None = None
+        # Threads of the caller's take turns.
+        self._one_step = threading.RLock()
+        self._fed: tuple[Tensor, ...] | None = None
         examples = captured.inputs + (captured.targets if captured.graph.training else ())
         self._forms = [(example.shape, example.dtype) for example in examples]
         self._may_return_own = _may_return_own(captured)
@@ -339,8 +341,10 @@ class PlainNetwork:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on the model's own arguments, followed by what its loss takes. See
         `PlacedNetwork.step`."""
-        self.feed(self.captured.signature.tensors(args, kwargs))
-        return self._advance(returns=True)[1]
+        tensors = self.captured.signature.tensors(args, kwargs)
+        with self._one_step:
+            self.feed(tensors)
+            return self._advance(returns=True)[1]
 
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""
@@ -351,10 +355,10 @@ class PlainNetwork:
             examples = (*self.captured.inputs, *self.captured.targets)
             for example, (_, name, tensor) in zip(examples, given, strict=False):
                 check_fits(example, tensor, name)
-            tensors = [tensor for _, _, tensor in given]
-        self._fed = tensors
+            tensors = tuple(tensor for _, _, tensor in given)
+        self._fed = tuple(tensors)
         if self._local is not None:
-            self._local.tensors = tuple(t.detach() if t.requires_grad else t for t in self._fed)
+            self._local.tensors = tuple(tensor.detach() for tensor in self._fed)
             return
         with op_threads(1):
             self._process.send(FeedPlain(tuple(map(_alone, self._fed))))

@@ -158,7 +158,7 @@ def capture_call(  # noqa: PLR0913, PLR0915  one argument each; one way in its o
     model = unwrap(model)
     _check_module(name, model)
     train = _optimizer_of(name, model, train)
-    _check_loss(name, targets, loss)
+    _check_loss(name, model, targets, loss, train)
     # A step that is captured again has such a loss already.
     if isinstance(model, KerasModule) and train is not None and not isinstance(loss, KerasLoss):
         loss = KerasLoss(loss)
@@ -414,8 +414,15 @@ def _optimizer_of(name: str, model: nn.Module, train: OptimizerLike | None) -> O
     return optimizer_of(train, trained)
 
 
-def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> None:
-    """Raise `ModelError` for a loss that is not callable, and for targets without a loss."""
+def _check_loss(
+    name: str,
+    model: nn.Module,
+    targets: Any,
+    loss: Callable[..., Tensor] | None,
+    train: Optimizer | None,
+) -> None:
+    """Raise `ModelError` for a loss that is not callable, for targets without a loss, and for a
+    loss with parameters of its own, which a step would not train."""
     if loss is not None and not callable(loss):
         raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
     none_given = targets is None or (isinstance(targets, (tuple, list)) and not targets)
@@ -423,6 +430,17 @@ def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> 
         raise ModelError(
             name, "targets are given, but no loss to compare with them; give loss(output, *targets)"
         )
+
+    if train is not None and isinstance(loss, nn.Module):
+        of_model = set(map(id, model.parameters()))
+        for key, value in loss.named_parameters():
+            if value.requires_grad and id(value) not in of_model:
+                raise ModelError(
+                    name,
+                    f"the loss has a parameter {key} that requires gradients, and a step trains "
+                    "those of the model alone; call the loss within the model's forward, or freeze "
+                    "the parameter (requires_grad_(False))",
+                )
 
 
 def _check_scaler(

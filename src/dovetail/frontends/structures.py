@@ -272,7 +272,9 @@ def _rebuild(tree: Any, keys: list[str], values: list[Any]) -> Any:
             built[key] = value
         return built
     if isinstance(tree, tuple):
-        return tuple.__new__(kind, values)
+        # What `topk` and the like return is a tuple that Python cannot make from its elements.
+        is_of_torch = hasattr(kind, "n_sequence_fields")
+        return kind(values) if is_of_torch else tuple.__new__(kind, values)
     if isinstance(tree, list):
         return values if kind is list else kind(values)
     built = copy.copy(tree)

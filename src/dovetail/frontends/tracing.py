@@ -343,8 +343,10 @@ class Attributes:
         if isinstance(value, (*_CONTAINERS, *_MEMORY)):
             # An entry of a container takes about as long to compare as a hundred bytes.
             size_bytes = 100 * len(value)
-            if isinstance(value, _MEMORY):
-                size_bytes = value.nbytes if isinstance(value, np.ndarray) else len(bytes(value))
+            if isinstance(value, np.ndarray):
+                size_bytes = value.nbytes
+            elif isinstance(value, (bytearray, array)):
+                size_bytes = len(value) * getattr(value, "itemsize", 1)
             if size_bytes > self.room_bytes:
                 return
             self.room_bytes -= size_bytes
@@ -1119,6 +1121,13 @@ def _assert(value: Tensor, text: str = "") -> None:
     CHECK(value != 0, True, "RuntimeError", text or "Expected Tensor to be nonzero")
 
 
+def _check_factors(info: Tensor, name: str, *, is_matrix: bool) -> None:
+    """Record as a check, too, that a factorisation has been completed, as `cholesky` and `inv` ask
+    of theirs. torch tells where each one fails, and the check does not."""
+    says = "could not be completed, as a matrix is singular or not positive-definite"
+    CHECK((info == 0).all(), True, "RuntimeError", f"LinAlgError: {name}: it {says}")
+
+
 @contextlib.contextmanager
 def _traceable_modules() -> Iterator[None]:
     """Let two methods of torch's modules do the same within by what a graph can hold.
@@ -1468,6 +1477,7 @@ _RULES: Rules = {
     aten.equal.default: _torch_equal,
     aten._assert_async.default: _assert,
     aten._assert_async.msg: _assert,
+    aten._linalg_check_errors.default: _check_factors,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
 }
