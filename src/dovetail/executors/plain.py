@@ -258,7 +258,7 @@ class ServedPlain:
 
 
 _STEPS_THAT_COMPILE = 3
-"""In so many first steps compiled code comes from our own folder, or goes there."""
+"""`torch.compile` may compile in this many first steps; its cache is our own folder meanwhile."""
 
 
 def _sendable(reply: object) -> object:
@@ -349,7 +349,7 @@ class PlainNetwork:
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
-        # Most steps are given what fits, and finding that out is a part of each.
+        # This quick look spares most steps the checks that name what is wrong.
         if tensors is None or not _are_of(self._forms, tensors):
             given = labelled(self.captured, tensors, self._seed)
             examples = (*self.captured.inputs, *self.captured.targets)
@@ -482,8 +482,8 @@ class PlainNetwork:
                 self._ask_step(returns)
                 found: tuple[float, Any] = self._receive()
                 return found
-            # Nothing lies between the caller and the module that a step does not need: after the
-            # caller's own work none of it is in the caches.
+            # A short step feels each line between the caller and the module, because the caller's
+            # own work has driven them out of the processor's caches.
             self._check_open()
             assert isinstance(self._process, LocalWorker), "it serves what runs here"
             number, self._steps = self._steps, self._steps + 1

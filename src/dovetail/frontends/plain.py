@@ -72,8 +72,9 @@ class PlainModule:
 
     def step(self, tensors: Sequence[Tensor], *, ordinary: bool = True) -> Any:
         """Run one step on inputs and targets, as `Signature` orders them. Returns the loss in
-        training, and else what the module returns; where that may not be differentiated or written
-        outside of inference mode, an `ordinary` result may."""
+        training, and else what the module returns. The caller can neither differentiate nor write
+        tensors of inference mode; with `ordinary` the result has tensors of the same memory that
+        the caller can."""
         signature, optimizer = self._signature, self._optimizer
         count = len(signature.names)
         if self._begins is not None:

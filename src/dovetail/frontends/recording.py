@@ -93,8 +93,8 @@ class Recording:
     marks       call node -> the value of `mark()` right before the call ran
     draws       random call node -> the number of the generator's state that it draws from. A
                 checkpoint that computes a draw again restores the state, so both numbers are equal
-    drawn       of a recording on real tensors: number of the generator's state -> (the state in
-                which the op ran, which is the next one; what was drawn)
+    drawn       number of the generator's state -> (the state after it, in which the op ran; what
+                was drawn). Only a recording on real tensors has it
     differentiates   autograd noted some ops
     """
 

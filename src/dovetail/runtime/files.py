@@ -98,13 +98,11 @@ def refuse_links(path: Path) -> None:
 def files_only(name: str, flags: int) -> int:
     """The `opener` of `open` for each file that a user names: it opens no pipe, socket or device,
     for which a reader could wait without end. Raises `OSError`."""
-    # Whoever opens a pipe so does not wait for a writer.
-    descriptor = os.open(name, flags | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
+    mode = os.stat(name).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        os.close(descriptor)
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device; name a file", name)
-    return descriptor
+    # A pipe that somebody has put there since then is opened without waiting for its writer.
+    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
