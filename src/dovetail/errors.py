@@ -82,7 +82,7 @@ class DovetailError(Exception):
 
     @property
     def line(self) -> str:
-        """The message in one line, without a worker's traceback, which the message may hold."""
+        """The message in one line."""
         return " ".join(str(self).splitlines())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -467,14 +467,12 @@ class ProcessError(RunError):
     line."""
 
     def __init__(self, process: str, traceback: str, said: str = "") -> None:
-        super().__init__(f"process {process} failed:\n{traceback}")
+        self.said = said or _raised_in(traceback)
+        super().__init__(f"process {process} failed: {self.said}")
+        # Python prints it below its own traceback.
+        self.add_note(traceback)
         self.process = process
         self.traceback = traceback
-        self.said = said or _raised_in(traceback)
-
-    @property
-    def line(self) -> str:
-        return f"process {self.process} failed: {self.said}"
 
 
 class ProcessDiedError(RunError):
@@ -488,16 +486,14 @@ class ProcessDiedError(RunError):
 
 class WorkerError(RunError):
     def __init__(self, device: str, op: str, traceback: str, said: str = "") -> None:
-        super().__init__(f"device {device} failed in op {op!r}:\n{traceback}")
+        self.said = said or _raised_in(traceback)
+        where = f" in op {op!r}" if op else ""
+        super().__init__(f"device {device} failed{where}: {self.said}")
+        # Python prints it below its own traceback.
+        self.add_note(traceback)
         self.device = device
         self.op = op
         self.traceback = traceback
-        self.said = said or _raised_in(traceback)
-
-    @property
-    def line(self) -> str:
-        where = f" in op {self.op!r}" if self.op else ""
-        return f"device {self.device} failed{where}: {self.said}"
 
 
 class WorkerDiedError(RunError):

@@ -170,6 +170,71 @@ SAYS = {
 }
 
 
+def counts_later(model, x):
+    model.array += 1
+    return model.a(x) if model.array[0] < 100 else model.b(x)
+
+
+def counter_in_a_closure():
+    count = 0
+
+    def forward(model, x):
+        nonlocal count
+        count += 1
+        return model.a(x) * (0.5 if count % 10 else 1.0)
+
+    return forward
+
+
+class Counter:
+    def __init__(self, of):
+        self.of, self.count, self.counts, self.rate = of, 0, [0], 1.0
+
+    def __call__(self, model, x):
+        self.count += 1
+        self.counts[0] += 2
+        self.rate *= 0.999
+        return model.a(x) * (0.5 if self.of(self) else 1.0)
+
+
+LATER = {
+    "array": counts_later,
+    r"counter_in_a_closure\.<locals>\.forward\.count": counter_in_a_closure(),
+    r"Counter\.count, .*Counter\.rate": Counter(lambda counter: counter.count > 2),
+    r"Counter\.counts\.0": Counter(lambda counter: counter.counts[0] > 1000),
+    r"Counter\.rate": Counter(lambda counter: counter.rate < 0.1),
+    r"Counter\.count": Counter(lambda counter: ["a", "b", "c", "d"][counter.count] == "d"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_number_that_matters_only_later_is_named(name):
+    model, x = Parts(LATER[name]), torch.randn(3, 4)
+    before = noted(model)
+    with pytest.raises(CaptureError, match=f"a later step is another one, .* changes .*{name}"):
+        capture(model, x)
+    assert noted(model) == before
+
+
+def test_numbers_that_never_matter_are_noted_and_put_back():
+    counter = Counter(lambda _counter: False)
+    captured = capture(Parts(counter), torch.randn(3, 4))
+    assert "Counter.count" in captured.notes[0]
+    assert (counter.count, counter.counts, counter.rate) == (0, [0], 1.0)
+
+
+def test_a_later_step_of_a_loss_is_another_one():
+    count = 0
+
+    def loss(output):
+        nonlocal count
+        count += 1
+        return output.square().mean() * (1.0 if count > 5 else 0.1)
+
+    with pytest.raises(CaptureError, match=r"a later step is another one, .*loss\.count"):
+        capture(nn.Linear(4, 4), torch.randn(3, 4), loss=loss, train=SGD())
+
+
 def noted(model):
     hooks = [len(module._forward_hooks) for module in model.modules()]
     modes = [module.training for module in model.modules()]

@@ -64,10 +64,18 @@ def layout_in_place(x, y):
     return [z.unsqueeze_(0) + y[:, :2]]
 
 
+def where_it_lies(x, y):
+    z, turned = x.clone().t(), (y > 0).t()
+    z.masked_fill_(turned, 0.25)
+    z.masked_scatter_(turned, y)
+    z.t()[1].add_(1)
+    return [z.t().contiguous().view(-1), z]
+
+
 PURE = [
     with_gradients, attention, views_and_lists, constants, number_of_a_constant, without_autograd,
 ]  # fmt: skip
-IMPURE = [in_place, layout_in_place]
+IMPURE = [in_place, layout_in_place, where_it_lies]
 NAMES = ("x", "y")
 
 

@@ -250,3 +250,18 @@ def test_evaluation_mode_is_kept():
     captured = capture(module, torch.randn(4, 3))
     assert not any(call is not None and call.random for call in captured.program.calls)
     assert not captured.graph.overwrites.any()
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 4), (4, 3)])
+def test_a_diagonal_is_filled(shape):
+    class Fills(nn.Module):
+        def forward(self, x):
+            table = torch.zeros(shape).fill_diagonal_(2.0)
+            parts = x * 3
+            parts.t().fill_diagonal_(-1.0)
+            return table + parts, x.as_strided((2,), (2,))
+
+    x = torch.randn(shape)
+    captured = capture(Fills(), x)
+    found = run_step(captured, initial_values(captured), (x,))
+    assert all(map(torch.equal, found, Fills()(x)))

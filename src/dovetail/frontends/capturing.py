@@ -46,6 +46,7 @@ from dovetail.frontends.tracing import (
     compare_with_real,
     forget,
     last_of_channels,
+    list_names,
     trace,
 )
 from dovetail.graph import Graph
@@ -214,6 +215,9 @@ def capture_call(  # noqa: PLR0913, PLR0915  one argument each; one way in its o
         "that it is given as it is"
         for index in traced.written_inputs
     )
+    if traced.counters:
+        names = list_names(list(traced.counters))
+        notes += (f"a plan's steps leave as they are the numbers that the model's change: {names}",)
     # A plain step would write over its inputs where the model does, and torch's scaler keeps its
     # state elsewhere.
     plain: PlainStep | None = None

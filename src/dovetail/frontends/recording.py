@@ -75,7 +75,7 @@ def is_fake(tensor: Tensor) -> bool:
 aten = torch.ops.aten
 _NO_DEFAULT = object()
 Rules = dict[OpOverload, Callable[..., Any]]
-"""Operator -> the function that is called instead of it."""
+"""Operator -> the function that is called instead of it, unless that returns NotImplemented."""
 
 
 INSTEAD_OF_FLEX = "use scaled_dot_product_attention with attn_mask="
@@ -307,6 +307,10 @@ def is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
+def _no_rule(*_: Any, **__: Any) -> Any:
+    return NotImplemented
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types no __init_subclass__
     """Records each operator that comes below autograd, while the mode is on."""
 
@@ -366,14 +370,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if not self.differentiates and torch.is_grad_enabled():
             self.differentiates = any(value.requires_grad for value in tensors_of((args, kwargs)))
         traits = _traits(func)
-        rule = self.rules.get(func)
-        if rule is None and traits.is_composite and _would_decompose(func, args, kwargs):
+        rule = self.rules.get(func, _no_rule)
+        if rule is _no_rule and traits.is_composite and _would_decompose(func, args, kwargs):
             rule = func.decompose
-        if rule is not None:
-            # torch switches this mode off inside this method; the rule's own operators must come
-            # here too.
-            with self:
-                return rule(*args, **kwargs)
+        # torch switches this mode off inside this method; the rule's own operators must come here
+        # too.
+        with self:
+            result = rule(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         is_usual = torch.get_default_dtype() == torch.float32
         if not is_usual and _goes_by_default(func, traits, args, kwargs):
             with self:

@@ -19,7 +19,6 @@ the graph, because its numbers would be stale from the second step on. Four meas
 
 import contextlib
 import copy
-import functools
 import itertools
 import logging
 import operator
@@ -29,7 +28,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import (
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +45,14 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends import recurrent
-from dovetail.frontends.checks import CHECK, LossTracingError, Questions, TracingError, settled
+from dovetail.frontends.checks import (
+    CHECK,
+    LossTracingError,
+    Questions,
+    Settled,
+    TracingError,
+    settled,
+)
 from dovetail.frontends.leftovers import clear_caches
 from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
@@ -174,7 +187,7 @@ def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
                 env[node] = first.constants[node.target]
             elif node.op == "call_function":
                 running[:] = [node]
-                env[node] = node.target(*args, **kwargs)
+                env[node] = _written_as_it_lies(node.target, args, kwargs)
             else:
                 # The ops that still follow write results back and belong to no node.
                 running[:] = [None]
@@ -185,6 +198,28 @@ def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
     # The first recording already holds autocast's casts as ops, so they must not be added again.
     with mode, torch.no_grad(), without_autocast():
         return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
+
+
+def _written_as_it_lies(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator. What one that writes in place writes over lies as it did: some pure ops,
+    such as masked_fill, lay their results otherwise, and then a view of it would fail."""
+    pure = _pure_twin(target)
+    if pure is not None and not args[0].is_contiguous():
+        value = pure(*args, **kwargs)
+        if value.stride() != args[0].stride():
+            return args[0].copy_(value)
+    return target(*args, **kwargs)
+
+
+def _pure_twin(target: Any) -> OpOverload | None:
+    """Return the operator that returns what this one writes over its first argument, or None."""
+    name = target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else ""
+    if not name.endswith("_") or target.namespace != "aten" or is_random(target):
+        return None
+    pure = getattr(getattr(aten, name[:-1], None), target._schema.overload_name or "default", None)
+    if not isinstance(pure, OpOverload) or pure._schema.is_mutable or pure.is_view:
+        return None
+    return pure
 
 
 def _take_writes(graph: fx.Graph, names: Sequence[str]) -> None:
@@ -279,6 +314,9 @@ _MOST_OF_VARIABLES = 50e6
 _DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
 _DEPTH = 3
 """The search for containers and plain objects goes this many levels into an attribute."""
+STEPS_AHEAD = 1000 * 5040
+"""Numbers that a step has changed are tried as they would be so many steps later. A whole one is a
+multiple of 5040 in that step, and so of each number up to 10."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +333,8 @@ class Attributes:
 
     It also saves the tree of modules itself: submodules, parameters, buffers, hooks and modes. And
     it saves data among the attributes of their classes, and among the global variables of the
-    modules that define these classes and the `functions`, as models keep caches there.
+    modules that define these classes and the `functions`, as models keep caches there; and what the
+    functions hold in closures or, if they are objects or modules, in attributes.
     """
 
     def __init__(self, module: nn.Module, *functions: Any) -> None:
@@ -303,7 +342,8 @@ class Attributes:
         self.seen: set[int] = set()
         self.room_bytes = float("inf")
         defined_in: dict[str, None] = {}  # names of modules, in order
-        for path, part in module.named_modules():
+        inner = [("", module)] + [("", f) for f in functions if isinstance(f, nn.Module)]
+        for path, part in (found for _, root in inner for found in root.named_modules()):
             inside = {k: v for k, v in vars(part).items() if k not in _OF_MODULE}
             self.saved.append(_Saved(path, part, inside))
             for key in _TREE:
@@ -315,13 +355,38 @@ class Attributes:
                 if _is_users(kind.__module__) and id(kind) not in self.seen:
                     defined_in[kind.__module__] = None
                     self._save_names(kind.__qualname__, kind, kind.__module__)
+                    functions += tuple(f for f in vars(kind).values() if type(f) is FunctionType)
         # A program's global variables may be its data, so only so much of them is copied.
         self.room_bytes = _MOST_OF_VARIABLES
         for function in functions:
             defined_in[getattr(function, "__module__", None) or ""] = None
+            self._save_function(function)
         for name in filter(_is_users, defined_in):
             if name in sys.modules:
                 self._save_names(name, sys.modules[name], name)
+
+    def _save_function(self, function: Any) -> None:
+        """Save the variables of a function's closure, or the attributes of what is called so."""
+        if isinstance(function, MethodType):
+            self._save(type(function.__self__).__qualname__, function.__self__, _DEPTH)
+            function = function.__func__
+        if isinstance(function, FunctionType) and _is_users(function.__module__ or ""):
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            for variable, cell in cells:
+                if id(cell) not in self.seen and (inside := _entries(cell)):
+                    self.seen.add(id(cell))
+                    name = f"{function.__qualname__}.{variable}"
+                    self.saved.append(_Saved(name, cell, inside))
+                    self._save(name, cell.cell_contents, _DEPTH)
+                    if isinstance(cell.cell_contents, (FunctionType, MethodType)):
+                        self._save_function(cell.cell_contents)
+        elif not isinstance(function, (nn.Module, type)) and _is_users(type(function).__module__):
+            with contextlib.suppress(TypeError):  # not each has attributes
+                inside = dict(vars(function))
+                name = type(function).__qualname__
+                self.saved.append(_Saved(name, function, inside))
+                for key, value in inside.items():
+                    self._save(f"{name}.{key}", value, _DEPTH)
 
     def _save_names(self, name: str, container: type | ModuleType, module: str) -> None:
         """Save the data among the attributes of a class, or among a module's global variables."""
@@ -375,6 +440,35 @@ class Attributes:
         names = [name for saved in self.saved for name in _find_changes(saved)]
         return [name for name in names if not name.endswith(_OF_PARAMETERS)]
 
+    def advance(self) -> list[str]:
+        """Put back all that has changed, except that whole and real numbers become what they would
+        be `STEPS_AHEAD` steps later. Return their names."""
+        counters = [
+            (saved, key, before, now)
+            for saved in self.saved
+            for key, before, now in _changed_numbers(saved)
+        ]
+        arrays = [
+            (saved, saved.container - saved.content)
+            for saved in self.saved
+            if isinstance(saved.container, np.ndarray) and saved.container.dtype.kind in "iuf"
+            if _find_changes(saved)
+        ]
+        self.restore()
+        for saved, change in arrays:
+            saved.container[...] += (STEPS_AHEAD * change).astype(change.dtype)
+        for saved, key, before, now in counters:
+            later = before + STEPS_AHEAD * (now - before)
+            if isinstance(later, int):
+                # In the step that follows it is a multiple of 5040, if it is changed right away.
+                later += -later % 5040 - (now - before)
+            if isinstance(saved.container, (dict, list, deque)):
+                saved.container[key] = later
+            else:
+                _put_back(saved.container, {**_entries(saved.container), key: later})
+        names = [_name_of_entry(saved, key) for saved, key, _, _ in counters]
+        return names + [saved.name for saved, _ in arrays]
+
     def check_apart(self, owners: Mapping[str, Tensor]) -> None:
         """Raise `TracingError` if an array that has changed shares memory with one of the owners:
         the step would have written over a parameter, a buffer or an example past torch."""
@@ -411,13 +505,13 @@ class Attributes:
 
 def _put_back(container: Any, content: dict[str, Any]) -> None:
     """Give an object, a module or a class the attributes that were saved."""
-    is_class = isinstance(container, type)
+    is_plain = not isinstance(container, (type, CellType))
     for key in [key for key in _entries(container) if key not in content]:
-        delattr(container, key) if is_class else vars(container).pop(key)
+        vars(container).pop(key) if is_plain else delattr(container, key)
     for key, value in content.items():
-        if not is_class:
+        if is_plain:
             vars(container)[key] = value
-        elif vars(container).get(key) is not value:
+        elif _entries(container).get(key) is not value:
             setattr(container, key, value)
 
 
@@ -438,13 +532,38 @@ def _find_changes(saved: _Saved) -> list[str]:
     now = _entries(container)
     names = [key for key in now if key not in before or not _same(now[key], before[key])]
     names += [key for key in before if key not in now]
-    return [f"{saved.name}.{key}" if saved.name else str(key) for key in names]
+    return [_name_of_entry(saved, key) for key in names]
+
+
+def _name_of_entry(saved: _Saved, key: Any) -> str:
+    if isinstance(saved.container, CellType):
+        return saved.name
+    return f"{saved.name}.{key}" if saved.name else str(key)
+
+
+def _changed_numbers(saved: _Saved) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (key, saved number, number now) of each whole or real number that has changed."""
+    if isinstance(saved.container, (set, *_MEMORY)):
+        return
+    if isinstance(saved.container, (list, deque)):
+        before, now = dict(enumerate(saved.content)), dict(enumerate(saved.container))
+    else:
+        before, now = saved.content, _entries(saved.container)
+    for key, value in now.items():
+        other = before.get(key)
+        if type(value) is type(other) and type(value) in (int, float) and value != other:
+            yield key, other, value
 
 
 def _entries(container: Any) -> dict[Any, Any]:
-    """Return what is saved of a dict or of an object's attributes."""
+    """Return what is saved of a dict, of an object's attributes or of a closure's variable."""
     if isinstance(container, dict):
         return container
+    if isinstance(container, CellType):
+        try:
+            return {"cell_contents": container.cell_contents}
+        except ValueError:  # it has no value yet
+            return {}
     attributes: Any = vars(container)
     if isinstance(container, nn.Module):
         return {key: value for key, value in attributes.items() if key not in _OF_MODULE}
@@ -539,6 +658,7 @@ class Trace:
     written_inputs   indices of the inputs that the model writes over
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
     differentiates   autograd noted some ops, as it does in training
+    counters    names of the numbers that each step changes in Python, and none of its values uses
     computed    what a step on real tensors must compute as well; None for a long step
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or parameter -> node of its new value; an optimizer updates that one
@@ -556,6 +676,7 @@ class Trace:
     written_inputs: tuple[int, ...] = ()
     fused_steps: int = 0
     differentiates: bool = False
+    counters: tuple[str, ...] = ()
     computed: "Computed | None" = None
 
 
@@ -623,20 +744,38 @@ class _Runs:
         first, second = (numbers.of_results(r, self.layouts[id(r)]) for r in (one, other))
         return first == second and all(storage_of(value) not in written for value in untouched)
 
-    def numbers_again(
+    def check_later(
         self,
         numbers: "_Numbers",
-        first: Recording,
-        again: Callable[[Mapping[int, bool]], Recording],
-    ) -> tuple[str, str]:
+        results: tuple[str, str],
+        step: Settled[Recording],
+        changed: list[str],
+    ) -> list[str]:
+        """Raise `TracingError` if the next step, or one much later, computes something else than
+        the first. Return the names of the numbers that each step changes."""
+        attributes = Attributes(self._request.module, self._request.loss) if changed else None
+        if self._numbers_again(numbers, step) != results:
+            raise TracingError(_describe_changes("its next step", changed))
+        counters = attributes.advance() if attributes else []
+        if counters:
+            try:
+                found = self._numbers_again(numbers, step)
+            except Exception as error:
+                raise TracingError(_describe_changes("a later step", counters)) from error
+            if found != results:
+                raise TracingError(_describe_changes("a later step", counters))
+        return counters
+
+    def _numbers_again(self, numbers: "_Numbers", step: Settled[Recording]) -> tuple[str, str]:
         """Run the step after its first run, and return the numbers of what it computes then."""
+        first = step.result
         node_of = {
             id(value): node
             for node in first.graph.nodes
             if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
         }
         follows = _follow_from_constants(first, _find_lasting(self._request, first))
-        second = again({key: node in follows for key, node in node_of.items()})
+        second = self.one({key: node in follows for key, node in node_of.items()}, step.again())
         # A value that the first run left behind and the second reads has the number it had there.
         numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
         results = numbers.of_results(second, self.layouts[id(second)])
@@ -662,15 +801,13 @@ def trace(request: Request) -> Trace:
             changed = attributes.changed()
             attributes.check_apart(request.owners)
             _check_held(request)
-            numbers, results = _Numbers({}), ("", "")
+            numbers, results, counters = _Numbers({}), ("", ""), list[str]()
             is_compared = len(first.marks) <= COMPARED
             is_repeated = changed or len(first.marks) <= TRACED_TWICE or _borrows(first)
             if is_repeated or is_compared:
                 results = numbers.of_results(first, runs.layouts[id(first)])
             if is_repeated:
-                again = functools.partial(runs.one, questions=step.again())
-                if runs.numbers_again(numbers, first, again) != results:
-                    raise TracingError(_describe_changes(changed))
+                counters = runs.check_later(numbers, results, step, changed)
             # They are compared once more on real tensors, when no fake one is left.
             numbers.given, numbers.of_node = {}, {}
     finally:
@@ -698,6 +835,7 @@ def trace(request: Request) -> Trace:
         written_inputs=written_inputs,
         fused_steps=max(runs.steps, default=0),
         differentiates=first.differentiates,
+        counters=tuple(counters),
         computed=Computed(numbers, results, traced.graph, traced.constants, states)
         if is_compared
         else None,
@@ -900,12 +1038,12 @@ def _check_held(request: Request) -> None:
             raise TracingError(f"{name} is removed while the model runs; keep its module")
 
 
-def _describe_changes(changed: list[str]) -> str:
-    what = _list_names(changed) or (
+def _describe_changes(step: str, changed: list[str]) -> str:
+    what = list_names(changed) or (
         "what is in no module (a closure, an iterator, a global variable)"
     )
     return (
-        f"its next step is another one, as this one changes {what}; keep in buffers, written in "
+        f"{step} is another one, as this one changes {what}; keep in buffers, written in "
         "place, what goes from step to step, and call the model once before if only its first call "
         "makes it"
     )
@@ -1063,7 +1201,7 @@ def _equal(value: Tensor, other: Tensor) -> bool:
         return torch.equal(value, other)
 
 
-def _list_names(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
 
 
@@ -1472,7 +1610,23 @@ def _known_lengths(function: str, lengths: Tensor) -> list[int]:
         ) from None
 
 
+def _as_strided(
+    value: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
+    """What is written to a view by as_strided cannot be made part of a graph, and `fill_diagonal_`
+    makes such a view."""
+    if (
+        value.dim() == 2
+        and list(size) == [min(value.shape)]
+        and list(stride) == [sum(value.stride())]
+        and storage_offset in (None, value.storage_offset())
+    ):
+        return value.diagonal()
+    return NotImplemented
+
+
 _RULES: Rules = {
+    aten.as_strided.default: _as_strided,
     aten.native_batch_norm.default: _batch_norm,
     aten.equal.default: _torch_equal,
     aten._assert_async.default: _assert,

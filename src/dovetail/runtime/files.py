@@ -196,7 +196,7 @@ def read_json(path: str | Path) -> Any:
     except FileNotFoundError:
         raise FileFormatError(str(path), "no such file") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise FileFormatError(str(path), str(error)) from None
+        raise FileFormatError(str(path), explain_os(error)) from None
     except ValueError as error:  # not JSON, or an integer of more digits than Python converts
         raise FileFormatError(str(path), f"not JSON: {error}") from None
     except RecursionError:
