@@ -201,12 +201,12 @@ def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
 
 
 def _written_as_it_lies(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator. What one that writes in place writes over lies as it did: some pure ops,
-    such as masked_fill, lay their results otherwise, and then a view of it would fail."""
+    """Call an operator. A turned tensor that one writes over lies as it did: some pure ops, such as
+    masked_fill, lay their results row by row, and then a view of it would fail."""
     pure = _pure_twin(target)
     if pure is not None and not args[0].is_contiguous():
-        value = pure(*args, **kwargs)
-        if value.stride() != args[0].stride():
+        is_turned = torch.empty_like(args[0]).stride() == args[0].stride()  # and has no gaps
+        if is_turned and (value := pure(*args, **kwargs)).stride() != args[0].stride():
             return args[0].copy_(value)
     return target(*args, **kwargs)
 
