@@ -58,6 +58,22 @@ class MixedNorm(nn.Module):
         return self.norm(x.bfloat16()).float()
 
 
+class Slices(nn.Module):
+    """Between the rows of what is written over lies the rest of a table."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+
+    def forward(self, x):
+        table = torch.zeros(*x.shape[:2], 2 * x.shape[2])
+        rows = table[..., : x.shape[2]]
+        rows.copy_(self.first(x))
+        turned = rows.transpose(0, 1)
+        turned.clamp_(max=0.5)
+        return turned * 2 + table[..., x.shape[2] :].transpose(0, 1)
+
+
 def different(step):
     """(op, strides, dtype) of what calls return otherwise than the graph says."""
     graph, tensors, found = step.graph, initial_values(step), []
@@ -86,7 +102,7 @@ SIZES = [(3, 4, 5), (8, 40, 32)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("module", [NormalisedSteps, Transposed, Columns, MixedNorm])
+@pytest.mark.parametrize("module", [NormalisedSteps, Transposed, Columns, MixedNorm, Slices])
 def test_a_training_step_lays_its_tensors_as_its_graph_says(module, sizes):
     inputs = torch.randn(sizes)
     model = module(sizes[2])

@@ -191,7 +191,7 @@ def _small_results(
 
     def small(value: Tensor) -> Tensor:
         shape = [sizes.get(n, n) for n in value.shape]
-        strides = value.stride() if not sizes else _dense_strides(shape, value.stride())
+        strides = value.stride() if not sizes else _strides_like(shape, value)
         flat = torch.zeros(_extent(shape, strides), dtype=value.dtype, device="cpu")
         return flat.as_strided(shape, strides)
 
@@ -214,6 +214,18 @@ def _dense_strides(shape: Sequence[int], like: Sequence[int]) -> list[int]:
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
         if like[dim]:
+            strides[dim], step = step, step * max(shape[dim], 1)
+    return strides
+
+
+def _strides_like(shape: Sequence[int], like: Tensor) -> list[int]:
+    """The strides of memory of this shape whose dimensions are in the order of the tensor's, and
+    have a gap between them where the tensor's have one; 0 stays."""
+    strides, step, dense = [0] * len(shape), 1, 1
+    for dim in sorted(range(len(shape)), key=lambda d: (like.stride(d), -d)):
+        if like.stride(dim):
+            step += like.stride(dim) > dense
+            dense = like.stride(dim) * max(like.shape[dim], 1)
             strides[dim], step = step, step * max(shape[dim], 1)
     return strides
 
