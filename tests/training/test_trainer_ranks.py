@@ -440,7 +440,7 @@ def failed():
             try:
                 load_backend("ranks", **options)(assignment, Watcher())
             except DovetailError as error:
-                errors.append([type(error).__name__, str(error), error.line])
+                errors.append([type(error).__name__, getattr(error, "traceback", ""), error.line])
         attempt(assign(), listen="192.0.2.1")
         attempt(assign(learner=lambda worker: Sitting("raise", 2 if worker else 10**9)))
         print(json.dumps(errors))
