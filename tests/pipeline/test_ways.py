@@ -298,7 +298,7 @@ def test_a_plan_that_was_not_compared_gives_way_to_the_module_as_it_is(
         plan
     )
     (record,) = caplog.records
-    assert record.levelname == "ERROR" and "RuntimeError: strides" in record.getMessage()
+    assert record.levelname == "ERROR" and "in op 'first': strides" in record.getMessage()
     # What its user asked for by name stays.
     assert found(step, placer="single").way == PLACED
 

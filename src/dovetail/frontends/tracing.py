@@ -204,7 +204,7 @@ def _written_as_it_lies(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Call an operator. A turned tensor that one writes over lies as it did: some pure ops, such as
     masked_fill, lay their results row by row, and then a view of it would fail."""
     pure = _pure_twin(target)
-    if pure is not None and not args[0].is_contiguous():
+    if pure is not None and isinstance(args[0], Tensor) and not args[0].is_contiguous():
         is_turned = torch.empty_like(args[0]).stride() == args[0].stride()  # and has no gaps
         if is_turned and (value := pure(*args, **kwargs)).stride() != args[0].stride():
             return args[0].copy_(value)
