@@ -216,8 +216,8 @@ def capture_call(  # noqa: PLR0913, PLR0915  one argument each; one way in its o
         for index in traced.written_inputs
     )
     if traced.counters:
-        names = list_names(list(traced.counters))
-        notes += (f"a plan's steps leave as they are the numbers that the model's change: {names}",)
+        names = list_names(traced.counters)
+        notes += (f"the model changes numbers of Python at each step, a plan does not: {names}",)
     # A plain step would write over its inputs where the model does, and torch's scaler keeps its
     # state elsewhere.
     plain: PlainStep | None = None

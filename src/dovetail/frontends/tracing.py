@@ -201,25 +201,27 @@ def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
 
 
 def _written_as_it_lies(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator. A turned tensor that one writes over lies as it did: some pure ops, such as
-    masked_fill, lay their results row by row, and then a view of it would fail."""
-    pure = _pure_twin(target)
-    if pure is not None and isinstance(args[0], Tensor) and not args[0].is_contiguous():
-        is_turned = torch.empty_like(args[0]).stride() == args[0].stride()  # and has no gaps
-        if is_turned and (value := pure(*args, **kwargs)).stride() != args[0].stride():
-            return args[0].copy_(value)
-    return target(*args, **kwargs)
+    """Call an operator; if it writes over a turned tensor, that lies in memory as it did.
 
-
-def _pure_twin(target: Any) -> OpOverload | None:
-    """Return the operator that returns what this one writes over its first argument, or None."""
+    `functionalize` calls the pure op of the same name, and some pure ops, such as masked_fill, lay
+    their results row by row. A view that the model makes of the tensor would fail then.
+    """
     name = target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else ""
-    if not name.endswith("_") or target.namespace != "aten" or is_random(target):
-        return None
-    pure = getattr(getattr(aten, name[:-1], None), target._schema.overload_name or "default", None)
-    if not isinstance(pure, OpOverload) or pure._schema.is_mutable or pure.is_view:
-        return None
-    return pure
+    if name.endswith("_") and not is_random(target) and isinstance(args[0], Tensor):
+        written = args[0]
+        overload = target._schema.overload_name or "default"
+        pure = getattr(getattr(aten, name[:-1], None), overload, None)
+        # Ops such as unsqueeze_ write no numbers. A tensor with gaps gets no view that would fail.
+        if (
+            not written.is_contiguous()
+            and isinstance(pure, OpOverload)
+            and not pure.is_view
+            and torch.empty_like(written).stride() == written.stride()
+        ):
+            value = pure(*args, **kwargs)
+            if value.stride() != written.stride():
+                return written.copy_(value)
+    return target(*args, **kwargs)
 
 
 def _take_writes(graph: fx.Graph, names: Sequence[str]) -> None:
@@ -342,8 +344,8 @@ class Attributes:
         self.seen: set[int] = set()
         self.room_bytes = float("inf")
         defined_in: dict[str, None] = {}  # names of modules, in order
-        inner = [("", module)] + [("", f) for f in functions if isinstance(f, nn.Module)]
-        for path, part in (found for _, root in inner for found in root.named_modules()):
+        roots = (module, *(f for f in functions if isinstance(f, nn.Module)))
+        for path, part in (found for root in roots for found in root.named_modules()):
             inside = {k: v for k, v in vars(part).items() if k not in _OF_MODULE}
             self.saved.append(_Saved(path, part, inside))
             for key in _TREE:
@@ -380,7 +382,12 @@ class Attributes:
                     self._save(name, cell.cell_contents, _DEPTH)
                     if isinstance(cell.cell_contents, (FunctionType, MethodType)):
                         self._save_function(cell.cell_contents)
-        elif not isinstance(function, (nn.Module, type)) and _is_users(type(function).__module__):
+        elif (
+            id(function) not in self.seen
+            and not isinstance(function, (nn.Module, type))
+            and _is_users(type(function).__module__)
+        ):
+            self.seen.add(id(function))
             with contextlib.suppress(TypeError):  # not each has attributes
                 inside = dict(vars(function))
                 name = type(function).__qualname__
@@ -460,7 +467,7 @@ class Attributes:
         for saved, key, before, now in counters:
             later = before + STEPS_AHEAD * (now - before)
             if isinstance(later, int):
-                # In the step that follows it is a multiple of 5040, if it is changed right away.
+                # Most models count before they look, so the multiple is what the count leads to.
                 later += -later % 5040 - (now - before)
             if isinstance(saved.container, (dict, list, deque)):
                 saved.container[key] = later
@@ -1201,7 +1208,7 @@ def _equal(value: Tensor, other: Tensor) -> bool:
         return torch.equal(value, other)
 
 
-def list_names(names: list[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
 
 
@@ -1613,8 +1620,8 @@ def _known_lengths(function: str, lengths: Tensor) -> list[int]:
 def _as_strided(
     value: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """What is written to a view by as_strided cannot be made part of a graph, and `fill_diagonal_`
-    makes such a view."""
+    """Return the diagonal if that is the view, as it is in `fill_diagonal_`. Writes through
+    as_strided cannot be made part of a graph."""
     if (
         value.dim() == 2
         and list(size) == [min(value.shape)]
