@@ -192,7 +192,7 @@ def needs(flat: StepModel, placement):
     return reads, readers
 
 
-def heap_step_seconds(flat: StepModel, placement) -> float:  # noqa: C901 (one loop, to be read whole)
+def heap_step_seconds(flat: StepModel, placement) -> float:
     """The same rules with heapq, without memory: for graphs without sources, views and relays."""
     reads, readers = needs(flat, placement)
     waiting = [len(of_op) for of_op in reads]

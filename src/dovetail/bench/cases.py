@@ -30,7 +30,7 @@ _LARGE = (
 _UNGIVEN = "GDP gives no sizes and no optimizer: "
 
 
-def _row(  # noqa: PLR0913  one argument a column of the table
+def _row(  # noqa: PLR0917  one argument a column of the table
     network: str,
     title: str,
     model: str,
@@ -181,7 +181,7 @@ def with_gpu_memory(machine: Machine, memory_bytes: int) -> Machine:
     return replace(machine, devices=devices)
 
 
-def _gdp(  # noqa: PLR0913  as above
+def _gdp(  # noqa: PLR0917  as above
     network: str,
     title: str,
     model: str,

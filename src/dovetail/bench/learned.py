@@ -339,7 +339,7 @@ def drive(
     return learner
 
 
-def run_learned(  # noqa: PLR0913  keyword-only but three
+def run_learned(
     task: PlacementTask,
     grouping: str,
     method: str,

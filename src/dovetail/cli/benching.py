@@ -44,7 +44,7 @@ PAPERS_OF = {
 """Maps an option to the papers that it goes with. Those that are not named go with all."""
 
 
-def bench(  # noqa: PLR0913  one argument an option
+def bench(  # noqa: PLR0917  one argument an option
     context: typer.Context,
     paper: Annotated[
         Paper,

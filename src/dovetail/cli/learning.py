@@ -76,7 +76,7 @@ Start = Annotated[Path, typer.Argument(help="A policy file to start from")]
 
 @learn.command("one")
 @command
-def learn_one(  # noqa: PLR0913  one argument an option
+def learn_one(  # noqa: PLR0917  one argument an option
     model: Model,
     method: Method = LearnRequest.method,
     machine: Machine = "",
@@ -126,7 +126,7 @@ def learn_one(  # noqa: PLR0913  one argument an option
 
 @learn.command("batch")
 @command
-def learn_batch(  # noqa: PLR0913  one argument an option
+def learn_batch(  # noqa: PLR0917  one argument an option
     models: Annotated[list[str], typer.Argument(metavar="MODELS...", help=MODEL_HELP)],
     machine: Annotated[
         list[str] | None,
@@ -180,7 +180,7 @@ def learn_batch(  # noqa: PLR0913  one argument an option
 
 @learn.command("finetune")
 @command
-def finetune(  # noqa: PLR0913  one argument an option
+def finetune(  # noqa: PLR0917  one argument an option
     policy: Start,
     model: Model,
     machine: Machine = "",

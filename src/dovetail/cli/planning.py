@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EPILOGS = {"plan": listing("Placers:", PLACERS)}
 
 
-def plan(  # noqa: PLR0913  one argument an option
+def plan(  # noqa: PLR0917  one argument an option
     model: Model,
     train: Train = "",
     replicas: Annotated[

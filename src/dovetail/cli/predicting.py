@@ -43,7 +43,7 @@ DATA_HELP = (
 )
 
 
-def predict(  # noqa: PLR0913  one argument an option
+def predict(  # noqa: PLR0917  one argument an option
     function: Annotated[str, typer.Argument(metavar="FUNCTION", help=FUNCTION_HELP)],
     weights: Annotated[Path, typer.Argument(help="Weights that `train --out` wrote as a file")],
     data: Annotated[str, typer.Argument(help=DATA_HELP)],

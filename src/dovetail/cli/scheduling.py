@@ -18,7 +18,7 @@ from dovetail.units import HERE_CPU
 EPILOGS = {"schedule": listing("Schedulers:", SCHEDULERS)}
 
 
-def schedule(  # noqa: PLR0913  one option each
+def schedule(  # noqa: PLR0917  one option each
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     device: Annotated[
         str, option(ScheduleRequest, "devices", before="One, or several with commas. ")

@@ -53,7 +53,7 @@ def _default(name: str) -> str:
     return str(DEFAULTS[name])
 
 
-def train(  # noqa: PLR0913  one argument an option
+def train(  # noqa: PLR0917  one argument an option
     context: typer.Context,
     function: Annotated[str, typer.Argument(metavar="[FUNCTION]", help=FUNCTION_HELP)] = "",
     rule: Annotated[

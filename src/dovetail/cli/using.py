@@ -25,7 +25,7 @@ EVERY = 10
 """Steps between two checkpoints."""
 
 
-def run(  # noqa: PLR0913  one argument an option
+def run(  # noqa: PLR0917  one argument an option
     plan: PlanFile,
     model: PlanModel = "",
     steps: Annotated[

@@ -136,7 +136,7 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 @_seldom_collecting()
-def capture_call(  # noqa: PLR0913, PLR0915  one argument each; one way in its order
+def capture_call(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

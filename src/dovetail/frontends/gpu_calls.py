@@ -65,7 +65,7 @@ def attention(
     return _laid_as(query, torch.matmul(weights.to(value.dtype), value)), logsumexp
 
 
-def attention_backward(  # noqa: PLR0913  the arguments of the op
+def attention_backward(  # noqa: PLR0917  the arguments of the op
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,

@@ -107,7 +107,7 @@ class Recording:
     differentiates: bool
 
 
-def record(  # noqa: PLR0913  what runs, and what its run is told
+def record(  # noqa: PLR0917  what runs, and what its run is told
     function: Callable[..., Sequence[Any]],
     values: Sequence[Tensor],
     mark: Callable[[], Any],

@@ -180,7 +180,7 @@ _NO_LIMIT = np.iinfo(np.int32).max
 
 
 @kernel
-def _merge(  # noqa: PLR0913 (kernel)
+def _merge(  # noqa: PLR0917 (kernel)
     producers: Int32,
     consumers: Int32,
     weights: NDArray[np.float64],

@@ -136,7 +136,7 @@ class Llama(nn.Module):
     Raises `ValueError` as `check_heads` does.
     """
 
-    def __init__(  # noqa: PLR0913  sizes, by keyword
+    def __init__(
         self,
         *,
         layers: int,

@@ -135,7 +135,7 @@ class MoE(nn.Module):
     Raises `ValueError` for more active experts than there are, and as `check_heads` does.
     """
 
-    def __init__(  # noqa: PLR0913  sizes, by keyword
+    def __init__(
         self,
         *,
         layers: int,

@@ -172,7 +172,7 @@ class NASNetA(nn.Module):
     Raises `ValueError` for other values of `filters`, and for a `size` that is too small for `aux`.
     """
 
-    def __init__(  # noqa: PLR0913 (sizes, keyword-only)
+    def __init__(
         self,
         *,
         cells: int,

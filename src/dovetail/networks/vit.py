@@ -69,7 +69,7 @@ class ViT(nn.Module):
     Raises `ValueError` unless `size` is a multiple of `patch`, and `hidden` of `heads`.
     """
 
-    def __init__(  # noqa: PLR0913 (sizes, keyword-only)
+    def __init__(
         self,
         *,
         layers: int,

@@ -106,7 +106,7 @@ class LearningResult:
 
 
 @with_fields_of(LearnRequest, skip=("tasks",))
-def learn(  # noqa: PLR0913  keyword-only but two: the task, and what the caller listens with
+def learn(
     step: Step,
     machine: str | Machine = "",
     *,

@@ -296,7 +296,7 @@ def _nodes(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _Merg
 
 
 @kernel
-def _earliest_starts(  # noqa: PLR0913 (kernel)
+def _earliest_starts(  # noqa: PLR0917 (kernel)
     input_offsets: Int32,
     input_tensors: Int32,
     producers: Int32,
@@ -322,7 +322,7 @@ def _earliest_starts(  # noqa: PLR0913 (kernel)
 
 
 @kernel
-def _steps(  # noqa: PLR0913 (kernel)
+def _steps(  # noqa: PLR0917 (kernel)
     input_offsets: Int32,
     input_tensors: Int32,
     producers: Int32,
@@ -683,7 +683,7 @@ def _longest_paths(
 
 
 @kernel
-def _match(  # noqa: PLR0913 (kernel)
+def _match(  # noqa: PLR0917 (kernel)
     ends: Int32,
     choice: NDArray[np.int64],
     seconds: Float64,

@@ -623,7 +623,7 @@ def _words(rows: Bool) -> NDArray[np.uint64]:
 
 
 @kernel
-def _solve(  # noqa: PLR0913  one loop over ideals, stages and kinds of devices
+def _solve(  # noqa: PLR0917  one loop over ideals, stages and kinds of devices
     words: NDArray[np.uint64],
     order: Int64,
     work: Float64,
@@ -665,7 +665,7 @@ def _solve(  # noqa: PLR0913  one loop over ideals, stages and kinds of devices
 
 
 @kernel
-def _shortest(  # noqa: PLR0913  as above
+def _shortest(  # noqa: PLR0917  as above
     words: NDArray[np.uint64],
     order: Int64,
     work: Float64,
@@ -733,7 +733,7 @@ def _shortest(  # noqa: PLR0913  as above
 
 
 @kernel
-def _lowest_peak(  # noqa: PLR0913  as above
+def _lowest_peak(  # noqa: PLR0917  as above
     words: NDArray[np.uint64],
     order: Int64,
     work: Float64,

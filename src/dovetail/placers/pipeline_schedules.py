@@ -186,7 +186,7 @@ def other_held(room: Float64, micro_batches: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(options))
 
 
-def _filled(  # noqa: C901  one loop over tasks; its helpers share what it knows
+def _filled(
     times: StageTimes,
     micro_batches: int,
     preference: dict[int, int],
@@ -320,7 +320,7 @@ def step_seconds(orders: Orders, times: StageTimes, micro_batches: int) -> float
 
 
 @kernel
-def _simulate(  # noqa: PLR0913, C901  one loop over tasks in the order of time
+def _simulate(  # noqa: PLR0917  one loop over tasks in the order of time
     table: Int64,
     lengths: Int64,
     seconds: Float64,

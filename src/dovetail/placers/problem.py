@@ -212,7 +212,7 @@ class PlacementProblem:
         return np.ascontiguousarray(placement[..., self.groups.of_op])
 
 
-def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every problem needs)
+def make_problem(
     graph: Graph,
     machine: Machine,
     costs: Costs,

@@ -127,7 +127,7 @@ def _update_all(addresses: Any, sizes: Any, settings: Any, centered: Any) -> Non
             _update(at, sizes[row], settings)
 
 
-def fused_rmsprop(  # noqa: PLR0913  the settings of RMSprop
+def fused_rmsprop(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], square_avgs: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor], grad_avgs: Sequence[Tensor],
     *, lr: float, alpha: float, eps: float, weight_decay: float, momentum: float, centered: bool,

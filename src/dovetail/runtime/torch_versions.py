@@ -395,7 +395,7 @@ def count_up(steps: Sequence[Tensor]) -> None:
     torch._foreach_add_(list(steps), 1)
 
 
-def fused_adam(  # noqa: PLR0913  the settings of Adam
+def fused_adam(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], steps: Sequence[Tensor],
     exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     *, decoupled: bool, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,

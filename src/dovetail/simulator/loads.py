@@ -51,7 +51,7 @@ def sum_loads(flat: StepModel, placed: Int32, stamps: Int64, loads: Float64) -> 
 
 
 @inlined
-def add_sends(  # noqa: PLR0913 (kernel)
+def add_sends(  # noqa: PLR0917 (kernel)
     flat: StepModel,
     placed: Int32,
     stamps: Int64,

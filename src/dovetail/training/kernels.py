@@ -132,7 +132,7 @@ def _add_compensated(
         theta[i] -= rate * (g + strength * g * g * (theta[i] - base[i]))
 
 
-def _add_compensated_adaptive(  # noqa: PLR0913  compiled: flat arguments
+def _add_compensated_adaptive(  # noqa: PLR0917  compiled: flat arguments
     theta: Vector,
     gradient: Vector,
     base: Vector,

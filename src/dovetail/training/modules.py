@@ -199,7 +199,7 @@ class ModuleLearner:
     autocast   dtype of `torch.autocast` around model and loss; "": none
     """
 
-    def __init__(  # noqa: PLR0913  what a worker is given
+    def __init__(
         self,
         module: nn.Module,
         loss: Loss,

@@ -296,7 +296,7 @@ def _sgd_decayed(out: Vector, theta: Vector, gradient: Vector, lr: float, decay:
         out[i] = -lr * (gradient[i] + decay * theta[i])
 
 
-def _sgd(  # noqa: PLR0913  compiled: flat arguments
+def _sgd(  # noqa: PLR0917  compiled: flat arguments
     out: Vector,
     theta: Vector,
     gradient: Vector,
@@ -313,7 +313,7 @@ def _sgd(  # noqa: PLR0913  compiled: flat arguments
         out[i] = -lr * (gradient_weight * g + buffer_weight * buffer[i])
 
 
-def _adam(  # noqa: PLR0913  compiled: flat arguments
+def _adam(  # noqa: PLR0917  compiled: flat arguments
     out: Vector,
     theta: Vector,
     gradient: Vector,
@@ -350,7 +350,7 @@ def _adagrad(
         out[i] = -rate * g / (math.sqrt(total[i]) + eps)
 
 
-def _rmsprop(  # noqa: PLR0913  compiled: flat arguments
+def _rmsprop(  # noqa: PLR0917  compiled: flat arguments
     out: Vector,
     theta: Vector,
     gradient: Vector,
@@ -367,7 +367,7 @@ def _rmsprop(  # noqa: PLR0913  compiled: flat arguments
         out[i] = -lr * (g / (math.sqrt(square[i]) + eps))
 
 
-def _rmsprop_momentum(  # noqa: PLR0913  compiled: flat arguments
+def _rmsprop_momentum(  # noqa: PLR0917  compiled: flat arguments
     out: Vector,
     theta: Vector,
     gradient: Vector,

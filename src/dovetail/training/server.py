@@ -64,7 +64,7 @@ class Server:
     clock      returns the seconds since the run's start
     """
 
-    def __init__(  # noqa: PLR0913  keyword-only
+    def __init__(
         self,
         job: Job,
         rule: Rule,

@@ -109,7 +109,7 @@ class Evaluator:
     autocast   dtype of `torch.autocast` around model and loss, as workers have it; "": none
     """
 
-    def __init__(  # noqa: PLR0913  what is evaluated, on what, and where
+    def __init__(
         self,
         module: nn.Module,
         loss: Loss,

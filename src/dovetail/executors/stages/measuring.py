@@ -233,7 +233,7 @@ class MeasuredStages:
 class CpuStages(MeasuredStages):
     """Stage costs on this process's cores."""
 
-    def __init__(  # noqa: PLR0913  what a measurement depends on
+    def __init__(
         self,
         functions: Functions,
         block: KernelBlock,

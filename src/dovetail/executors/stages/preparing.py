@@ -166,7 +166,7 @@ def run_prepared(call: Call, tensors: Values) -> None:
     run_call(call, tensors, 0)
 
 
-def _convolution(  # noqa: PLR0913  those of aten.convolution
+def _convolution(  # noqa: PLR0917  those of aten.convolution
     images: Tensor,
     weight: Tensor,
     bias: Tensor | None,

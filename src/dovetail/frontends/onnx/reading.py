@@ -188,8 +188,8 @@ def onnx_library() -> Any:
     """The package `onnx`. Raises `MissingLibraryError`."""
     try:
         import onnx
-        import onnx.reference
-        import onnx.shape_inference
+        import onnx.reference  # noqa: F401  it is used as onnx.reference
+        import onnx.shape_inference  # noqa: F401  and as onnx.shape_inference
     except ImportError:
         raise MissingLibraryError("onnx", "pip install 'dovetail[onnx]'") from None
     return onnx

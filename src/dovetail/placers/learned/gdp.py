@@ -385,7 +385,7 @@ class Gdp(Policy):
 
     name = "gdp"
 
-    def __init__(  # noqa: PLR0913  (keyword-only options)
+    def __init__(
         self,
         *,
         hidden: int = 64,

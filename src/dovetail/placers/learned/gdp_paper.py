@@ -81,7 +81,7 @@ class GdpPaper(Policy):
 
     name = "gdp-paper"
 
-    def __init__(  # noqa: PLR0913  (keyword-only options)
+    def __init__(
         self,
         *,
         devices: int,

@@ -296,7 +296,7 @@ class Hdp(Policy):
     Takes O(trials x groups^2 x hidden) a draw.
     """
 
-    def __init__(  # noqa: PLR0913  (keyword-only)
+    def __init__(
         self,
         *,
         kinds: list[int],

@@ -122,7 +122,7 @@ class PolicyLearner:
     policy       becomes this learner's
     """
 
-    def __init__(  # noqa: PLR0913  keyword-only
+    def __init__(
         self,
         policy: Policy,
         tasks: Sequence[TaskView],

@@ -66,7 +66,7 @@ RESTARTS = 3
 _IN_PROCESS = ("simulated", "threads")
 
 
-def learn(  # noqa: PLR0913  keyword-only
+def learn(
     tasks: Sequence[PlacementTask],
     policy: Policy,
     settings: LearningSettings,

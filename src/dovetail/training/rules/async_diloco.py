@@ -88,7 +88,7 @@ def async_diloco(
     )
 
 
-def _fold(  # noqa: PLR0913  compiled: flat arguments
+def _fold(  # noqa: PLR0917  compiled: flat arguments
     theta: Vector,
     gradient: Vector,
     momentum: Vector,
