@@ -2,7 +2,8 @@
 
     python benchmarks/readme.py rl17 gdp
 
-`dovetail bench` writes rows.csv and trainings.csv; no figure of the README is typed by hand.
+`python -m reproductions` writes rows.csv and trainings.csv; no figure of the README is typed by
+hand.
 """
 
 import csv
@@ -11,15 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from markdown import fill, table
 
-from dovetail.bench import tables
-from dovetail.bench.cases import CASES, LEARNED
-from dovetail.bench.methods import HYPOTHESIS, PLAIN
-from dovetail.bench.orderings import is_oom
-from dovetail.bench.records import BestSoFar, CaseResult, Column, LearnedRun, MethodResult
-from dovetail.bench.tables import middle
+from reproductions import tables
+from reproductions.cases import CASES, LEARNED
+from reproductions.methods import HYPOTHESIS, PLAIN
+from reproductions.orderings import is_oom
+from reproductions.records import BestSoFar, CaseResult, Column, LearnedRun, MethodResult
+from reproductions.tables import middle
 
 METHODS = {
     "rl17": (

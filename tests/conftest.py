@@ -18,7 +18,7 @@ LONGEST = (
     "training/processes/test_processes_faults.py",
     "frontends/test_capture_transparency.py",
     "frontends/test_onnx_exports.py",
-    "bench/test_bench_learning.py",
+    "reproductions/test_learning.py",
     "executors/test_transparency.py",
     "test_documents.py",
     "costs/test_measured.py",
@@ -27,7 +27,7 @@ LONGEST = (
     "placers/learned",
     "placers",
     "executors",
-    "bench",
+    "reproductions",
 )
 TOGETHER = ("training/ray_cluster",)
 """Folders all of whose tests one worker runs, since they share something costly, a cluster."""

@@ -29,8 +29,9 @@ def _python_blocks(document):
 
 
 def _commands(document):
-    """The command lines of `dovetail` that stand in indented blocks."""
-    return re.findall(r"^ {4}(dovetail \S.*)$", document.read_text("utf-8"), re.MULTILINE)
+    """The command lines of `dovetail` and `reproductions` that stand in indented blocks."""
+    lines = r"^ {4}((?:dovetail|python -m reproductions) \S.*)$"
+    return re.findall(lines, document.read_text("utf-8"), re.MULTILINE)
 
 
 def test_there_are_examples_to_run():
@@ -64,13 +65,15 @@ def test_the_readme_has_at_most_120_lines():
 
 def test_every_command_in_the_guides_has_the_options_it_is_shown_with():
     from dovetail.cli import COMMANDS, make_app
+    from reproductions.__main__ import app_of_papers
 
-    app = typer.main.get_command(make_app(*COMMANDS))
+    app, papers = map(typer.main.get_command, (make_app(*COMMANDS), app_of_papers()))
     checked = 0
-    for document in GUIDES:
+    for document in [*GUIDES, *(ROOT / "benchmarks").glob("*/README.md")]:
         for line in _commands(document):
-            words = shlex.split(line)[1:]
-            command = app
+            words, command = shlex.split(line, comments=True)[1:], app
+            if line.startswith("python"):
+                words, command = words[2:], papers
             while words and hasattr(command, "commands"):
                 assert words[0] in command.commands, f"{_name(document)}: {line}"
                 command = command.commands[words.pop(0)]

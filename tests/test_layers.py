@@ -24,7 +24,6 @@ LAYERS = [
     {"executors"},
     {"reports", "exports"},
     {"pipeline"},
-    {"bench"},
     {"cli"},
     {"__main__"},
 ]

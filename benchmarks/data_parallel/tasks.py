@@ -8,14 +8,17 @@
 A fifth is kept for validation, the same for every seed. Features are scaled by what is left.
 """
 
+import sys
 import warnings
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 from mlp import Floats, Task
 
-from dovetail.bench.thesis import read_mnist
 from dovetail.errors import FileFormatError, MissingLibraryError
+from reproductions.thesis import read_mnist
 
 HELD_OUT = 0.2
 

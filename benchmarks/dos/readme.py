@@ -1,6 +1,6 @@
 """Write the tables of README.md from the rows.csv beside it: python benchmarks/dos/readme.py
 
-`dovetail bench dos` writes rows.csv; no figure of the README is typed by hand.
+`python -m reproductions dos` writes rows.csv; no figure of the README is typed by hand.
 """
 
 import csv
@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from markdown import fill, table
 
-from dovetail.bench.dos import OTHER_SIZE
-from dovetail.bench.dos_page import tables_of
+from reproductions.dos import OTHER_SIZE
+from reproductions.dos_page import tables_of
 
 HERE = Path(__file__).parent
 NAMES = ("table 5", "work", "search", "table 1", "table 2", "figure 6", "figure 7", "blocks")

@@ -34,11 +34,10 @@ RESULT = "result "
 
 def train(seed: int, kills: int) -> None:
     """One run in this process; prints its result as a line."""
-    from tests.support.ray_runs import SMALL, assign_counts, each_sample_once_an_epoch
-
     from dovetail.errors import DovetailError
     from dovetail.training.backends import load_backend
     from dovetail.training.backends.contract import FailurePolicy, Watcher
+    from tests.support.ray_runs import SMALL, assign_counts, each_sample_once_an_epoch
 
     rng = random.Random(seed)
     policy = FailurePolicy(worker_restarts=10**4, server_restarts=10**4, refusals=10**6)

@@ -41,6 +41,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from markdown import fill, table
 from runs import (
@@ -57,10 +58,10 @@ from runs import (
     tuned_shipped,
 )
 
-from dovetail.bench.records import BestSoFar, LearnedRun
-from dovetail.bench.tables import geometric_mean, reached
 from dovetail.placers import PLACERS, Budget
 from dovetail.placers.learned.records import PlacementTask
+from reproductions.records import BestSoFar, LearnedRun
+from reproductions.tables import geometric_mean, reached
 
 HERE = Path(__file__).parent
 Text = Iterator[str]

@@ -21,20 +21,21 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from markdown import fill, table
 from runs import CASES, say
 
-from dovetail.bench import graphs
-from dovetail.bench.learned import Tally, by_rule
-from dovetail.bench.running import BenchSettings as Table
 from dovetail.graph.grouping import colocate
 from dovetail.machine import parse_machine
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.records import PlacementTask
+from reproductions import graphs
+from reproductions.learned import Tally, by_rule
+from reproductions.running import BenchSettings as Table
 
 HERE = Path(__file__).parent
 LARGER: dict[str, Any] = {"hidden": 256, "layers": 6, "sage_layers": 4, "heads": 8, "segment": 512}

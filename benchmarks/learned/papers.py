@@ -28,19 +28,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import sys
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from markdown import fill, table
 
-from dovetail.bench import graphs
-from dovetail.bench.cases import CASES, machine_of
-from dovetail.bench.learned import SHIPPED, Tally, by_rule, drive, propose, task_of, views_of
-from dovetail.bench.methods import first_of
-from dovetail.bench.store import Store
 from dovetail.placers import BASELINES, Budget
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, shipped
 from dovetail.placers.learned.records import LearningSettings, PlacementTask
 from dovetail.runtime.files import write_atomically
+from reproductions import graphs
+from reproductions.cases import CASES, machine_of
+from reproductions.learned import SHIPPED, Tally, by_rule, drive, propose, task_of, views_of
+from reproductions.methods import first_of
+from reproductions.store import Store
 
 HERE = Path(__file__).parent
 ROWS = {case.key: (paper, case) for paper, cases in CASES.items() for case in cases}

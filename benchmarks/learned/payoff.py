@@ -21,21 +21,22 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from markdown import fill, table
 from runs import CASES, say
 
-from dovetail.bench import graphs
-from dovetail.bench.learned import by_rule
-from dovetail.bench.records import Case
-from dovetail.bench.running import BenchSettings
-from dovetail.bench.tables import geometric_mean
 from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, Placer, parse_budget
 from dovetail.placers.learned.placing import make_gdp_search
 from dovetail.placers.learned.records import PlacementTask
 from dovetail.runtime.files import write_atomically
+from reproductions import graphs
+from reproductions.learned import by_rule
+from reproductions.records import Case
+from reproductions.running import BenchSettings
+from reproductions.tables import geometric_mean
 
 HERE = Path(__file__).parent
 ROWS = {key: CASES[key] for key in ("gnmt-2-2gpu", "gnmt-4-4gpu", "gnmt-8-8gpu", "amoebanet-4gpu")}

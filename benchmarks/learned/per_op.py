@@ -30,15 +30,11 @@ from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from markdown import fill, table
 
-from dovetail.bench import graphs
-from dovetail.bench.cases import GDP_CASES
-from dovetail.bench.learned import Tally, by_rule, drive, views_of
-from dovetail.bench.methods import first_of
-from dovetail.bench.store import LEARNED, PLANNED, Store, code_fingerprint, fingerprint
 from dovetail.errors import DovetailError
 from dovetail.graph import Groups, colocate, group_levels
 from dovetail.graph.grouping import merge_single_consumers
@@ -49,6 +45,11 @@ from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, shipped
 from dovetail.placers.learned.placing import make_gdp
 from dovetail.placers.learned.records import PlacementTask
+from reproductions import graphs
+from reproductions.cases import GDP_CASES
+from reproductions.learned import Tally, by_rule, drive, views_of
+from reproductions.methods import first_of
+from reproductions.store import LEARNED, PLANNED, Store, code_fingerprint, fingerprint
 
 HERE = Path(__file__).parent
 HEAD = ("what", "groups", "placements", "wall", "CPU", "peak memory", "step", "over the expert")

@@ -6,8 +6,8 @@
     converged a fresh policy on one graph, until it finds nothing better
 
 A training is found again by everything that it depends on, the code included, so a killed run goes
-on where it was. GDP-one and HDP are those of `dovetail bench gdp`, if they have as many trials;
-what lacks is trained here, and the table is left as it is.
+on where it was. GDP-one and HDP are those of `python -m reproductions gdp`, if they have as many
+trials; what lacks is trained here, and the table is left as it is.
 
 The devices of `gdp-paper` are rows of its last layer, so its policy of a batch has as many as the
 largest machine. A graph on a smaller machine has its GPUs at the first rows and its CPU at the
@@ -24,18 +24,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.bench import graphs
-from dovetail.bench.cases import GDP_CASES
-from dovetail.bench.learned import Tally, drive, run_of, task_of, training_of, views_of
-from dovetail.bench.methods import first_of
-from dovetail.bench.records import BestSoFar, Case, LearnedRun, MethodResult
-from dovetail.bench.running import BenchSettings as Table
-from dovetail.bench.store import LEARNED, Store, fingerprint
-from dovetail.bench.tables import cut
 from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.placers import BASELINES, Budget
@@ -51,6 +45,14 @@ from dovetail.placers.learned.records import (
     Trials,
 )
 from dovetail.placers.problem import PlacementProblem
+from reproductions import graphs
+from reproductions.cases import GDP_CASES
+from reproductions.learned import Tally, drive, run_of, task_of, training_of, views_of
+from reproductions.methods import first_of
+from reproductions.records import BestSoFar, Case, LearnedRun, MethodResult
+from reproductions.running import BenchSettings as Table
+from reproductions.store import LEARNED, Store, fingerprint
+from reproductions.tables import cut
 
 REFERENCE_SETTINGS = LearningSettings(
     "reinforce", trials=4, rate=0.1, decay=0.95, decay_from=400, decay_every=50, failing=10.0,
@@ -107,7 +109,7 @@ class Effort:
     trials     placements of a training, for each of its graphs, and of fine-tuning, with what the
                policy proposes before; hdp_trials: of HDP's
     seeds      trainings of each
-    table      folder of `dovetail bench gdp`, whose graphs and trainings are used
+    table      folder of `python -m reproductions gdp`, whose graphs and trainings are used
     out        folder of what is kept
     table_trials   of the trainings there; the first `trials` of each count, for trainings follow
                    no schedule. None: as many as `trials`

@@ -12,17 +12,18 @@ expert's seconds over the column "human" is zero. `--write` keeps the constants 
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
 from scipy.optimize import brentq, least_squares
 
-from dovetail.bench.cases import GDP_CASES, RL17_CASES
-from dovetail.bench.records import Case
 from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, group, load_graph, save_graph
 from dovetail.machine import Machine
@@ -30,6 +31,8 @@ from dovetail.machine.presets import FITTED, fitted_machine
 from dovetail.pipeline.sources import graph_of, resolve_model
 from dovetail.placers import PLACERS, make_problem, parse_budget
 from dovetail.simulator import Simulator
+from reproductions.cases import GDP_CASES, RL17_CASES
+from reproductions.records import Case
 
 COLUMNS = {"1 CPU": "haswell", "1 GPU": "k80:0"}
 """The only columns of RL17 that enter, and the device that each is a run on."""

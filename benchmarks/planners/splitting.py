@@ -12,20 +12,23 @@ gives one result. With seconds (`--budget 10s`) they run as the tool does, on al
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.bench import graphs
-from dovetail.bench.cases import GDP_CASES
-from dovetail.bench.methods import PLAIN, lay_ground
-from dovetail.bench.records import Case
-from dovetail.bench.store import Store
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from dovetail.graph import Graph
 from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, parse_budget
 from dovetail.placers.problem import PlacementProblem
+from reproductions import graphs
+from reproductions.cases import GDP_CASES
+from reproductions.methods import PLAIN, lay_ground
+from reproductions.records import Case
+from reproductions.store import Store
 
 COLUMNS = (
     "row", "ops", "groups of the rule, finest", "rule", "finest", "split", "split / rule",

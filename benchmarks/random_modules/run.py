@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from markdown import fill, table
+
+from dovetail.executors import Workers
 from tests.support.placing import plan_for, random_order, random_placement, two_devices
 from tests.support.random_modules import parts, wrappers
 from tests.support.random_modules.cases import Case, draw, parse
@@ -32,8 +34,6 @@ from tests.support.random_modules.outcomes import (
     outcome_of,
     placing,
 )
-
-from dovetail.executors import Workers
 
 HERE = Path(__file__).parent
 FAMILY_OF = {

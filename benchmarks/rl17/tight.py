@@ -10,10 +10,12 @@ another.
 import sys
 from pathlib import Path
 
-from dovetail.bench import graphs
-from dovetail.bench.cases import RL17_CASES, TIGHT_BYTES, machine_of
-from dovetail.bench.methods import tight_bytes
-from dovetail.bench.store import Store
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from reproductions import graphs
+from reproductions.cases import RL17_CASES, TIGHT_BYTES, machine_of
+from reproductions.methods import tight_bytes
+from reproductions.store import Store
 
 
 def main() -> int:

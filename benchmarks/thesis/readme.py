@@ -1,6 +1,6 @@
 """Write the tables of README.md from the rows.csv beside it: python benchmarks/thesis/readme.py
 
-`dovetail bench thesis` writes rows.csv; no figure of the README is typed by hand.
+`python -m reproductions thesis` writes rows.csv; no figure of the README is typed by hand.
 """
 
 import csv
@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from markdown import fill, table
 
-from dovetail.bench.thesis import RULES, mean_and_spread
+from reproductions.thesis import RULES, mean_and_spread
 
 HERE = Path(__file__).parent
 FIGURES = ("validation", "training")

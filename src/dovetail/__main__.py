@@ -4,12 +4,13 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 from dovetail.interrupts import INTERRUPTED
 
 
-def run() -> None:
-    """Run the command line, and end the process with its status."""
+def run(main: Callable[[], None] | None = None) -> None:
+    """Run a command line, by default that of `dovetail`, and end the process with its status."""
     status = 1
 
     def end() -> None:
@@ -25,9 +26,12 @@ def run() -> None:
 
     # What is registered first is called last.
     atexit.register(end)
-    from dovetail.cli import main
-
     try:
+        if main is None:
+            # Imported here, where an interrupt is handled.
+            from dovetail.cli import main as of_dovetail
+
+            main = of_dovetail
         main()
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1

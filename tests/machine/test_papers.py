@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dovetail.bench.cases import RL17_CASES
 from dovetail.costs import analytic_costs
 from dovetail.errors import FileFormatError, MachineError, UnknownPresetError
 from dovetail.frontends import parse_optimizer, resolve
@@ -16,6 +15,7 @@ from dovetail.machine.files import machine_from_dict, machine_to_dict
 from dovetail.machine.presets import FITTED, fitted_machine
 from dovetail.reports import machine_table
 from dovetail.simulator import Simulator
+from reproductions.cases import RL17_CASES
 from tests.support.builders import machine_of
 
 FOUND = json.loads(FITTED.read_text())

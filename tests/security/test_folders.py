@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from torch import ones
 
-from dovetail.bench.store import Store
-from dovetail.cli import benching
 from dovetail.errors import FileFormatError, UsageError
 from dovetail.executors import rank_checkpoints
 from dovetail.placers.learned.diary import DiaryEntry, Readers
 from dovetail.runtime import files
 from dovetail.training.trainer import Trainer
+from reproductions import __main__ as benching
+from reproductions.store import Store
 from tests.placers.learned.test_learning import learn_table
 from tests.support.training_models import SGD, cross_entropy, perceptron, table
 
@@ -81,7 +81,7 @@ def test_a_learning_is_not_begun_over_diaries_that_are_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["controllers"]
 
 
-def test_kept_results_of_bench_are_not_written_through_links_and_others_stay(tmp_path):
+def test_kept_results_of_reproductions_are_not_written_through_links_and_others_stay(tmp_path):
     store = Store(tmp_path / "rows", pytest.fail)
     store.put("ours", "f", 1)
     store.path("theirs").write_text('{"of": "years"}')
@@ -95,7 +95,7 @@ def test_kept_results_of_bench_are_not_written_through_links_and_others_stay(tmp
 
 
 @pytest.mark.parametrize("name", [benching.PAGE, benching.CSV, benching.TRAININGS])
-def test_pages_of_bench_are_not_written_through_links(name, tmp_path):
+def test_pages_of_reproductions_are_not_written_through_links(name, tmp_path):
     (tmp_path / name).symlink_to(tmp_path / "outside")
     with pytest.raises(FileFormatError, match="a link"):
         benching._folder(benching.Paper.RL17, tmp_path)

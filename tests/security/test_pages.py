@@ -14,11 +14,12 @@ from dovetail.reports.markup import save_page
 from dovetail.reports.page import render
 from dovetail.reports.stages_page import render_stages
 from dovetail.reports.training_page import render_training
-from tests.bench.test_bench_page import named_page
+from reproductions import TEMPLATES
 from tests.pipeline.test_learning_progress import point
 from tests.reports.test_page import named_report
 from tests.reports.test_stages_page import named_schedules
 from tests.reports.test_training_page import named_history
+from tests.reproductions.test_page import named_page
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -111,9 +112,8 @@ def test_no_name_makes_a_tag_an_attribute_or_a_script(kind, name, tmp_path):
 
 
 def test_every_kind_of_page_is_among_them():
-    templates = {
-        each.name for each in resources.files("dovetail.reports").joinpath("templates").iterdir()
-    }
-    shells = {"shell.html", "parts.html"}
+    folders = resources.files("dovetail.reports").joinpath("templates"), TEMPLATES
+    templates = {each.name for folder in folders for each in folder.iterdir()}
+    shells = {"shell.html", "parts.html", "papers.css"}
     # The tables of the other papers hold our own names, and have tests beside their code.
     assert templates - shells - {"dos.html", "thesis.html"} == {f"{kind}.html" for kind in PAGES}

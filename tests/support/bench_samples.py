@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dovetail.bench.records import (
+from reproductions.records import (
     Case,
     CaseResult,
     Column,

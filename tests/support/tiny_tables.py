@@ -1,8 +1,8 @@
 """Tables of a few tiny rows."""
 
-from dovetail.bench import Case
-from dovetail.bench.methods import HYPOTHESIS, PLAIN
-from dovetail.bench.running import BenchSettings
+from reproductions import Case
+from reproductions.methods import HYPOTHESIS, PLAIN
+from reproductions.running import BenchSettings
 
 MACHINE = "2 x k80 + haswell"
 RNN = "zoo:rnnlm?hidden=16&steps=4&batch=3&vocabulary=50"

@@ -17,6 +17,7 @@ Nothing here imports torch before a command needs it, so that help and errors co
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 from dovetail.interrupts import (
@@ -55,7 +56,6 @@ COMMANDS = {
     "machine": ("showing", "Show a machine's devices and links"),
     "networks": ("showing", "List the built-in networks"),
     "capture": ("showing", "Capture a network as a graph and save it"),
-    "bench": ("benching", "Compute a paper's table with every method"),
 }
 """A command's name -> its module, imported when the command is called, and its line in the help."""
 DEBUG = "--debug"
@@ -133,8 +133,14 @@ def main() -> None:
         end_with_launcher()
     if name in FORKING and _may_fork(arguments):
         start_fork_server(FORKING[name])
+    run_app(lambda: make_app(name), arguments, debug)
+
+
+def run_app(make: Callable[[], typer.Typer], arguments: list[str], debug: bool) -> None:
+    """Run the command line that `make` returns, and exit with its status. An error is one line,
+    with `debug` below its traceback."""
     try:
-        app = make_app(name)
+        app = make()
         # In this mode typer returns the status of a typer.Exit, and 130 for a Ctrl-C, but does not
         # catch errors.
         with exits_noticed(refuse_exit):

@@ -111,10 +111,11 @@ def plan(  # noqa: PLR0917  one argument an option
         from dovetail import frontends  # noqa: F401
 
     arguments.check_outputs(out, report, inputs=[model, machine, policy or "", place or ""])
+    pins = [arguments.split_pair("--pin", text) for text in pin or []]
     options: dict[str, Any] = {
         "machine": machine, "placer": placer, "objective": objective, "contiguous": contiguous,
         "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
-        "budget": budget, "gap": gap, "seed": seed, "pins": _pins(pin), "caps": _caps(cap),
+        "budget": budget, "gap": gap, "seed": seed, "pins": pins, "caps": _caps(cap),
         "policy": policy, "finetune": finetune, "per_op": per_op, "whole": tuple(whole or ()),
         "format": made_for, "min_gain": arguments.share_of("--min-gain", min_gain), "place": place,
         "stages": stages, "compile": compiles, "compile_budget": compile_budget,
@@ -154,10 +155,6 @@ def _count(replicas: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,6}", replicas):
         raise UsageError("--replicas", f"is {replicas!r}; use a number of towers, or auto")
     return int(replicas)
-
-
-def _pins(texts: Sequence[str] | None) -> list[tuple[str, str]]:
-    return [arguments.split_pair("--pin", text) for text in texts or []]
 
 
 def _caps(texts: Sequence[str] | None) -> list[tuple[str, int]]:

@@ -138,7 +138,8 @@ def time_calls(
         if now < best_seconds:
             best_seconds = now
             undisturbed = sum(earlier <= _DISTURBED * now for earlier, _ in rounds)
-        seconds = _one_round(runs, turn)
+        # Each call has the copy of its cold tensors whose turn it is.
+        seconds = [copies[turn % len(copies)]() for copies in runs]
         turn += 1
         calm = now <= _DISTURBED * best_seconds
         undisturbed += calm
@@ -160,11 +161,6 @@ def _enough(rounds: int, spent_seconds: float, undisturbed: int, patience_second
     return (
         full and rounds >= _LEAST_ROUNDS and (undisturbed >= _LEAST_ROUNDS or patience_seconds <= 0)
     )
-
-
-def _one_round(runs: list[list[Callable[[], float]]], turn: int) -> list[float]:
-    """Return the seconds of each call, with the copy of its cold tensors whose turn it is."""
-    return [copies[turn % len(copies)]() for copies in runs]
 
 
 def pace_seconds() -> float:
@@ -627,7 +623,9 @@ def _measure(
     """
     # Batches are taken from the end of the list.
     todo = list(reversed(_batches(graph, entries, len(devices))))
-    core = _core_key(devices[0])
+    # An undisturbed core's pace depends on the processor and on Python.
+    python = f"{sys.implementation.name} {platform.python_version()}"
+    core = f"{devices[0].model} | {python}"
     best_seconds = cache.pace(core)
     with ExitStack() as stack:
         idle = [stack.enter_context(start_worker(device)) for device in devices]
@@ -713,11 +711,6 @@ def _held_bytes(graph: Graph, op: int, entry: TimedEntry) -> int:
     cold = int(graph.tensor_bytes[sorted(entry.cold)].sum())
     outputs = int(graph.tensor_bytes[list(graph.outputs_of(op))].sum())
     return inputs + copies_for(cold) * cold + outputs
-
-
-def _core_key(device: Device) -> str:
-    """Return a key of all that an undisturbed core's pace depends on: processor and Python."""
-    return f"{device.model} | {sys.implementation.name} {platform.python_version()}"
 
 
 def _cold_tensors(graph: Graph) -> NDArray[np.bool_]:

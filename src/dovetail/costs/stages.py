@@ -115,7 +115,8 @@ def _work(graph: Graph, parts: list[list[int]]) -> StageWork:
 
 def _launch(graph: Graph, ops: list[int]) -> Launch:
     members = set(ops)
-    folded = {op for op in ops[1:] if graph.kinds[op] in NORMALISATIONS and _has_head(graph, ops)}
+    has_head = any(graph.kinds[op] in _HEADS for op in ops)
+    folded = {op for op in ops[1:] if has_head and graph.kinds[op] in NORMALISATIONS}
     flops = sum(float(graph.flops[op]) for op in members - folded)
     read: dict[int, int] = {}
     written: dict[int, int] = {}
@@ -149,10 +150,6 @@ def _leaves(graph: Graph, members: set[int], storage: int, tensor: int) -> bool:
         t in graph.outputs or any(int(reader) not in members for reader in graph.consumers_of(t))
         for t in {tensor, *aliases}
     )
-
-
-def _has_head(graph: Graph, ops: list[int]) -> bool:
-    return any(graph.kinds[op] in _HEADS for op in ops)
 
 
 def _moves_nothing(graph: Graph, ops: list[int]) -> bool:

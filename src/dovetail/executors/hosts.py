@@ -476,7 +476,8 @@ class HostsNetwork:
         examples."""
         self._local.feed(tensors)
         names = (source.name for source in self.captured.program.sources if source is not None)
-        self._spread(self._local.by_name[name] for name in names if _is_input(name))
+        given = [name for name in names if name.startswith(("input.", "target."))]
+        self._spread(self._local.by_name[name] for name in given)
 
     def measure(
         self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
@@ -954,10 +955,6 @@ def _may_be_direct(device: Device) -> bool:
     if not device.torch_device or os.environ.get("DOVETAIL_NCCL") == "0":
         return False
     return device.torch_device.startswith(PLAYED) or has_nccl()
-
-
-def _is_input(name: str) -> bool:
-    return name.startswith(("input.", "target."))
 
 
 def _check_same(ranks: Ranks, plan: Plan, captured: Captured, seed: int) -> None:

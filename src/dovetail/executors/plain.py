@@ -142,7 +142,9 @@ def serve(channel: Channel) -> None:
                     torch.set_num_threads(count)
                     channel.send("ready")
                 case _:
-                    channel.send(_sendable(served.answer(request)))
+                    # A tensor would take a GPU's memory or a larger storage with it.
+                    reply = substitute(served.answer(request), Tensor, lambda t: _alone(t.cpu()))
+                    channel.send(reply)
         except EOFError:
             raise
         except Exception as error:
@@ -259,11 +261,6 @@ class ServedPlain:
 
 _STEPS_THAT_COMPILE = 3
 """`torch.compile` may compile in this many first steps; its cache is our own folder meanwhile."""
-
-
-def _sendable(reply: object) -> object:
-    """The reply without tensors that would take a GPU's memory or a larger storage with them."""
-    return substitute(reply, Tensor, lambda tensor: _alone(tensor.cpu()))
 
 
 class PlainNetwork:

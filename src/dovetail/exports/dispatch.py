@@ -84,7 +84,8 @@ def dispatch(
     handles.append(model.register_forward_hook(_end, always_call=True))
     setattr(model, HANDLES, handles)
     # Hugging Face's Trainer leaves a model that has one on its devices.
-    object.__setattr__(model, "hf_device_map", {p: _map_entry(d) for p, d in homes.items()})
+    device_map = {p: d.index if d.type == "cuda" else str(d) for p, d in homes.items()}
+    object.__setattr__(model, "hf_device_map", device_map)
     return model
 
 
@@ -147,10 +148,6 @@ def _torch_device(given: Name, what: str) -> "torch.device":
             "which torch device each device of the plan is",
         )
     return torch.device("cuda", index)
-
-
-def _map_entry(device: "torch.device") -> int | str:
-    return device.index if device.type == "cuda" else str(device)
 
 
 def _home(path: str, homes: Mapping[str, "torch.device"]) -> "torch.device | None":

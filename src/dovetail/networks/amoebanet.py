@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dovetail.networks.images import FactorizedReduce, classification_loss, image_examples
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 
 def _normalised(conv: nn.Conv2d) -> list[nn.Module]:
@@ -186,10 +186,6 @@ def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
     return AmoebaNetD(**options)
 
 
-def _examples(**options: Any) -> Examples:
-    return image_examples(**options)
-
-
 NETWORK = Network(
     name="amoebanet_d",
     paper="Real et al., AAAI 2019, https://arxiv.org/abs/1802.01548",
@@ -197,6 +193,6 @@ NETWORK = Network(
     defaults={"batch": 32, "size": 224, "classes": 1000, "layers": 18, "filters": 208},
     small={"batch": 2, "size": 64, "classes": 10, "layers": 3, "filters": 32},
     modules=_module,
-    examples=_examples,
+    examples=image_examples,
     loss=classification_loss,
 )

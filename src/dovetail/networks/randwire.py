@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dovetail.networks.images import classification_loss, image_examples
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 HEAD = 1280
 """Channels of the 1x1 convolution before the classifier, from table 1 of the paper."""
@@ -171,10 +171,6 @@ def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
     return RandWire(**options)
 
 
-def _examples(**options: Any) -> Examples:
-    return image_examples(**options)
-
-
 NETWORK = Network(
     name="randwire",
     paper="Xie et al., ICCV 2019, https://arxiv.org/abs/1904.01569",
@@ -192,6 +188,6 @@ NETWORK = Network(
     },
     small={"batch": 2, "size": 64, "classes": 10, "nodes": 8, "channels": 4},
     modules=_module,
-    examples=_examples,
+    examples=image_examples,
     loss=classification_loss,
 )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.networks.images import classification_loss, image_examples
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 EPS = 1e-6
 """Every layer normalisation has this epsilon."""
@@ -109,10 +109,6 @@ def _module(*, batch: int, **options: Any) -> nn.Module:
     return ViT(**options)
 
 
-def _examples(**options: Any) -> Examples:
-    return image_examples(**options)
-
-
 NETWORK = Network(
     name="vit",
     paper="Dosovitskiy et al., ICLR 2021, https://arxiv.org/abs/2010.11929",
@@ -139,6 +135,6 @@ NETWORK = Network(
         "patch": 8,
     },
     modules=_module,
-    examples=_examples,
+    examples=image_examples,
     loss=classification_loss,
 )

@@ -27,7 +27,6 @@ from dovetail.frontends.fused import FusedCall, has_fused_update, may_be_fused
 from dovetail.frontends.program import Program
 from dovetail.graph import EVERYWHERE, Graph, Phase
 from dovetail.graph.cells import cells_of
-from dovetail.machine import Device
 from dovetail.pipeline.opening import planned, with_schedules
 from dovetail.pipeline.sources import TellProgress
 from dovetail.plans import Plan, Schedule, Stage, normalise, stages_of
@@ -49,9 +48,12 @@ def with_segments(
 
     compile_seconds   limit of compiling. What is compiled by then is used, and kept for next time
     """
-    if plan.schedules or not any(map(_can_compile, plan.machine.devices)):
+    devices = plan.machine.devices
+    # GPUs need no compiler of C++.
+    compiles = has_compiler() or any(d.torch_device.startswith("cuda") for d in devices)
+    if plan.schedules or not compiles:
         return plan, plan
-    captured, devices = planned(plan, step), plan.machine.devices
+    captured = planned(plan, step)
     segments = [list(_segments(plan, captured, device)) for device in range(len(devices))]
     targets = [CompileTarget.of(device) for device in devices]
     codes: dict[CompileTarget, dict[str, Compiled]] = {}
@@ -128,11 +130,6 @@ def compiled_seconds(
             if alone[kind] > 0:
                 found[op, number] *= within[kind] / alone[kind]
     return found
-
-
-def _can_compile(device: Device) -> bool:
-    """True if there is a compiler for the device: GPUs need none of C++."""
-    return has_compiler() or device.torch_device.startswith("cuda")
 
 
 @dataclass(frozen=True, eq=False)

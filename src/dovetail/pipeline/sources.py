@@ -369,14 +369,15 @@ def unsplit_modules(step: Step) -> dict[str, str]:
         if name in classes and path in seen:
             # Numbers become "*" ("layers.*"), unless a module of another class would match, too.
             glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-            alike = {type(m).__name__ for p, m in modules.items() if _same_depth(p, glob)}
+            # The glob is matched part by part: the "*" of fnmatch matches dots as well.
+            matching = (
+                module
+                for other, module in modules.items()
+                if other.count(".") == glob.count(".") and fnmatchcase(other, glob)
+            )
+            alike = {type(module).__name__ for module in matching}
             found[glob if alike == {name} else path] = name
     return found
-
-
-def _same_depth(path: str, glob: str) -> bool:
-    """True if the glob matches the path part by part; fnmatch's "*" would match dots as well."""
-    return path.count(".") == glob.count(".") and fnmatchcase(path, glob)
 
 
 def machine_of(

@@ -48,7 +48,7 @@ from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
-from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
+from dovetail.schedulers.records import OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.results import SEQUENTIAL, Scheduled
 from dovetail.schedulers.timing import block_of, signatures_of
 from dovetail.simulator import Simulator
@@ -116,7 +116,10 @@ def _analytic_stages(graph: Graph, kernels: Kernels, device: Device) -> DeviceSt
     block = block_of(graph, kernels)
 
     def time(stages: Sequence[OpSet]) -> list[StageTiming]:
-        return [StageTiming(model.seconds(_kernels_of(block, stage))) for stage in stages]
+        return [
+            StageTiming(model.seconds([list(members(group)) for group in groups_of(block, stage)]))
+            for stage in stages
+        ]
 
     alone = [model.seconds([[kernel]]) for kernel in range(kernels.count)]
     return DeviceStages(block, signatures_of(graph, kernels), time, alone)
@@ -148,10 +151,6 @@ def _measured_stages(
     return DeviceStages(
         block, signatures, stages.timer, alone, stages.cannot_win, HAND_OVER_SECONDS, groups
     )
-
-
-def _kernels_of(block: KernelBlock, stage: OpSet) -> list[list[int]]:
-    return [list(members(group)) for group in groups_of(block, stage)]
 
 
 # --- Stages of one placement ---

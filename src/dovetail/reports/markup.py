@@ -5,7 +5,6 @@
         stages.html         schedules of one device
         learning.html       a policy that learned
         training.html       training runs side by side
-        papers.html         a paper's table beside ours
     templates/parts.html    tables and folds that several pages have
 
 Jinja2 escapes whatever is not `Markup`, so that a foreign name stays text. A page fetches nothing:
@@ -19,9 +18,10 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dovetail.runtime.files import write_atomically
@@ -50,16 +50,18 @@ def render_page(
     styles: Sequence[str],
     more_style: str = "",
     scripts: Sequence[str] = (),
+    folder: Path | None = None,
     **values: object,
 ) -> str:
     """The page as text.
 
     styles, scripts   files of `assets/`, in order; `more_style` follows the styles
+    folder            of the template, if it is none of `templates/`
     values            what the template names
     """
     style = "\n".join(map(_asset, styles)) + more_style
     script = "\n".join(map(_asset, scripts))
-    return _environment().get_template(template).render(
+    return _environment(folder).get_template(template).render(
         policy=_policy(style, script),
         title=title,
         cards=cards,
@@ -101,9 +103,10 @@ def drawing(picture: str) -> Markup:
 
 
 @cache
-def _environment() -> Environment:
+def _environment(folder: Path | None) -> Environment:
+    loader = PackageLoader("dovetail.reports")
     return Environment(
-        loader=PackageLoader("dovetail.reports"),
+        loader=ChoiceLoader([loader, FileSystemLoader(folder)]) if folder else loader,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

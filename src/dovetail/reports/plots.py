@@ -170,13 +170,10 @@ def _y_axis(low: float, high: float) -> str:
     parts = [f'<path class="axis" d="M{LEFT:.0f} 0V{HEIGHT:.0f}H{right:.0f}"/>']
     for value in ticks(low, high):
         y = HEIGHT * (1 - (value - low) / (high - low))
-        parts.append(_text(LEFT - 6, y + 4, _value_text(value), "end"))
+        text = format_count(value) if abs(value) >= 1e4 else f"{value:.4g}"
+        parts.append(_text(LEFT - 6, y + 4, text, "end"))
         parts.append(f'<path class="grid" d="M{LEFT:.0f} {y:.1f}H{right:.0f}"/>')
     return "".join(parts)
-
-
-def _value_text(value: float) -> str:
-    return format_count(value) if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -416,7 +416,8 @@ def networks_table(rows: Sequence[Mapping[str, object]]) -> Table:
     keys = list(rows[0]) if rows else ["network"]
     table = _table(*map(_heading, keys), title="Networks")
     for column, key in zip(table.columns, keys, strict=True):
-        column.justify = "left" if any(_is_text(row.get(key)) for row in rows) else "right"
+        has_text = any(isinstance(row.get(key), str) and row[key] for row in rows)
+        column.justify = "left" if has_text else "right"
     table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*(escape(_cell(key, row.get(key, ""))) for key in keys))
@@ -461,7 +462,7 @@ def graph_summary(graph: Graph) -> RenderableType:
         )
     held = _table("source", "count", "elements", "bytes", title="Sources")
     for kind in SOURCE_KINDS:
-        tensors = np.flatnonzero((kinds == kind)[graph.producers] & _of_sources(graph))
+        tensors = np.flatnonzero(((kinds == kind) & graph.is_source)[graph.producers])
         if len(tensors):
             elements = sum(int(np.prod(graph.shapes[t])) for t in tensors)
             size = format_bytes(float(graph.tensor_bytes[tensors].sum()))
@@ -474,16 +475,8 @@ def graph_summary(graph: Graph) -> RenderableType:
     return Group(table, Text(), held, total)
 
 
-def _of_sources(graph: Graph) -> NDArray[np.bool_]:
-    return graph.is_source[graph.producers]
-
-
 def _heading(key: str) -> str:
     return key.replace("_", " ").replace("flops", "FLOPs")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
 
 
 def _cell(key: str, value: object) -> str:

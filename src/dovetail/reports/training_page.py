@@ -213,12 +213,14 @@ def _runs_table(runs: Sequence[ShownRun]) -> PageTable:
     for run in runs:
         history = run.history
         bests = [history.best(name) for name in figures]
+        counts = [history.of_job(field) for field in ("window", "batch")]
         times = []
         if main is not None and level is not None:
-            times = [_seconds_text(history.seconds_to(main, level))]
+            seconds = history.seconds_to(main, level)
+            times = ["-" if seconds is None else format_seconds(seconds)]
         rows.append([
             run.head, history.backend or "-", str(history.workers),
-            *(_count_text(history.of_job(field)) for field in ("window", "batch")),
+            *("-" if count is None else f"{count:,}" for count in counts),
             f"{len(history):,}", f"{history.outcome.samples:,}",
             format_seconds(history.outcome.seconds),
             *(f"{best.figures[name]:.4g}" if best else "-"
@@ -442,16 +444,6 @@ def _what(event: Event) -> str:
 def _number(value: float) -> str:
     """The number; "-" if it is not finite."""
     return f"{value:.3g}" if math.isfinite(value) else "-"
-
-
-def _count_text(count: int | None) -> str:
-    """The count; "-" if it is not known."""
-    return "-" if count is None else f"{count:,}"
-
-
-def _seconds_text(seconds: float | None) -> str:
-    """The seconds; "-" if there are none."""
-    return "-" if seconds is None else format_seconds(seconds)
 
 
 # ---- What each worker did when, as inline SVG ----

@@ -135,7 +135,8 @@ def with_real_forms(
             return outputs
         *results, workspace = outputs
         forms = tuple((tuple(value.shape), value.dtype) for value in args[:7])
-        return *results, workspace.new_empty(_workspace_bytes(forms, tuple(map(_hashed, args[7:]))))
+        settings = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[7:])
+        return *results, workspace.new_empty(_workspace_bytes(forms, settings))
     if op is aten.mkldnn_rnn_layer_backward.default:
         return *outputs[:4], outputs[3], *outputs[5:]
     made = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -248,10 +249,6 @@ def _formed_alike(value: Tensor, twin: Tensor) -> Tensor:
     if value.dtype == twin.dtype and all(n <= 1 or one == other for one, other, n in pairs):
         return value
     return value.new_empty_strided(shape, wanted, dtype=twin.dtype)
-
-
-def _hashed(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @functools.lru_cache(maxsize=1000)

@@ -223,7 +223,11 @@ class History:
         for start, stop in zip(starts, [*starts[1:], len(self)], strict=True):
             part = {name: column[start:stop] for name, column in columns.items()}
             epoch = int(of_commit[start])
-            last = [e for e in self.outcome.evaluations if _epoch_of(e, whole) == epoch]
+            last = [
+                evaluation
+                for evaluation in self.outcome.evaluations
+                if max(evaluation.samples - 1, 0) // whole == epoch
+            ]
             epochs.append(
                 Epoch(
                     epoch=epoch,
@@ -332,10 +336,6 @@ def common_level(histories: Sequence[History], figure: str) -> float | None:
 def events_of(outcome: Outcome, kind: str) -> list[Event]:
     """The events of one kind, in order."""
     return [event for event in outcome.events if event.kind == kind]
-
-
-def _epoch_of(evaluation: Evaluation, whole: int) -> int:
-    return max(evaluation.samples - 1, 0) // whole
 
 
 def _weighted_mean(values: Column, weights: Column) -> float:

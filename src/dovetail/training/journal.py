@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
 from dovetail.runtime.files import write_atomically
@@ -371,7 +370,9 @@ def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]
     entries = [[name, str(v.dtype), v.size, checksum(v)] for name, v in vectors.items()]
     header = json.dumps({"state": state, "vectors": entries}).encode()
     start = MAGIC + _HEAD.pack(len(header), zlib.crc32(header)) + header
-    pieces = [memoryview(start), *(_octets(vector) for vector in vectors.values())]
+    pieces = [memoryview(start)]
+    for vector in vectors.values():
+        pieces.append(np.ascontiguousarray(vector).reshape(-1).view(np.uint8).data)
     size_bytes = sum(len(piece) for piece in pieces)
     temporary = path.with_name(".snapshot.tmp")
     try:
@@ -471,7 +472,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _octets(vector: NDArray[Any]) -> memoryview:
-    return memoryview(np.ascontiguousarray(vector).reshape(-1).view(np.uint8).data)

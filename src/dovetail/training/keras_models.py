@@ -165,7 +165,10 @@ class KerasStepper(torch.optim.Optimizer):
             made = getattr(keras.optimizers, kind)
             self._keras = made.from_config(dict(config))
             # A variable of a parameter is that parameter, and not a copy.
-            self._variables = [keras.Variable(each, dtype=_dtype(each)) for each in self._held]
+            self._variables = [
+                keras.Variable(each, dtype=str(each.dtype).removeprefix("torch."))
+                for each in self._held
+            ]
             self._keras.build(self._variables)
 
     @torch.no_grad()
@@ -176,7 +179,3 @@ class KerasStepper(torch.optim.Optimizer):
         self._keras.learning_rate = self.param_groups[0]["lr"]
         with keras.device(str(self._held[0].device)):
             self._keras.apply([each.grad for each in self._held])
-
-
-def _dtype(parameter: nn.Parameter) -> str:
-    return str(parameter.dtype).removeprefix("torch.")

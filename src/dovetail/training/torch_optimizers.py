@@ -193,7 +193,10 @@ def _taken_over(
             rate = {} if lr is None else {"lr": lr}
             of_all = [number[each] for each in held] == list(range(len(parameters)))
             indices = None if of_all else tuple(number[each] for each in held)
-            groups.append((indices, _names_left_out(settings) | rate))
+            # Of named parameters a group keeps the names, and takes them only together with
+            # parameters.
+            kept = {name: value for name, value in settings.items() if name != "param_names"}
+            groups.append((indices, kept | rate))
     if not groups:
         raise UsageError("optimizer", f"this {name} holds no parameter that is trained")
     arguments = {}
@@ -207,11 +210,6 @@ def _taken_over(
             says = f"no other {name} can be made: it does not tell its {argument.name}; {advice}"
             raise UsageError("optimizer", says)
     return TwinOptimizer(kind, arguments, tuple(groups))
-
-
-def _names_left_out(settings: dict[str, Any]) -> dict[str, Any]:
-    # Of named parameters a group keeps the names, and takes them only together with parameters.
-    return {name: value for name, value in settings.items() if name != "param_names"}
 
 
 def _positive(lr: float) -> float:
@@ -291,17 +289,12 @@ def _others_set(
     kind: Callable[..., torch.optim.Optimizer], settings: dict[str, Any], known: Collection[str]
 ) -> list[str]:
     """The settings beside `known` that change numbers and do not have torch's default."""
-    defaults = _defaults(kind)
+    defaults = kind([nn.Parameter(torch.zeros(1))], lr=1e-3).defaults
     return [
         key
         for key, value in settings.items()
         if key not in known and key not in _FREE and key in defaults and value != defaults[key]
     ]
-
-
-def _defaults(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
-    """The default settings of a kind of optimizer."""
-    return kind([nn.Parameter(torch.zeros(1))], lr=1e-3).defaults
 
 
 def is_plain_sgd(optimizer: MakeOptimizer) -> bool:

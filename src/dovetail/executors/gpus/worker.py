@@ -849,7 +849,7 @@ class LoadedGpus:
             call = self.calls[op]
             if call.random:
                 self.drawing.append(call.seed_index(op))
-                seed = partial(_seed_at, self.seeds, len(self.drawing) - 1)
+                seed = partial(self.seeds.__getitem__, len(self.drawing) - 1)
                 add_seeded(stream, call, seed, gpu.torch_device, tag=op, frees=last)
             else:
                 stream.call(call, tag=op, frees=last)
@@ -961,10 +961,6 @@ def _limit_memory(limits: dict[str, int]) -> None:
     for name, size_bytes in limits.items():
         _, total = torch.cuda.mem_get_info(name)
         torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), name)
-
-
-def _seed_at(seeds: list[int], place: int) -> int:
-    return seeds[place]
 
 
 def _copy(into: Tensor, value: Tensor, slot: BlockSlot) -> None:

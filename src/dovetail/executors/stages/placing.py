@@ -79,12 +79,15 @@ def place(
     def moved(value: Tensor) -> Tensor:
         return value.to(device, dtype if value.dtype == torch.float32 else value.dtype)
 
+    def named(value: torch.device | torch.dtype) -> torch.device | torch.dtype:
+        if isinstance(value, torch.device):
+            return torch.device(device)
+        return dtype if value == torch.float32 else value
+
     def move(call: Call) -> Call:
         # Calls that name a device or a precision, such as `aten.full`, are given the new one.
         args, kwargs = pytree.tree_map_only(
-            (torch.device, torch.dtype),
-            lambda value: dtype if value == torch.float32 else _there(value, device),
-            (call.args, call.kwargs),
+            (torch.device, torch.dtype), named, (call.args, call.kwargs)
         )
         return replace(call, args=args, kwargs=kwargs)
 
@@ -92,7 +95,9 @@ def place(
         constants = {tensor: moved(value) for tensor, value in prepared.constants.items()}
         given = {t: moved(v) for t, v in zip(prepared.inputs, inputs, strict=True)}
         if prepared.channels_last:
-            given = {t: _channels_last(v) for t, v in given.items()}
+            images = {t: value for t, value in given.items() if value.dim() == 4}
+            for tensor, value in images.items():
+                given[tensor] = value.contiguous(memory_format=torch.channels_last)
     kernels = tuple(replace(k, calls=tuple(map(move, k.calls))) for k in prepared.kernels)
     return PlacedKernels(replace(prepared, kernels=kernels, constants=constants), given)
 
@@ -108,11 +113,3 @@ def require(cuda: Any, device: str = "cuda") -> None:
     if numbered and not (number.isdecimal() and int(number) < cuda.device_count()):
         last = cuda.device_count() - 1
         raise UsageError("device", f"{device!r} is not here; torch sees cuda:0 to cuda:{last}")
-
-
-def _there(value: Any, device: str | torch.device) -> Any:
-    return torch.device(device) if isinstance(value, torch.device) else value
-
-
-def _channels_last(value: Tensor) -> Tensor:
-    return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value

@@ -24,10 +24,8 @@ def build(
     sources = _sources(needed, inputs, outputs)
     first = len(sources)
     taken: dict[str, int] = {}
-    names = [
-        _unique(name, taken)
-        for name in (*(s.name for s in sources), *(_path(op.module, op.leaf) for op in needed))
-    ]
+    paths = (f"{op.module}/{op.leaf}" if op.module else op.leaf for op in needed)
+    names = [_unique(name, taken) for name in (*(s.name for s in sources), *paths)]
     values = [*sources, *(value for op in needed for value in op.outputs)]
     producers = [*range(first)]
     producers += [first + i for i, op in enumerate(needed) for _ in op.outputs]
@@ -37,11 +35,15 @@ def build(
     flops = [0] * first + [count_flops(op) for op in needed]
     accessed = [0] * first + [count_bytes(op) for op in needed]
     _check_counts(model, names, flops, accessed)
+    of_sources = (
+        module_of_weight(source.name) if source.role in ("parameter", "buffer") else ""
+        for source in sources
+    )
     return Graph(
         names=tuple(names),
         kinds=(*(s.role for s in sources), *(op.kind for op in needed)),
         signatures=(*(s.role for s in sources), *(op.signature for op in needed)),
-        modules=(*map(_module, sources), *(op.module for op in needed)),
+        modules=(*of_sources, *(op.module for op in needed)),
         phases=np.array([Phase.SOURCE] * first + [Phase.FORWARD] * len(needed), dtype=np.int8),
         flops=np.array(flops, dtype=np.int64),
         accessed_bytes=np.array(accessed, dtype=np.int64),
@@ -83,10 +85,6 @@ def _sources(ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value
     return sorted(of_graph, key=lambda value: _ORDER.index(value.role))
 
 
-def _path(module: str, leaf: str) -> str:
-    return f"{module}/{leaf}" if module else leaf
-
-
 def _unique(name: str, taken: dict[str, int]) -> str:
     """Return the name, with _1, _2, ... appended where it is taken."""
     while name in taken:
@@ -94,10 +92,6 @@ def _unique(name: str, taken: dict[str, int]) -> str:
         name = f"{name}_{taken[name]}"
     taken[name] = 0
     return name
-
-
-def _module(source: Value) -> str:
-    return module_of_weight(source.name) if source.role in ("parameter", "buffer") else ""
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

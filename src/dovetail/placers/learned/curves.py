@@ -65,9 +65,9 @@ def save_points(points: Sequence[Point], path: Path) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_FIELDS)
     for point in points:
-        writer.writerow(_cell(getattr(point, name)) for name in _FIELDS)
+        values = (getattr(point, name) for name in _FIELDS)
+        writer.writerow(
+            "" if isinstance(value, float) and not math.isfinite(value) else value
+            for value in values
+        )
     write_atomically(path, text.getvalue())
-
-
-def _cell(value: object) -> object:
-    return "" if isinstance(value, float) and not math.isfinite(value) else value

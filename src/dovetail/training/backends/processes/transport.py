@@ -380,11 +380,8 @@ class ProcessesTransport:
         try:
             process.send(message)
             for file in open_files:
-                process.send_descriptor(_descriptor(file))
+                is_block = isinstance(file, Block)
+                process.send_descriptor(file.descriptor if is_block else file.fileno())
         except (ProcessError, ProcessDiedError) as error:
             if number in self._listened:
                 self._errors.setdefault(number, error)
-
-
-def _descriptor(file: Block | socket.socket) -> int:
-    return file.descriptor if isinstance(file, Block) else file.fileno()

@@ -1,0 +1,22 @@
+"""What tests of the command `python -m reproductions` share."""
+
+import sys
+
+import pytest
+
+from reproductions.__main__ import main
+
+
+@pytest.fixture
+def bench(monkeypatch, capsys, tmp_path):
+    """bench(*arguments) -> (exit status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["reproductions", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return call
