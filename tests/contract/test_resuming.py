@@ -16,7 +16,7 @@ SAMPLES, EPOCHS = 120, 3
 def test_a_training_that_was_killed_goes_on_and_counts_each_sample_once(workers, shell):
     mark = shell.folder / "reached"
     words = (*TRAIN, "--workers", workers)
-    assert shell.kills(*words, when=mark.exists, MARK=mark, MARK_AFTER=15)
+    assert shell.kills(*words, when=mark.exists, MARK=mark, MARK_AFTER=10)
     shell.works(*words, "--resume")
     history = dt.History.load(shell.folder / "run.json.gz")
     assert int(history.columns["samples"].sum()) == SAMPLES * EPOCHS

@@ -23,7 +23,6 @@ step = dt.capture(
 )  # fmt: skip
 plan = dt.plan(step, machine="here", budget="1s", compile_budget="8s")
 assert plan.way in plan.measured, plan.measured
-assert plan.measured[plan.way] <= min(plan.measured.values()) * 1.1, plan.measured
 assert "eager" in plan.measured
 optimizer = torch.optim.Adam(plain.parameters(), 1e-2)
 with dt.run(plan, step) as placed:

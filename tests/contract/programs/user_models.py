@@ -27,7 +27,7 @@ class Classifier(nn.Module):
     def forward(self, x):
         self.calls += 1
         if self.training and "MARK" in os.environ:
-            time.sleep(0.01)
+            time.sleep(0.03)
             if self.calls == int(os.environ["MARK_AFTER"]):
                 Path(os.environ["MARK"]).touch()
         return self.out(torch.tanh(self.hidden(x)))
