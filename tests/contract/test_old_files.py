@@ -6,7 +6,7 @@ import pytest
 
 import dovetail as dt
 from tests.contract.shell import Shell
-from tests.contract.write_files import CHECKPOINT, FILES, LAUNCHER, LEARN, TRAIN, plan_for_ranks
+from tests.contract.write_files import CHECKPOINT, FILES, LAUNCHER, TRAIN, plan_for_ranks
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,6 @@ def test_a_training_goes_on(folder):
     if ended.status == 0:
         samples = dt.History.load(folder.folder / "more.json.gz").columns["samples"]
         assert int(samples.sum()) == 3 * 120
-
-
-def test_a_learning_goes_on(folder):
-    ended = folder.dovetail(*LEARN, "--resume", "--out", "learned.json")
-    opens_or_says_what_to_do(ended, "again")
 
 
 def test_a_policy_is_shown(folder):

@@ -36,7 +36,6 @@ TRAIN = (
 LEARN = (
     "learn", "one", "zoo:rnnlm?layers=1&hidden=16&steps=3&batch=2&vocabulary=20", "--train", "sgd",
     "--machine", "2 x p100", "--method", "seq2seq", "--trials", "16", "--seed", "2",
-    "--folder", "learn_run",
 )  # fmt: skip
 LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *DOVETAIL)
 CHECKPOINT = ("run", "on_ranks.json", "--steps", "4", "--every", "2", "--checkpoint", "checkpoint")
@@ -71,7 +70,7 @@ if __name__ == "__main__":
         write(shell)
         for path in (*shell.folder.glob("plan-*.json"), *(shell.folder / name for name in (
             "graph.json.gz", "machine.toml", "instance.json", "history.json.gz", "weights.pt",
-            "policy.safetensors", "train_run", "learn_run", "checkpoint",
+            "policy.safetensors", "train_run", "checkpoint",
         ))):  # fmt: skip
             copy = shutil.copytree if path.is_dir() else shutil.copy
             if not (FILES / path.name).exists():
