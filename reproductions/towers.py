@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dovetail.costs import analytic_costs
 from dovetail.errors import MissingLibraryError
-from dovetail.graph import Graph, Phase, replicate
+from dovetail.graph import Graph, Phase
 from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.networks import NETWORKS
@@ -34,6 +34,7 @@ from dovetail.training.records import Job, Outcome, Vector
 from dovetail.training.rules.contract import Arrival, Rule, Slice
 from dovetail.training.rules.pushing import TOTAL, add_gradient, total
 from dovetail.training.step_times import StepTimes
+from dovetail.transforms import replicate
 from reproductions import graphs
 from reproductions.cases import CASES, LEARNED, RL17_CASES, machine_of
 from reproductions.learned import column_with_trainings, forget_trainings, untrained

@@ -22,12 +22,12 @@ from scipy.stats import kendalltau
 from dovetail.costs import CostCache, measured_costs
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
-from dovetail.graph.duplicates import duplicate
 from dovetail.pipeline import costs_of, resolve_machine, resolve_model
 from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import silent
 from dovetail.simulator import Simulator
+from dovetail.transforms import duplicate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from calm import Calm

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import dovetail as dt
 from dovetail.frontends import parse_optimizer, resolve
+from dovetail.transforms import Parts, Towers, the
 from dovetail.units import format_seconds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -57,9 +58,10 @@ def run(name: str, budget: str) -> list[str]:
 
 
 def _chosen(plan: dt.Plan) -> str:
-    source = plan.source
-    micro_batches = source.repeats // source.replicas
-    return f"{source.replicas} x {micro_batches}" if source.parts > 1 else "whole"
+    towers = the(Towers, plan.transforms)
+    replicas = 1 if towers is None else towers.count
+    shared = the(Parts, plan.transforms) is not None
+    return f"{replicas} x {plan.repeats // replicas}" if shared else "whole"
 
 
 def _is_way(name: str) -> bool:

@@ -52,7 +52,7 @@ _EXPORTS = {
     "open_plan": "dovetail.pipeline",
     "plan": "dovetail.pipeline",
     "plan_phases": "dovetail.pipeline",
-    "replicate": "dovetail.graph",
+    "replicate": "dovetail.transforms",
     "report": "dovetail.pipeline",
     "run": "dovetail.pipeline",
     "save_graph": "dovetail.graph",
@@ -60,7 +60,7 @@ _EXPORTS = {
     "save_machine": "dovetail.machine",
     "schedule": "dovetail.pipeline",
     "split_points": "dovetail.exports",
-    "towers": "dovetail.frontends",
+    "towers": "dovetail.transforms",
     "undispatch": "dovetail.exports",
 }
 __all__ = list(_EXPORTS)

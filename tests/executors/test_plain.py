@@ -13,10 +13,11 @@ from torch import nn
 from dovetail.errors import RunError, UsageError, WorkerError
 from dovetail.executors import PlainNetwork
 from dovetail.executors.plain import _alone
-from dovetail.frontends import SGD, Adam, AdamW, GradScaler, RMSProp, capture, resolve, towers
+from dovetail.frontends import SGD, Adam, AdamW, GradScaler, RMSProp, capture, resolve
 from dovetail.frontends.optimizers import torch_optimizer
 from dovetail.machine import parse_machine
 from dovetail.runtime.native import has_compiler
+from dovetail.transforms import towers
 
 HERE = parse_machine("here/1")
 STEPS = 3

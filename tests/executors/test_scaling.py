@@ -8,7 +8,8 @@ from torch import nn
 
 from dovetail.errors import ModelError, UsageError
 from dovetail.executors import run
-from dovetail.frontends import SGD, Adam, GradScaler, capture, initial_values, run_step, towers
+from dovetail.frontends import SGD, Adam, GradScaler, capture, initial_values, run_step
+from dovetail.transforms import towers
 from tests.support.placing import plan_for
 
 

@@ -181,13 +181,13 @@ def test_a_pipeline_that_cuts_a_layer_is_exported_where_it_was_planned_for_the_f
     plan = dt.plan(step, "4 x p100", format="torchtitan", **options)
     assert plan.made_for == "torchtitan"
     stages = dt.export(plan, step, "torchtitan")["module_fqns_per_model_part"]
-    assert len(stages) == len(plan.source.pipelining.devices)
+    assert len(stages) == len(plan.micro_batches.devices)
     assert plan.value >= free.value
     whole = dt.plan(step, "4 x p100", whole=["layers.*"], **options)
     for layer in range(2):
         inside = [m.startswith(f"layers.{layer}") for m in step.graph.modules]
         inside &= ~step.graph.is_source
-        assert len(set(np.array(whole.source.pipelining.stages)[inside].tolist())) == 1
+        assert len(set(np.array(whole.micro_batches.stages)[inside].tolist())) == 1
 
 
 def test_what_torch_has_no_pipeline_for_is_no_plan_for_it():
@@ -195,7 +195,7 @@ def test_what_torch_has_no_pipeline_for_is_no_plan_for_it():
     # Of 5 micro-batches on 2 ranks torch's interleaved schedule makes 2 rounds.
     options = {"micro_batches": 5, "schedule": "interleaved", "budget": "20e"}
     plan = dt.plan(step, "2 x p100", format="torchtitan", **options)
-    assert len(set(plan.source.pipelining.devices)) == 1
+    assert len(set(plan.micro_batches.devices)) == 1
     with pytest.raises(ExportError, match="takes a multiple of 2 micro-batches, which 5 is not"):
         dt.export(dt.plan(step, "2 x p100", whole=["layers.*"], **options), step, "torchtitan")
     with pytest.raises(UsageError, match="a device-map has no stages; use split-points or"):

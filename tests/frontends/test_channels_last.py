@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from dovetail.frontends import SGD, capture, resolve
 from dovetail.frontends.capturing import recaptured
 from dovetail.frontends.interpret import example_values, initial_values, run_step
+from dovetail.transforms import Form
 from tests.support.plain_steps import plain_steps
 
 
@@ -42,9 +43,9 @@ def trained():
 
 
 def test_images_and_weights_lie_channels_last():
-    step = recaptured(trained(), channels_last=True)
+    step = Form(channels_last=True).apply(trained())
     graph = step.graph
-    assert step.source.channels_last
+    assert step.transforms == (Form(channels_last=True),)
     convolutions = [op for op, kind in enumerate(graph.kinds) if kind == "aten.convolution"]
     assert len(convolutions) == 2
     for op in convolutions:

@@ -12,6 +12,7 @@ from dovetail.frontends import Adam, capture
 from dovetail.frontends.capturing import recaptured
 from dovetail.frontends.interpret import initial_values, run_step
 from dovetail.frontends.runners import make_runner
+from dovetail.transforms import Form
 from tests.support.plain_steps import plain_steps
 
 STEPS, BATCH, FEATURES, HIDDEN = 11, 3, 6, 8
@@ -182,12 +183,13 @@ def test_a_step_says_how_many_time_steps_could_be_fused():
     x, _ = example(model)
     step = capture(model, x)
     assert step.fused_steps == STEPS
-    assert step.source.recurrent_chunks == 0
-    assert recaptured(step, chunks=2).source.recurrent_chunks == 2
+    assert step.transforms == ()
+    assert Form(2).apply(step).transforms == (Form(2),)
+    assert Form().apply(Form(2).apply(step)).transforms == ()
 
 
 def test_towers_cannot_be_captured_again():
-    from dovetail.frontends import towers
+    from dovetail.transforms import towers
 
     model = Tagger()
     x, y = example(model)

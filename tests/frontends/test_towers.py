@@ -20,9 +20,10 @@ from dovetail.frontends import (
     run_step,
     towers,
 )
-from dovetail.frontends.towers import average
 from dovetail.graph import Phase
 from dovetail.networks import NETWORKS
+from dovetail.transforms import Towers
+from dovetail.transforms.programs import average
 
 STEPS = 3
 OPTIMIZERS = {
@@ -209,8 +210,7 @@ def test_inputs_stand_tower_after_tower_then_targets():
     }  # fmt: skip
     assert len(step.inputs) == 6
     assert len(step.targets) == 3
-    assert step.source.replicas == 3
-    assert not step.source.asynchronous
+    assert step.transforms == (Towers(3),)
     assert step.source.shapes == one.source.shapes
     inputs, targets = example_values(step)
     assert all(a is b for a, b in zip(inputs, one.inputs * 3, strict=True))
@@ -224,7 +224,7 @@ def test_drawn_examples_are_drawn_for_each_tower():
     assert [tuple(x.shape) for x in inputs] == [(2, 2)] * 2
     assert len(targets) == 2
     assert not torch.equal(inputs[0], inputs[1])
-    assert step.source.asynchronous
+    assert step.transforms == (Towers(2, asynchronous=True),)
     loss = run_step(step, initial_values(step), inputs, targets)
     assert torch.isfinite(loss)
 

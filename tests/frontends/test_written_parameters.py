@@ -8,7 +8,7 @@ from torch import nn
 
 from dovetail.errors import ReplicationError
 from dovetail.frontends import SGD, Adam, GradScaler, capture, initial_values, run_step
-from dovetail.graph.micro_batches import micro_batched
+from dovetail.transforms import micro_batched
 
 
 class Base(nn.Module):

@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 import dovetail as dt
-from dovetail.frontends import duplicated, initial_values, run_step
-from dovetail.graph.duplicates import Copies, duplicate, origins_in, shareable
+from dovetail.frontends import initial_values, run_step
+from dovetail.graph.copies import origins_in, shareable
+from dovetail.transforms import Copies, SharedCopies, duplicate
 from tests.support.transformer_models import Decoder, tokens
 
 
@@ -56,7 +57,7 @@ def test_a_step_with_copies_gives_the_same_bits():
     captured = dt.capture(
         Decoder(), tokens(), loss=lambda output: output.square().mean(), train=dt.SGD(lr=0.1)
     )
-    copied = duplicated(captured, copies_for_two_layers(captured.graph))
+    copied = SharedCopies(tuple(copies_for_two_layers(captured.graph))).apply(captured)
     plain, with_copies = initial_values(captured), initial_values(copied)
     for step in range(3):
         expected = run_step(captured, plain, captured.inputs, step=step)
@@ -74,7 +75,7 @@ def test_what_is_drawn_at_random_stays_the_same_with_copies():
         if captured.graph.modules[op].startswith("0.layers.3")
         and np.isin(captured.graph.producers[captured.graph.inputs_of(op)], ops).any()
     ]
-    copied = duplicated(captured, [Copies(tuple(map(int, ops)), tuple(readers))])
+    copied = SharedCopies((Copies(tuple(map(int, ops)), tuple(readers)),)).apply(captured)
     assert len(copied.graph) > len(captured.graph)
     expected = run_step(captured, initial_values(captured), captured.inputs, seed=3)
     assert torch.equal(run_step(copied, initial_values(copied), captured.inputs, seed=3), expected)

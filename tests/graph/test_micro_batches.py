@@ -5,11 +5,9 @@ import pytest
 
 from dovetail.errors import ReplicationError, UsageError
 from dovetail.graph import Phase
-from dovetail.graph.micro_batches import (
-    ACCUMULATE,
-    changes_of,
-    micro_batched,
-)
+from dovetail.graph.copies import ACCUMULATE
+from dovetail.transforms import micro_batched
+from dovetail.transforms.micro_batches import changes_of
 from tests.support.builders import Op, graph_of, source
 from tests.support.training_graphs import layered_step, micro_batches_of
 

@@ -6,7 +6,7 @@ from torch import nn
 import dovetail as dt
 from dovetail.errors import UsageError
 from dovetail.graph import colocate, group
-from dovetail.graph.duplicates import shareable, spread_out
+from dovetail.graph.copies import shareable, spread_out
 from dovetail.graph.units import matched_modules, units_of
 from tests.support.transformer_models import Decoder, tokens
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import GraphError, InvalidError, ReplicationError, UsageError
-from dovetail.graph import Phase, colocate, group, layered, load_graph, replicate, save_graph
-from dovetail.graph.replicate import AVERAGE, tower_count, towers_of, update_towers_of
+from dovetail.graph import Phase, colocate, group, layered, load_graph, save_graph
+from dovetail.graph.copies import AVERAGE, tower_count, towers_of, update_towers_of
+from dovetail.transforms import replicate
 from tests.support.builders import Op, graph_of, source
 
 
@@ -243,7 +244,7 @@ def ancestors(graph):
 @given(networks, st.integers(2, 5), st.booleans())
 def test_every_op_is_there_once_a_tower_and_what_is_shared_once(one, replicas, synchronous):
     found = replicate(one, replicas, synchronous=synchronous)
-    graph, origins, towers = found.graph, found.origins, found.towers
+    graph, (_, origins, towers, reduced) = found.graph, found.rows
     copies = np.zeros((replicas + 1, len(one)), int)
     real = origins >= 0
     np.add.at(copies, (towers[real] + 1, origins[real]), 1)
@@ -258,7 +259,7 @@ def test_every_op_is_there_once_a_tower_and_what_is_shared_once(one, replicas, s
     assert tower_count(graph) == replicas
     assert (towers_of(graph) == np.where(graph.phases == Phase.UPDATE, -1, towers)).all()
     assert (update_towers_of(graph) == np.where(graph.phases == Phase.UPDATE, towers, -1)).all()
-    means = sum(replicas * math.prod(one.shapes[t]) for t in found.averaged[~real].tolist())
+    means = sum(replicas * math.prod(one.shapes[t]) for t in reduced[~real].tolist())
     times = 1 if synchronous else replicas
     assert graph.flops.sum() == (
         replicas * one.flops[own].sum() + times * one.flops[updates].sum() + means

@@ -13,19 +13,19 @@ from torch import nn
 import dovetail as dt
 from dovetail.errors import FileFormatError, InfeasibleError, UsageError
 from dovetail.frontends import initial_values, run_step
-from dovetail.frontends.batches import batch_of, one_part
-from dovetail.graph.replicate import tower_count, towers_of
+from dovetail.graph.copies import tower_count, towers_of
 from dovetail.machine import parse_machine
 from dovetail.machine.local import local_machine
 from dovetail.pipeline import batches
 from dovetail.pipeline.batches import SHARED, WHOLE, Sharing, _TriedSharings, sharings
-from dovetail.pipeline.opening import open_plan, over_batch, verify
+from dovetail.pipeline.opening import open_plan, verify
 from dovetail.pipeline.pipelining import plan_pipeline, towers_devices
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import silent
 from dovetail.placers import Budget, keeping_interrupts
-from dovetail.plans import Pipelining, load_plan
+from dovetail.plans import load_plan
 from dovetail.schedulers.results import SEQUENTIAL
+from dovetail.transforms import MicroBatches, Parts, Towers, applied, batch_of, the, without
 from tests.support.placing import plan_for
 
 FOUR_GPUS = "4 x k80 + haswell"
@@ -73,7 +73,10 @@ def plain_training(batch=16, steps=3):
 def piped(step, towers, micro_batches, machine):
     """The plan of towers that are pipelines, made as `replicas auto` makes it."""
     request = PlanRequest(
-        one_part(step, towers * micro_batches), machine, micro_batches=micro_batches, budget="20e"
+        Parts(towers * micro_batches).apply(step),
+        machine,
+        micro_batches=micro_batches,
+        budget="20e",
     )
     return plan_pipeline(request, replicas=towers)
 
@@ -125,7 +128,7 @@ def test_a_batch_of_much_work_is_shared_by_towers():
         batch=1 << 20,
     )
     plan = dt.plan(step, FOUR_GPUS, replicas="auto", budget="400e")
-    assert (plan.source.replicas, plan.source.parts) == (4, 4)
+    assert plan.transforms[:2] == (Parts(4), Towers(4))
     rows = plan.baselines
     assert rows["whole batch"] > 1.5 * plan.value
     assert rows["4 towers"] <= min(v for name, v in rows.items() if "batch" in name)
@@ -135,7 +138,7 @@ def test_a_batch_of_much_work_is_shared_by_towers():
 
 def test_a_batch_of_little_work_stays_whole():
     plan = dt.plan(captured(), FOUR_GPUS, replicas="auto", budget="100e")
-    assert plan.source.repeats == 1 == plan.source.parts
+    assert plan.repeats == 1 and the(Parts, plan.transforms) is None
     assert plan.baselines["whole batch"] == plan.value < plan.baselines["4 towers"]
 
 
@@ -146,7 +149,7 @@ def test_micro_batches_are_taken_where_memory_is_short():
     least = min(peak for peak in whole.peak_memory_bytes if peak)
     caps = [(name, least // 3) for name in whole.machine.device_names]
     plan = dt.plan(step, machine, replicas="auto", budget="60e", caps=caps)
-    assert plan.source.pipelining is not None
+    assert plan.micro_batches is not None
     assert plan.baselines["whole batch"] is None
     assert all(peak <= least // 3 for peak in plan.peak_memory_bytes)
 
@@ -220,12 +223,15 @@ def test_the_same_seed_gives_the_same_plan():
 def test_no_number_changes_by_how_a_batch_is_shared(towers, micro_batches):
     """The whole batch by torch beside the shared one, by the calls of its own graph."""
     step = captured()
-    pipelining = Pipelining(micro_batches) if micro_batches > 1 else None
-    source = replace(
-        step.source, parts=towers * micro_batches, replicas=towers, pipelining=pipelining
+    parts = towers * micro_batches
+    transforms = (
+        Parts(parts),
+        *([MicroBatches(micro_batches)] if micro_batches > 1 else []),
+        *([Towers(towers)] if towers > 1 else []),
     )
-    shared = over_batch(step, source)
-    assert shared.source == replace(source, shapes=((16 // (towers * micro_batches), 6),))
+    shared = applied(step, transforms)
+    assert shared.transforms == transforms
+    assert shared.source == replace(step.source, shapes=((16 // parts, 6),))
     assert tower_count(shared.graph) == towers
     inputs, targets = examples()
     assert torch.equal(torch.cat(shared.inputs), inputs)
@@ -244,7 +250,7 @@ def test_no_number_changes_by_how_a_batch_is_shared(towers, micro_batches):
 def test_towers_of_stages_run_here(tmp_path):
     step = captured()
     plan = piped(step, 2, 2, "here/2")
-    assert (plan.source.replicas, plan.source.pipelining.micro_batches) == (2, 2)
+    assert (the(Towers, plan.transforms).count, plan.micro_batches.count) == (2, 2)
     plan.save(tmp_path / "plan.json")
     plan = replace(load_plan(tmp_path / "plan.json"), graph=None)
     losses, state = plain_training()
@@ -266,7 +272,7 @@ def test_here_a_shared_batch_is_measured_beside_the_whole_one(monkeypatch, is_fa
 
     monkeypatch.setattr(batches, "fastest", fastest)
     step, tried = captured(), _TriedSharings()
-    shared = over_batch(step, replace(step.source, parts=2, replicas=2))
+    shared = applied(step, (Parts(2), Towers(2)))
     machine, of_towers = local_machine("here/2"), np.maximum(towers_of(shared.graph), 0)
     tried.add(WHOLE, lambda: plan_for(step, 0, machine=machine))
     tried.add(Sharing(2), lambda: plan_for(shared, of_towers, machine=machine))
@@ -288,7 +294,7 @@ def test_each_tower_has_its_stages_on_its_own_devices():
         if plan.graph.names[op].startswith("tower."):
             used.setdefault(plan.graph.names[op][:7], set()).add(int(plan.placement[op]))
     assert not used["tower.0"] & used["tower.1"]
-    assert len(used["tower.0"]) == len(used["tower.1"]) == len(set(plan.source.pipelining.devices))
+    assert len(used["tower.0"]) == len(used["tower.1"]) == len(set(plan.micro_batches.devices))
     # The schedule that is exported is that of each replica.
     rows = dt.export(plan, captured(batch=1 << 16), "torch-schedule").strip().splitlines()
     assert len(rows) == len(used["tower.0"])
@@ -306,9 +312,10 @@ def test_a_shared_batch_is_planned_saved_and_opened(dovetail, tmp_path):
     assert status == 0, err
     assert "whole batch" in json.loads(out)["baselines"]
     opened, step = open_plan(path, MANY)
-    assert opened.source.parts == opened.source.repeats > 1
+    assert the(Parts, opened.transforms).count == opened.repeats > 1
     assert len(step.graph) == json.loads(out)["ops"]
     assert opened.source == step.source
+    assert opened.transforms == step.transforms
 
 
 @pytest.mark.parametrize(
@@ -357,7 +364,7 @@ def test_a_dimension_that_is_no_batch_is_refused():
     )  # fmt: skip
     assert batch_of(step) == 4
     with pytest.raises(UsageError, match="it is no batch"):
-        one_part(step, 2)
+        Parts(2).apply(step)
 
 
 class Contrasts(nn.Module):
@@ -375,7 +382,7 @@ class Contrasts(nn.Module):
 def test_examples_that_depend_on_each_other_are_refused():
     step = captured(Contrasts().double())
     with pytest.raises(UsageError, match="examples depend on each other"):
-        one_part(step, 2)
+        Parts(2).apply(step)
     with pytest.raises(UsageError, match="examples depend on each other"):
         dt.plan(step, FOUR_GPUS, replicas="auto", budget="20e")
 
@@ -394,13 +401,14 @@ def test_a_loss_that_is_a_sum_is_refused(loss, kind):
     inputs, targets = examples()
     step = dt.capture(network(), inputs, loss=loss, targets=(targets,), train=dt.SGD(lr=0.1))
     with pytest.raises(UsageError, match=f"but the loss is a sum .*{kind}"):
-        one_part(step, 2)
+        Parts(2).apply(step)
 
 
 def test_a_plan_whose_parts_nobody_takes_is_refused(tmp_path):
     plan = piped(captured(), 1, 4, "2 x k80 + haswell")
-    replace(plan, source=replace(plan.source, parts=8)).save(tmp_path / "plan.json")
-    with pytest.raises(FileFormatError, match="not as many as replicas and micro-batches take"):
+    transforms = (Parts(8), *without(Parts, plan.transforms))
+    replace(plan, transforms=transforms).save(tmp_path / "plan.json")
+    with pytest.raises(FileFormatError, match="not as many parts as towers and"):
         load_plan(tmp_path / "plan.json")
 
 
@@ -425,7 +433,7 @@ def test_an_input_without_the_batch_is_named(scale):
 
 def test_parts_must_be_equal():
     with pytest.raises(UsageError, match="a batch of 16 is no multiple"):
-        one_part(captured(), 3)
+        Parts(3).apply(captured())
 
 
 def test_a_shared_step_is_not_shared_again():

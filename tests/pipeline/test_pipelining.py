@@ -21,18 +21,17 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.frontends import AdamW, capture, initial_values, run_step
-from dovetail.frontends.micro_batches import micro_batches
 from dovetail.graph import Phase, save_graph
 from dovetail.graph.grouping import colocate
-from dovetail.graph.micro_batches import micro_batched
 from dovetail.machine import Device, Link, Machine
 from dovetail.methods import PIPELINE_SCHEDULES
 from dovetail.pipeline.opening import open_plan, verify
 from dovetail.placers import make_problem
 from dovetail.placers.pipeline_bounds import pipeline_bound
 from dovetail.placers.pipelines import PipelineProblem
-from dovetail.plans import Pipelining, load_plan, normalise
+from dovetail.plans import load_plan, normalise
 from dovetail.simulator import Simulator
+from dovetail.transforms import MicroBatches, micro_batched
 from tests.support.builders import machine_of
 from tests.support.training_graphs import layered_step, micro_batches_of, random_step
 
@@ -253,7 +252,7 @@ def test_a_pipeline_on_processes_computes_what_accumulation_in_one_does(schedule
     step = step_of_one()
     options = {"micro_batches": MICRO, "schedule": schedule, "pins": ON_BOTH, "budget": "1s"}
     plan = dt.plan(step, "here/2", **options)
-    assert plan.source.pipelining.schedule == schedule
+    assert plan.micro_batches.schedule == schedule
     check_numbers(plan, step, plain)
 
 
@@ -262,7 +261,7 @@ ON_BOTH = [("first", "cpu0"), ("second", "cpu1")]
 
 
 def check_numbers(plan, step, plain):
-    assert len(set(plan.source.pipelining.devices)) == 2
+    assert len(set(plan.micro_batches.devices)) == 2
     losses = []
     with dt.run(plan, step) as running:
         for inputs, targets in drawn():
@@ -277,7 +276,7 @@ def test_recomputing_stages_compute_the_same(plain):
     step = step_of_one()
     options = {"micro_batches": MICRO, "schedule": "gpipe", "pins": ON_BOTH, "budget": "20s"}
     kept = dt.plan(step, "here/2", recompute="never", **options)
-    assert not any(kept.source.pipelining.recompute)
+    assert not any(kept.micro_batches.recompute)
     # Other stages may do with less memory; which ones are found depends on what is measured.
     plan = kept
     for share in np.arange(0.95, 0.4, -0.05):
@@ -286,9 +285,9 @@ def test_recomputing_stages_compute_the_same(plain):
             for device, peak in zip(kept.machine.device_names, kept.peak_memory_bytes, strict=True)
         ]
         plan = dt.plan(step, "here/2", caps=caps, **options)
-        if any(plan.source.pipelining.recompute):
+        if any(plan.micro_batches.recompute):
             break
-    assert any(plan.source.pipelining.recompute)
+    assert any(plan.micro_batches.recompute)
     check_numbers(plan, step, plain)
 
 
@@ -313,7 +312,7 @@ def test_views_of_what_is_recomputed_are_recomputed_too():
         module, inputs[0], loss=nn.functional.mse_loss, targets=(targets[0],), train=AdamW(lr=0.01)
     )
     stages = tuple(-1 if source else 0 for source in step.graph.is_source)
-    whole = micro_batches(step, Pipelining(MICRO, "gpipe", stages, (0,), (True,)))
+    whole = MicroBatches(MICRO, "gpipe", stages, (0,), (True,)).apply(step)
     assert any(name.endswith("/again") for name in whole.graph.names)
     values, optimizer = initial_values(whole), torch.optim.AdamW(plain.parameters(), lr=0.01)
     for number in range(3):
@@ -356,8 +355,8 @@ def test_pins_hold_where_usual_cuts_would_be_faster():
             graph, machine, micro_batches=3, pins=[("layers.0*", device)], budget="2000e"
         )
         verify(plan, graph)
-        stage = plan.source.pipelining.stages[graph.index["f.0"]]
-        assert machine.device_names[plan.source.pipelining.devices[stage]] == device
+        stage = plan.micro_batches.stages[graph.index["f.0"]]
+        assert machine.device_names[plan.micro_batches.devices[stage]] == device
 
 
 @pytest.mark.parametrize("pattern", ["f.0", "u.1", "layers.2"])
@@ -384,7 +383,7 @@ def test_devices_with_unlike_links_are_tried_in_every_order():
     )
     machine = replace(machine, links=links)
     plan = dt.plan(graph, machine, micro_batches=3, schedule="1f1b", budget="60s")
-    names = [machine.device_names[device] for device in plan.source.pipelining.devices]
+    names = [machine.device_names[device] for device in plan.micro_batches.devices]
     assert len(names) == 1 or all(pair in fast for pair in itertools.pairwise(names))
     assert plan.value < 1e-2
 
@@ -399,7 +398,7 @@ def test_an_op_that_a_device_cannot_run_bars_only_its_own_stage():
     links = tuple(Link(a, b, 1e12, 0.0, f"{a}->{b}") for a in names for b in names if a != b)
     machine = Machine("mixed", (cpu, *gpus), "cpu", links)
     plan = dt.plan(graph, machine, micro_batches=4, schedule="1f1b", budget="5s")
-    used = {machine.device_names[device] for device in plan.source.pipelining.devices}
+    used = {machine.device_names[device] for device in plan.micro_batches.devices}
     assert used & {"gpu0", "gpu1"}
 
 
@@ -440,16 +439,16 @@ def saved(tmp_path_factory):
         ("stages", [9]),
         ("devices", [0, 7]),
         ("recompute", []),
-        ("micro_batches", 1),
+        ("count", 1),
         ("schedule", "2f2b"),
         ("tasks", [["0X0"]]),
     ],
 )
 def test_a_file_whose_stages_fit_nothing_is_refused(saved, name, value, tmp_path):
-    pipelining = {**saved["source"]["pipelining"], name: value}
-    raw = {**saved, "source": {**saved["source"], "pipelining": pipelining}}
+    (micro_batches,) = saved["transforms"]
+    raw = {**saved, "transforms": [{**micro_batches, name: value}]}
     (tmp_path / "plan.json").write_text(json.dumps(raw))
-    with pytest.raises(FileFormatError, match="pipelining"):
+    with pytest.raises(FileFormatError, match="micro-batches"):
         load_plan(tmp_path / "plan.json")
 
 
@@ -462,16 +461,16 @@ def test_torch_reads_the_tasks(schedule, tmp_path):
         [_Action.from_str(text) for text in row.split(",")]
         for row in (tmp_path / "schedule.csv").read_text().splitlines()
     ]
-    stages = len(plan.source.pipelining.devices)
-    assert len(rows) == len(set(plan.source.pipelining.devices))
+    stages = len(plan.micro_batches.devices)
+    assert len(rows) == len(set(plan.micro_batches.devices))
     every = {repr(action) for row in rows for action in row}
     late = "IW" if schedule == "zero-bubble" else "B"
     assert every == {
         f"{stage}{kind}{micro}"
         for stage, kind, micro in itertools.product(range(stages), f"F{late}", range(4))
     }
-    used = list(dict.fromkeys(plan.source.pipelining.devices))
-    ranks = [sorted(used).index(device) for device in plan.source.pipelining.devices]
+    used = list(dict.fromkeys(plan.micro_batches.devices))
+    ranks = [sorted(used).index(device) for device in plan.micro_batches.devices]
     lowered = _add_send_recv(dict(enumerate(rows)), ranks.__getitem__, stages)
     assert sum(map(len, lowered.values())) >= len(every)
 

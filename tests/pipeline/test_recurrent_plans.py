@@ -15,7 +15,6 @@ import dovetail as dt
 from dovetail.errors import CaptureError, GraphMismatchError
 from dovetail.executors import run as execute
 from dovetail.frontends import resolve
-from dovetail.frontends.capturing import recaptured
 from dovetail.pipeline import planning
 from dovetail.pipeline.opening import open_plan, planned, timeline_of, verify
 from dovetail.pipeline.planning import search_plan
@@ -23,6 +22,7 @@ from dovetail.pipeline.requests import PlanRequest
 from dovetail.placers import part_of_budget
 from dovetail.plans import load_plan, planned_graph
 from dovetail.reports import plan_table
+from dovetail.transforms import Form, the
 from tests.support.placing import plan_for, random_placement
 from tests.support.plain_steps import plain_steps
 
@@ -64,7 +64,7 @@ def recurrence(request):
 def test_fused_kernels_are_taken_where_they_are_predicted_to_be_faster(step):
     request, plan = recurrence(PlanRequest(step, "here/1", budget=BUDGET))
     # A small layer of 12 steps takes 2 kernels instead of some hundreds of calls.
-    assert plan.source.recurrent_chunks == 1
+    assert the(Form, plan.transforms) == Form(1)
     assert request.step.graph.kinds.count(KERNEL) == 2
     assert any("the step as predicted: as it is" in note for note in plan.notes)
     verify(plan, request.step.graph)
@@ -73,16 +73,16 @@ def test_fused_kernels_are_taken_where_they_are_predicted_to_be_faster(step):
 def test_chunks_are_tried_on_several_devices_alone(step, monkeypatch):
     tried = []
 
-    def note(captured, *, chunks):
-        tried.append(chunks)
+    def note(form, _captured):
+        tried.append(form.recurrent_chunks)
         raise CaptureError("Layers", "it is not tried here", "")
 
-    monkeypatch.setattr(planning, "recaptured", note)
+    monkeypatch.setattr(Form, "apply", note)
     for machine, wanted in (("here/1", [1]), ("here/2", [1, 4, 8])):
         tried.clear()
         _, plan = recurrence(PlanRequest(step, machine, budget=BUDGET))
         assert tried == wanted
-        assert plan.source.recurrent_chunks == 0
+        assert the(Form, plan.transforms) is None
         assert "it cannot be captured" in plan.notes[-1]
 
 
@@ -97,18 +97,18 @@ def test_chunks_are_tried_on_several_devices_alone(step, monkeypatch):
     ids=["another placer", "a machine of data sheets", "stages", "per op"],
 )
 def test_other_requests_stay_unrolled(step, options, monkeypatch):
-    monkeypatch.setattr(planning, "recaptured", None)
+    monkeypatch.setattr(Form, "apply", None)
     request = PlanRequest(step, **{"machine": "here/2", "budget": BUDGET, **options})
     chosen = search_plan(replace(request, stages=False), lambda *_: None)
     assert planning.in_best_form(request, chosen, lambda *_: None) == (request, chosen)
 
 
 def test_a_plan_runs_the_step_as_it_was_captured_from_the_users_own(step):
-    fused = recaptured(step, chunks=3)
+    fused = Form(3).apply(step)
     # A plan on two devices may have copies of ops, which are made anew each time.
     request = PlanRequest(fused, "here/2", placer="single", budget=BUDGET)
     plan = search_plan(request, lambda *_: None)
-    assert planned(plan, step).source.recurrent_chunks == 3
+    assert planned(plan, step).transforms[0] == Form(3)
     assert planned(plan, step) is planned(plan, step)
     with dt.run(plan, step) as placed:
         own = placed.step(example())
@@ -122,7 +122,7 @@ def loss_of(module):
 
 def test_random_placements_train_as_the_module_does():
     step = trained()
-    fused = recaptured(step, chunks=3)
+    fused = Form(3).apply(step)
     for seed in range(2):
         plan = plan_for(fused, random_placement(fused.graph, seed))
         assert len(set(plan.placement.tolist())) == 2
@@ -137,11 +137,11 @@ def test_random_placements_train_as_the_module_does():
 
 def test_a_saved_plan_is_opened_with_its_chunks(tmp_path):
     model = "tests.pipeline.test_recurrent_plans:made"
-    fused = recaptured(resolve(model), chunks=3)
+    fused = Form(3).apply(resolve(model))
     plan = search_plan(PlanRequest(fused, "here/2", budget=BUDGET), lambda *_: None)
     plan.save(tmp_path / "plan.json")
     opened, step = open_plan(tmp_path / "plan.json", model)
-    assert opened.source.recurrent_chunks == 3
+    assert opened.transforms[0] == Form(3)
     assert step.graph.kinds.count(KERNEL) == 6
 
 
@@ -160,29 +160,29 @@ def test_a_pin_on_an_op_that_a_form_does_not_have_leaves_the_step_unrolled(step)
     name = next(name for name in step.graph.names if name.endswith("/sigmoid"))
     request = PlanRequest(step, "here/2", budget=BUDGET, pins=((name, "cpu0"),))
     _, plan = recurrence(request)
-    assert plan.source.recurrent_chunks == 0
+    assert the(Form, plan.transforms) is None
     assert "with one fused kernel a recurrent layer: " in plan.notes[-1]
 
 
 def test_ctrl_c_while_a_form_is_measured_keeps_the_best_plan_so_far(step, monkeypatch):
-    tried = []
+    tried, apply = [], Form.apply
 
-    def interrupted(captured, *, chunks):
-        tried.append(chunks)
+    def interrupted(form, captured):
+        tried.append(form.recurrent_chunks)
         if len(tried) == 2:
             raise KeyboardInterrupt
-        return recaptured(captured, chunks=chunks)
+        return apply(form, captured)
 
-    monkeypatch.setattr(planning, "recaptured", interrupted)
+    monkeypatch.setattr(Form, "apply", interrupted)
     _, plan = recurrence(PlanRequest(step, "here/2", budget=BUDGET))
     assert plan.interrupted
-    assert plan.source.recurrent_chunks == 1
+    assert the(Form, plan.transforms) == Form(1)
 
 
 def test_the_users_own_graph_is_enough_for_a_plan_of_another_form(step, tmp_path):
     request, plan = recurrence(PlanRequest(step, "here/2", budget=BUDGET))
     own = request.step.graph
-    assert plan.source.recurrent_chunks and len(own) != len(step.graph)
+    assert the(Form, plan.transforms) and len(own) != len(step.graph)
     assert planned_graph(plan, step.graph) is own
     text = Console(width=100, file=io.StringIO(), record=True)
     text.print(plan_table(plan, step.graph))

@@ -8,7 +8,7 @@ import pytest
 import dovetail as dt
 from dovetail.errors import ExportError, UsageError
 from dovetail.graph import layered, save_graph
-from dovetail.graph.replicate import tower_count, towers_of
+from dovetail.graph.copies import tower_count, towers_of
 from dovetail.pipeline import check_replicas, open_plan, replicated
 from dovetail.plans import load_plan
 from tests.support.instance_files import edge, file_of, node
@@ -24,13 +24,14 @@ def test_a_plan_of_towers_keeps_how_it_was_made(dovetail, tmp_path, flags):
         "plan", *TRAINED, "--replicas", 3, *flags, *TWO_GPUS, "--out", path, "--json"
     )
     assert status == 0, err
-    source = json.loads(path.read_text())["source"]
-    assert (source["replicas"], source["asynchronous"]) == (3, bool(flags))
+    first, *_ = json.loads(path.read_text())["transforms"]
+    assert first == {"kind": "towers", "count": 3, "asynchronous": bool(flags)}
     opened, step = open_plan(path, "tests.support.small_models:trained")
     assert tower_count(step.graph) == 3
     assert len(step.graph) == json.loads(out)["ops"]
     assert len(step.inputs) == 3
     assert opened.source == step.source
+    assert opened.transforms == step.transforms
     status, _, err = dovetail(
         "report", path, "tests.support.small_models:trained", "--out", tmp_path / "p.html"
     )
@@ -70,7 +71,7 @@ def test_capture_saves_towers_that_are_planned_as_they_are(dovetail, tmp_path):
     saved = dt.load_graph(graph)
     assert set(np.unique(towers_of(saved)).tolist()) == {-1, 0, 1}
     assert dovetail("plan", graph, *TWO_GPUS, "--out", path)[0] == 0
-    assert load_plan(path).source.replicas == 1
+    assert load_plan(path).transforms == ()
     assert dovetail("report", path)[0] == 0
     status, _, err = dovetail("plan", graph, "--replicas", 2, *TWO_GPUS)
     assert status == 2
@@ -94,8 +95,8 @@ def test_a_plan_from_before_there_were_towers_still_opens(dovetail, tmp_path):
     path = tmp_path / "plan.json"
     dovetail("plan", *TRAINED, *TWO_GPUS, "--out", path)
     raw = json.loads(path.read_text())
-    assert raw["source"].pop("replicas") == 1
-    assert raw["source"].pop("asynchronous") is False
+    assert raw.pop("transforms") == []
+    raw["version"] = 1
     path.write_text(json.dumps(raw))
     assert dovetail("report", path, "tests.support.small_models:trained")[0] == 0
 

@@ -13,7 +13,7 @@ import torch
 import dovetail as dt
 from dovetail.errors import UsageError, WorkerError
 from dovetail.executors import MODES
-from dovetail.frontends import SGD, capture, towers
+from dovetail.frontends import SGD, capture
 from dovetail.machine import parse_machine
 from dovetail.machine.local import local_machine
 from dovetail.pipeline import open_plan, planning, segmenting, ways
@@ -21,6 +21,7 @@ from dovetail.pipeline.opening import verify
 from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.plans import COMPILED, EAGER, PLACED, REDUCED, load_plan
+from dovetail.transforms import towers
 from dovetail.units import HERE, format_seconds
 from tests.support.placing import plan_for, random_placement
 from tests.support.played_gpus import gpu

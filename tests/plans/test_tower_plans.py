@@ -5,12 +5,13 @@ import pytest
 
 from dovetail.costs import Costs, analytic_costs
 from dovetail.errors import NoDeviceError, UsageError
-from dovetail.graph import Phase, layered, replicate
-from dovetail.graph.replicate import AVERAGE, towers_of
+from dovetail.graph import Phase, layered
+from dovetail.graph.copies import AVERAGE, towers_of
 from dovetail.machine import parse_machine
 from dovetail.pipeline import plan, verify
 from dovetail.plans import tower_placement, tower_seconds
 from dovetail.simulator import Simulator
+from dovetail.transforms import replicate
 from tests.support.builders import Op, graph_of, machine_of, source
 
 

@@ -6,13 +6,14 @@ import pytest
 
 from dovetail.costs import analytic_costs
 from dovetail.errors import MissingLibraryError
-from dovetail.graph import Phase, colocate, replicate
+from dovetail.graph import Phase, colocate
 from dovetail.machine import parse_machine
 from dovetail.pipeline import graph_of, resolve_model
 from dovetail.placers import Budget, make_problem
 from dovetail.placers.expert import expert_apart
 from dovetail.plans import tower_placement
 from dovetail.simulator import Simulator
+from dovetail.transforms import replicate
 from reproductions import learned, table, towers
 from reproductions.cases import LEARNED
 from reproductions.methods import PLAIN

@@ -23,7 +23,6 @@ from dovetail.errors import (
 from dovetail.frontends.models import load_exported
 from dovetail.frontends.onnx import load_onnx
 from dovetail.graph.files import load_graph
-from dovetail.graph.replicate import MOST_OPS, replicate
 from dovetail.instances import load_instance
 from dovetail.machine import files as machine_files
 from dovetail.machine import load_machine, parse_machine
@@ -36,6 +35,8 @@ from dovetail.training.backends.contract import Assignment
 from dovetail.training.history import History
 from dovetail.training.step_times import read_trace
 from dovetail.training.supervisor import temporary_storage
+from dovetail.transforms import replicate
+from dovetail.transforms.copying import MOST_OPS
 from tests.reports.test_page import small_report
 from tests.support.histories import make_history
 from tests.support.report_samples import training_chain

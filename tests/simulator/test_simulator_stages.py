@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import OrderError
-from dovetail.plans import Plan, Schedule, Source, Stage, check_completes
+from dovetail.graph.source import Source
+from dovetail.plans import Plan, Schedule, Stage, check_completes
 from dovetail.simulator import Simulator
 from tests.simulator.test_simulator_reference import assert_same, random_case
 from tests.support.simulator_reference import reference

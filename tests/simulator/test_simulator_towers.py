@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from dovetail.graph import colocate, layered, replicate
+from dovetail.graph import colocate, layered
 from dovetail.simulator import Simulator
+from dovetail.transforms import replicate
 from tests.simulator.test_simulator_reference import assert_same
 from tests.support.builders import machine_of
 from tests.support.simulator_cases import random_costs

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.graph import Graph, Phase
+from dovetail.graph.source import Source
 from dovetail.machine import Device, Link, Machine
-from dovetail.plans import Plan, Source
+from dovetail.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from dovetail.executors import Workers, run
 from dovetail.executors.hosts import deal, run_on_ranks
 from dovetail.frontends import Adam, example_values, initial_values, resolve, run_step
-from dovetail.frontends.micro_batches import micro_batches
 from dovetail.machine import Device, Link, Machine
 from dovetail.methods import PIPELINE_SCHEDULES
 from dovetail.pipeline.opening import planned
@@ -145,9 +144,9 @@ def differing_pipelines(captured, ranks):
         plan = replace(plan, machine=machine, planning_seconds=0.0)
         step = planned(plan, captured)
         if recomputes:
-            pipelining = plan.source.pipelining
-            again = replace(pipelining, recompute=(True,) * len(pipelining.devices))
-            step = micro_batches(captured, again)
+            stages = plan.micro_batches
+            again = replace(stages, recompute=(True,) * len(stages.devices))
+            step = again.apply(captured)
             plan = drawn_plan(step, machine, 1)
         inputs, targets = example_values(step)
         values = initial_values(step, 7)

@@ -4,8 +4,9 @@ import numpy as np
 
 from dovetail.graph import Graph
 from dovetail.graph.records import Phase
+from dovetail.graph.source import Source
 from dovetail.machine import Device, Link, Machine
-from dovetail.plans import Plan, Source
+from dovetail.plans import Plan
 from dovetail.timeline import Timeline
 
 CPU = {"kind": "cpu", "model": "here", "memory_bytes": 2**20, "bandwidth_bytes_per_second": 1e10}

@@ -145,8 +145,10 @@ def plan(  # noqa: PLR0917  one argument an option
     if count > 1:
         # The plan keeps the towers, so that the step can be made again from MODEL. A graph from a
         # file does not say whether we replicated it.
-        source = replace(found.source, replicas=count, asynchronous=asynchronous)
-        found = replace(found, source=source)
+        from dovetail.transforms import Towers, without
+
+        others = without(Towers, found.transforms)
+        found = replace(found, transforms=(Towers(count, asynchronous), *others))
     _write(model, found, request.planned_step, (out, report, as_json))
 
 

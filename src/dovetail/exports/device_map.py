@@ -41,7 +41,7 @@ from dovetail.exports.modules import (
     placed_ops,
 )
 from dovetail.graph import HOST, Graph, colocate
-from dovetail.graph.duplicates import origins_in
+from dovetail.graph.copies import origins_in
 from dovetail.graph.units import Units, units_of
 from dovetail.plans import Plan
 

@@ -7,9 +7,7 @@ import numpy as np
 
 from dovetail.errors import ExportError
 from dovetail.graph import LOSS_MODULE, Graph, Phase
-from dovetail.graph.duplicates import origins_in
-from dovetail.graph.micro_batches import is_of_first_micro_batch
-from dovetail.graph.replicate import tower_count
+from dovetail.graph.copies import is_of_first_micro_batch, origins_in, tower_count
 from dovetail.plans import Plan, planned_graph
 
 HELD = ("parameter", "buffer")

@@ -108,14 +108,14 @@ def torch_schedule(plan: Plan, _graph: Graph) -> str:
     Ranks are the devices that have stages, in the machine's order. Raises `ExportError` for a plan
     of no pipeline.
     """
-    pipelining = plan.source.pipelining
-    if pipelining is None or not pipelining.tasks:
+    micro_batches = plan.micro_batches
+    if micro_batches is None or not micro_batches.tasks:
         raise ExportError(
             "torch-schedule",
             "the plan",
             "is no pipeline of micro-batches; make one with --micro-batches",
         )
-    return "".join(f"{','.join(tasks)}\n" for tasks in pipelining.tasks if tasks)
+    return "".join(f"{','.join(tasks)}\n" for tasks in micro_batches.tasks if tasks)
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,16 @@ def torchtitan(plan: Plan, graph: Graph) -> dict[str, object]:
             paths[part.path] = None
         named.append(list(paths))
     options: dict[str, object] = {"module_fqns_per_model_part": named}
-    pipelining = plan.source.pipelining
-    if pipelining is None:
+    micro_batches = plan.micro_batches
+    if micro_batches is None:
         return options
     samples = plan.source.shapes[0][0] if plan.source.shapes and plan.source.shapes[0] else 1
     return options | {
-        "pipeline_parallel_degree": len(set(pipelining.devices)),
-        "pipeline_parallel_schedule": TORCH_SCHEDULES[pipelining.schedule],
+        "pipeline_parallel_degree": len(set(micro_batches.devices)),
+        "pipeline_parallel_schedule": TORCH_SCHEDULES[micro_batches.schedule],
         "pipeline_parallel_microbatch_size": samples,
-        "training.local_batch_size": samples * pipelining.micro_batches,
-        "activation_checkpoint.mode": "full" if any(pipelining.recompute) else "none",
+        "training.local_batch_size": samples * micro_batches.count,
+        "activation_checkpoint.mode": "full" if any(micro_batches.recompute) else "none",
     }
 
 
@@ -200,11 +200,11 @@ def _stages(plan: Plan, graph: Graph, format: str) -> list[list[_KeptModule]]:
     check_one_replica(graph, format)
     parts = _parts(plan, graph, format)
     stages = [list(stage) for _, stage in groupby(parts, key=lambda part: part.device)]
-    pipelining = plan.source.pipelining
-    if pipelining is not None and format == TORCHTITAN:
+    micro_batches = plan.micro_batches
+    if micro_batches is not None and format == TORCHTITAN:
         devices = [stage[0].device for stage in stages]
-        refused = torch_refuses(pipelining.schedule, devices, pipelining.micro_batches)
-        if not refused and len(stages) != len(pipelining.devices):
+        refused = torch_refuses(micro_batches.schedule, devices, micro_batches.count)
+        if not refused and len(stages) != len(micro_batches.devices):
             refused = "some of its stages have no module of their own"
         if refused:
             raise ExportError(format, "the pipeline", f"{refused}; plan with --for torchtitan")

@@ -48,7 +48,7 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
     for start in starts:
         op, device = ops[start], int(plan.placement[ops[start]])
         name = plan.machine.device_names[device]
-        if device in devices_begun and plan.source.pipelining is None:
+        if device in devices_begun and plan.micro_batches is None:
             raise ExportError(
                 FORMAT,
                 f"device {name}",
@@ -64,8 +64,8 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
                 "not where a module begins that is called once; pin modules whole",
             )
         points[begins[op]] = SplitPoint.BEGINNING
-    pipelining = plan.source.pipelining
-    if pipelining is not None and len(points) + 1 != len(pipelining.devices):
+    micro_batches = plan.micro_batches
+    if micro_batches is not None and len(points) + 1 != len(micro_batches.devices):
         says = "has two stages in a row on one device; plan with --for split-points"
         raise ExportError(FORMAT, "the pipeline", says)
     return points

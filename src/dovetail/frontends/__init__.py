@@ -24,8 +24,7 @@ from dovetail.frontends.optimizers import (
     format_optimizer,
     parse_optimizer,
 )
-from dovetail.frontends.program import Call, Captured, Program, Ref, SourceValue, duplicated
-from dovetail.frontends.towers import towers
+from dovetail.frontends.program import Call, Captured, Program, Ref, SourceValue
 
 __all__ = [
     "MATRIX_KINDS",
@@ -43,7 +42,6 @@ __all__ = [
     "SourceValue",
     "call_arguments",
     "capture",
-    "duplicated",
     "example_values",
     "format_optimizer",
     "held_values",
@@ -56,5 +54,4 @@ __all__ = [
     "run_step",
     "seed_for",
     "source_value",
-    "towers",
 ]

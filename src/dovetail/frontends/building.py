@@ -41,7 +41,7 @@ from dovetail.frontends.program import (
 from dovetail.frontends.structures import leaves, substitute
 from dovetail.frontends.tracing import Trace
 from dovetail.graph import Graph, Phase
-from dovetail.graph.replicate import WRITTEN
+from dovetail.graph.copies import WRITTEN
 
 # Control edges, which put all readers of a value before the op that writes over it.
 

@@ -50,7 +50,7 @@ from dovetail.frontends.tracing import (
     trace,
 )
 from dovetail.graph import Graph
-from dovetail.plans import Source
+from dovetail.graph.source import Source
 from dovetail.runtime.torch_versions import (
     FakeTensorMode,
     is_traceable_wrapper_subclass,
@@ -151,7 +151,7 @@ def capture_call(
     """Capture as `capture` does, also a module whose own keywords are called `loss`, `targets`,
     `train` or `scaler`.
 
-    chunks, channels_last   as `Source.recurrent_chunks` and `Source.channels_last`
+    chunks, channels_last   as the fields of `transforms.Form`
     """
     name = type(model).__name__
     if is_keras(model):
@@ -248,8 +248,6 @@ def capture_call(
         shapes=tuple(tuple(value.shape) for value in inputs),
         torch_version=torch.__version__,
         constants=signature.constants,
-        recurrent_chunks=chunks,
-        channels_last=channels_last,
         aliases=tuple(program.aliases.items()),
     )
     return Captured(
@@ -300,7 +298,7 @@ def _compare_with_real(
 
 
 def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) -> Captured:
-    """Return the step captured again in another form; the arguments are as in `Source`.
+    """Return the step captured again in another form; see `transforms.Form`, which lists it.
 
     The module is in the modes that it was captured in; afterwards it is in those of before. Raises
     `ModelError` for a step that cannot be captured again, and `CaptureError`.
@@ -325,8 +323,9 @@ def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) 
             chunks=chunks,
             channels_last=channels_last,
         )
-    source = replace(step.source, recurrent_chunks=chunks, channels_last=channels_last)
-    return replace(found, source=source, make=step.make, examples=step.examples, notes=step.notes)
+    return replace(
+        found, source=step.source, make=step.make, examples=step.examples, notes=step.notes
+    )
 
 
 def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

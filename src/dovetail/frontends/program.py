@@ -6,7 +6,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -17,10 +17,9 @@ from torch import Tensor, fx
 import dovetail.frontends.checks  # noqa: F401  an operator that calls name
 from dovetail.errors import UsageError
 from dovetail.frontends.optimizers import Optimizer
-from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched, substitute
+from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched
 from dovetail.graph import Graph
-from dovetail.graph.duplicates import Copies, duplicate
-from dovetail.plans import Source
+from dovetail.graph.source import Source, Transform
 from dovetail.runtime.torch_versions import OpOverload, pytree
 
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
@@ -288,6 +287,7 @@ class Captured:
     plain      how the step runs without a plan; None: it cannot, as the step of several towers
     fused_steps   the most time steps of a recurrent layer for which torch has a fused kernel; 0:
                there is none
+    transforms what made this step of the one that was captured, in order
     """
 
     graph: Graph
@@ -300,6 +300,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     plain: PlainStep | None = None
     fused_steps: int = 0
+    transforms: tuple[Transform, ...] = ()
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -385,44 +386,3 @@ def _text(value: Any) -> str:
 def dtype_of(value: Tensor) -> str:
     """Return the tensor's dtype as text: "float32" for torch.float32."""
     return str(value.dtype).removeprefix("torch.")
-
-
-# Copies of shared computations, so that each device makes the result for itself.
-
-
-def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
-    """Return the step with these copies. Each copy makes its origin's call on its own tensors, so
-    the step gives the same bits."""
-    program, copied = captured.program, duplicate(captured.graph, copies)
-    # refs[i]: the tensors that a call reads: row 0 where it reads the originals, row i + 1 where it
-    # belongs to, or reads, the i-th copies.
-    refs = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
-    reader_of = {op: i + 1 for i, extra in enumerate(copies) for op in extra.readers}
-    calls: list[Call | None] = []
-    for origin, copy in zip(copied.origins.tolist(), copied.copy_of.tolist(), strict=True):
-        call = program.calls[origin]
-        view = copy + 1 if copy >= 0 else reader_of.get(origin, 0)
-        results = refs[copy + 1]
-        calls.append(
-            call
-            and replace(
-                call,
-                args=fill_refs(call.args, refs[view]),
-                kwargs=fill_refs(call.kwargs, refs[view]),
-                results=tuple(results[t].tensor if t >= 0 else -1 for t in call.results),
-                # Copies shift the indices of later ops. Random numbers must stay the same, so a
-                # random call keeps its old index.
-                draws_of=call.seed_index(origin) if call.random else call.draws_of,
-            )
-        )
-    return replace(
-        captured,
-        graph=copied.graph,
-        program=replace(
-            program,
-            calls=tuple(calls),
-            sources=tuple(program.sources[origin] for origin in copied.origins.tolist()),
-            loss=refs[0][program.loss].tensor if program.loss >= 0 else -1,
-            outputs=substitute(program.outputs, Ref, lambda ref: refs[0][ref.tensor]),
-        ),
-    )

@@ -1,9 +1,8 @@
-"""The graph of ops: records, validation, files, grouping, towers and a synthetic network."""
+"""The graph of ops: records, validation, files, grouping and a synthetic network."""
 
 from dovetail.graph.files import load_graph, save_graph
 from dovetail.graph.grouping import GroupLevels, Groups, colocate, group, group_levels
 from dovetail.graph.records import EVERYWHERE, HOST, LOSS_MODULE, Graph, Phase
-from dovetail.graph.replicate import Replicated, replicate
 from dovetail.graph.synthetic import layered
 
 __all__ = [
@@ -14,12 +13,10 @@ __all__ = [
     "GroupLevels",
     "Groups",
     "Phase",
-    "Replicated",
     "colocate",
     "group",
     "group_levels",
     "layered",
     "load_graph",
-    "replicate",
     "save_graph",
 ]

@@ -4,7 +4,7 @@ There are two steps, and each makes the problem smaller that placers see:
 
 1. Colocation puts together what can only lose by being apart: a parameter, its optimizer state and
    its update; ops with the same colocation id; a view and its base, except a view of a value that
-   any module could compute for itself (`graph.duplicates`); a gradient and its op. A module that is
+   any module could compute for itself (`graph.copies`); a gradient and its op. A module that is
    kept whole is one group.
 2. RL17's rule (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning",
    ICML 2017, https://arxiv.org/abs/1706.04972, section 3.3): a group whose outputs have one
@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from dovetail.graph.duplicates import spread_out
+from dovetail.graph.copies import spread_out, towers_of
 from dovetail.graph.records import Graph, Int32, Phase
-from dovetail.graph.replicate import towers_of
 from dovetail.graph.units import Units
 from dovetail.runtime.compiling import inlined, kernel
 

@@ -26,18 +26,17 @@ from dovetail.executors import PlacedNetwork, PlainNetwork
 from dovetail.executors.hosts import HostsNetwork
 from dovetail.executors.stages.choosing import fastest
 from dovetail.frontends import Captured
-from dovetail.frontends.batches import batch_of
 from dovetail.graph import Phase
-from dovetail.graph.replicate import Replica
 from dovetail.machine import Machine, parse_machine
-from dovetail.pipeline.opening import part_of
 from dovetail.pipeline.pipelining import computing_devices, plan_pipeline, towers_devices
 from dovetail.pipeline.requests import AUTO, PlanRequest, ScheduleRequest
-from dovetail.pipeline.sources import TellProgress, replicated
+from dovetail.pipeline.sources import TellProgress, replicated, transforms_of
 from dovetail.pipeline.using import run
 from dovetail.placers import part_of_budget
 from dovetail.plans import Plan
 from dovetail.schedulers.results import SEQUENTIAL
+from dovetail.transforms import Parts, applied, batch_of
+from dovetail.transforms.copying import Replica
 from dovetail.units import HERE, format_seconds
 
 FILLS = (1, 2, 4)
@@ -106,7 +105,7 @@ def plan_batch(request: PlanRequest, planners: Planners, progress: TellProgress)
     most_towers = waiting[-1].towers
     if len(waiting) > 1:
         # A step that cannot be split is refused before anything is searched.
-        part_of(step, waiting[1].parts)
+        _part_of(step, waiting[1].parts)
     part = replace(request, budget=part_of_budget(str(request.budget), len(waiting)))
     tried = _TriedSharings()
     while waiting and not tried.interrupted:
@@ -267,6 +266,11 @@ def _splits(machine: Machine, towers: int) -> bool:
     return True
 
 
+def _part_of(step: Captured, parts: int) -> Captured:
+    """The step of one of so many parts of the batch."""
+    return step if parts == 1 else applied(step, (*transforms_of(step), Parts(parts)))
+
+
 def _planned(request: PlanRequest, sharing: Sharing, find: Find, progress: TellProgress) -> Plan:
     """The plan of one way to share the batch."""
 
@@ -276,7 +280,7 @@ def _planned(request: PlanRequest, sharing: Sharing, find: Find, progress: TellP
     step = request.planned_step
     assert isinstance(step, Captured), "the request has checked that"
     tell("capturing its part", 0.0, None)
-    part = part_of(step, sharing.parts)
+    part = _part_of(step, sharing.parts)
     if sharing.micro_batches == 1:
         shared = replicated(part, sharing.towers)
         return find(replace(request, step=shared, replicas="", schedule=AUTO, recompute=AUTO), tell)

@@ -21,6 +21,7 @@ from dovetail.errors import InfeasibleError, PolicyMismatchError, RunError
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.frontends import Captured
+from dovetail.graph.source import Source
 from dovetail.instances import Instance
 from dovetail.machine import Machine
 from dovetail.methods import ALL_OBJECTIVES, PLACERS
@@ -45,7 +46,7 @@ from dovetail.pipeline.sources import (
 from dovetail.placers import GroupPlacement, PlacementProblem, permitted
 from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
-from dovetail.plans import Plan, Source, normalise
+from dovetail.plans import Plan, normalise
 from dovetail.training.request import launched_ranks
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +23,10 @@ from dovetail.errors import (
 )
 from dovetail.exports import device_map, split_points
 from dovetail.exports.pipelines import torchtitan
-from dovetail.frontends import Captured, duplicated, towers
-from dovetail.frontends.batches import one_part, with_examples_of
-from dovetail.frontends.capturing import recaptured
-from dovetail.frontends.micro_batches import micro_batches
+from dovetail.frontends import Captured
 from dovetail.frontends.transformers_configs import PREFIX
 from dovetail.graph import Graph
-from dovetail.graph.duplicates import Copies, duplicate, origins_in, shareable
+from dovetail.graph.copies import origins_in, shareable
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local
 from dovetail.pipeline.sources import (
@@ -38,7 +34,6 @@ from dovetail.pipeline.sources import (
     graph_of,
     names_file,
     names_onnx,
-    replicated,
     resolve_model,
 )
 from dovetail.placers import permitted
@@ -47,7 +42,6 @@ from dovetail.plans import (
     SEARCH_PROOFS,
     Plan,
     Schedule,
-    Source,
     capacities_of,
     check,
     load_plan,
@@ -57,6 +51,7 @@ from dovetail.plans import (
 )
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.timeline import Timeline
+from dovetail.transforms import Copies, SharedCopies, applied, duplicate
 
 EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
     "device-map": device_map,
@@ -91,11 +86,8 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     check_machine(saved.machine)
     shapes = saved.source.shapes if names_onnx(text) else None
     step = resolve_model(text, saved.source.training, shapes)
-    if not isinstance(step, Captured):
-        step = replicated(step, saved.source.replicas, saved.source.asynchronous)
     # The plan's ops are those of the graph as it runs it, so that is made first.
-    if saved.copies or saved.source.repeats > 1 or form_of(saved.source) != AS_CAPTURED:
-        step = planned(saved, step)
+    step = planned(saved, step)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
     if saved.made_for:
@@ -312,83 +304,23 @@ def _simulator(plan: Plan, graph: Graph) -> Simulator:
     )
 
 
-# --- Copies of shared computations ---
-
-
 @overload
 def planned(plan: Plan, step: Captured) -> Captured: ...
 @overload
 def planned(plan: Plan, step: Step) -> Step: ...
 def planned(plan: Plan, step: Step) -> Step:
-    """The step as the plan runs it: captured in the form that the plan is of, over its
-    micro-batches and towers, and with the plan's copies, if it has some."""
-    if isinstance(step, Captured):
-        if step.source.repeats == 1:
-            step = _in_form(step, *form_of(plan.source))
-        step = over_batch(step, plan.source)
-        if plan.source.pipelining is not None:
-            return step
-    graph = step if isinstance(step, Graph) else step.graph
-    if planned_graph(plan, graph) is graph:
-        return step
-    if isinstance(step, Captured):
-        return duplicated(step, plan.copies)
-    return planned_graph(plan, graph)
+    """The step as the plan runs it: with all of the plan's transforms.
 
-
-def over_batch(step: Captured, source: Source) -> Captured:
-    """The step over the parts of its batch, micro-batches and towers that the source says, if it is
-    not that already.
-
-    Raises what `one_part`, `micro_batches` and `towers` raise.
+    Raises what the transforms raise.
     """
-    if step.source.pipelining == source.pipelining and step.source.replicas == source.replicas:
-        return step
-    whole = step
-    if source.parts > 1 and step.source.parts == 1:
-        step = part_of(step, source.parts)
-    if source.pipelining is not None and step.source.pipelining is None:
-        step = micro_batches(step, source.pipelining)
-    if step.source.replicas == 1 < source.replicas:
-        step = towers(step, source.replicas, synchronous=not source.asynchronous)
-    if whole.source.parts < source.parts:
-        step = with_examples_of(whole, step, source.parts)
-    return step
+    if isinstance(step, Captured):
+        return applied(step, plan.transforms)
+    graph = graph_of(step)
+    transformed = planned_graph(plan, graph)
+    return step if transformed is graph else transformed
 
 
-_PARTS: WeakKeyDictionary[Captured, dict[int, Captured]] = WeakKeyDictionary()
-
-
-def part_of(step: Captured, parts: int) -> Captured:
-    """The step of one of so many parts of the batch, captured once for each number."""
-    if parts == 1:
-        return step
-    made = _PARTS.setdefault(step, {})
-    if parts not in made:
-        made[parts] = one_part(step, parts)
-    return made[parts]
-
-
-AS_CAPTURED = (0, False)
-
-
-def form_of(source: Source) -> tuple[int, bool]:
-    """(chunks of recurrent layers, channels last) of a captured step."""
-    return source.recurrent_chunks, source.channels_last
-
-
-_RECAPTURED: WeakKeyDictionary[Captured, dict[tuple[int, bool], Captured]] = WeakKeyDictionary()
-
-
-def _in_form(step: Captured, chunks: int, channels_last: bool) -> Captured:
-    """The step in another form, captured once for each."""
-    form = chunks, channels_last
-    if form_of(step.source) == form:
-        return step
-    captured = _RECAPTURED.setdefault(step, {})
-    if form not in captured:
-        captured[form] = recaptured(step, chunks=chunks, channels_last=channels_last)
-    return captured[form]
+# --- Copies of shared computations ---
 
 
 def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
@@ -506,5 +438,5 @@ def _copied(plan: Plan, graph: Graph, copies: Sequence[Copies]) -> Plan:
         lower_bound=min(bound.seconds, value),
         bound_proof=bound.proof,
         peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        copies=tuple(copies),
+        transforms=(*plan.transforms, SharedCopies(tuple(copies))),
     )

@@ -59,6 +59,7 @@ from dovetail.pipeline.sources import (
     groups_of,
     machine_of,
     silent,
+    transforms_of,
     unsplit_modules,
 )
 from dovetail.placers import (
@@ -627,6 +628,7 @@ def _plan(joint: _Joint, phase: _Phase, block_map: BlockMap, outcome: PlacerOutc
     plan = replace(
         to_plan(phase.problem, outcome, phase.simulator, bound),
         source=phase.step.source,
+        transforms=transforms_of(phase.step),
         pins=pins,
         caps=tuple(caps.items()),
         whole=phase.whole,

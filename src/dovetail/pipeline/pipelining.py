@@ -21,19 +21,7 @@ from dovetail.errors import InfeasibleError, OrderError, UsageError
 from dovetail.exports.pipelines import torch_refuses
 from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
-from dovetail.frontends.micro_batches import micro_batches
 from dovetail.graph import Graph, Phase
-from dovetail.graph.micro_batches import (
-    AGAIN,
-    COPY,
-    MEAN,
-    SHARED,
-    SUM,
-    MicroBatchRows,
-    changes_of,
-    micro_batched,
-)
-from dovetail.graph.replicate import replicate
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.machine import Machine
 from dovetail.methods import PIPELINE_SCHEDULES
@@ -50,6 +38,7 @@ from dovetail.pipeline.sources import (
     replicated,
     silent,
     source_of,
+    transforms_of,
     unsplit_modules,
 )
 from dovetail.placers import (
@@ -72,9 +61,12 @@ from dovetail.placers.pipelines import (
     times_of,
     weight_ops,
 )
-from dovetail.plans import Pipelining, Placement, Plan, normalise
+from dovetail.plans import Placement, Plan, normalise
 from dovetail.simulator import LowerBound, Simulator
 from dovetail.timeline import Timeline
+from dovetail.transforms import MicroBatches, Towers, micro_batched, replicate
+from dovetail.transforms.copying import AGAIN, COPY, MEAN, SHARED, SUM, Rows
+from dovetail.transforms.micro_batches import changes_of
 from dovetail.units import format_seconds
 
 if TYPE_CHECKING:
@@ -178,10 +170,11 @@ def plan_pipeline(
             bound = min(bounds, key=lambda other: other.seconds)
     whole, timeline = steps.timeline(cut)
     plan = Plan(
-        source=replace(
-            source_of(step, request.model),
-            pipelining=pipelining_of(problem, cut),
-            replicas=replicas,
+        source=source_of(step, request.model),
+        transforms=(
+            *transforms_of(step),
+            micro_batches_of(problem, cut),
+            *([Towers(replicas)] if replicas > 1 else []),
         ),
         graph_fingerprint=whole.graph.fingerprint,
         machine=machine,
@@ -323,9 +316,9 @@ def computing_devices(machine: Machine) -> list[int]:
     return [index for index, kind in enumerate(kinds) if kind == wanted]
 
 
-def pipelining_of(problem: PipelineProblem, cut: StageCut) -> Pipelining:
-    """The record of a cut that a plan keeps."""
-    return Pipelining(
+def micro_batches_of(problem: PipelineProblem, cut: StageCut) -> MicroBatches:
+    """The transform of a cut, which a plan keeps."""
+    return MicroBatches(
         problem.micro_batches,
         cut.schedule,
         tuple(cut.stages.tolist()),
@@ -357,11 +350,11 @@ def _costs(
     if not machine.local or not isinstance(step, Captured):
         return costs_of(step, machine, progress, notes), {}
     count, replicas = counts
-    whole_step = replicated(micro_batches(step, Pipelining(count)), replicas)
+    whole_step = replicated(MicroBatches(count).apply(step), replicas)
     costs = costs_of(whole_step, machine, progress, notes)
     whole = _unrolled(graph, count, None, None, replicas)
     seconds = np.zeros((len(graph), len(machine.devices)))
-    kinds, micro = whole.rows.kinds, whole.rows.micro
+    kinds, micro = whole.rows.kinds, whole.rows.copies
     first = ((kinds == SHARED) | ((kinds == COPY) & (micro == 0))) & (whole.towers <= 0)
     rows = np.flatnonzero(first)
     seconds[whole.rows.origins[rows]] = costs.compute_seconds[rows]
@@ -380,7 +373,7 @@ class _Unrolled:
     """
 
     graph: Graph
-    rows: MicroBatchRows
+    rows: Rows
     ops: NDArray[np.int64]
     towers: NDArray[np.int64]
 
@@ -396,21 +389,22 @@ def _unrolled(
     rows = made.rows
     ops = rows.origins.copy()
     added = ops < 0
-    ops[added] = graph.producers[rows.summed[added]]
+    ops[added] = graph.producers[rows.reduced[added]]
     if replicas == 1:
         return _Unrolled(made.graph, rows, ops, np.full(len(ops), -1, dtype=np.int64))
     towers = replicate(made.graph, replicas)
-    averages = towers.origins < 0
+    of_towers = towers.rows
+    averages = of_towers.origins < 0
     kinds, origins, micro, summed = (
-        np.where(averages, of_average, column[towers.origins])
+        np.where(averages, of_average, column[of_towers.origins])
         for column, of_average in zip(rows, (MEAN, -1, -1, -1), strict=True)
     )
-    averaged = made.graph.producers[np.maximum(towers.averaged, 0)]
+    averaged = made.graph.producers[np.maximum(of_towers.reduced, 0)]
     return _Unrolled(
         towers.graph,
-        MicroBatchRows(kinds, origins, micro, summed),
-        np.where(averages, ops[averaged], ops[towers.origins]),
-        towers.towers.astype(np.int64),
+        Rows(kinds, origins, micro, summed),
+        np.where(averages, ops[averaged], ops[of_towers.origins]),
+        of_towers.copies,
     )
 
 

@@ -27,22 +27,19 @@ from dovetail.errors import (
 )
 from dovetail.exports import DeviceMap
 from dovetail.frontends import Captured
-from dovetail.frontends.capturing import recaptured
 from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
 from dovetail.graph.cells import cells_of
-from dovetail.graph.duplicates import duplicate
 from dovetail.graph.kernels import CONVOLUTION, compiled_ties
+from dovetail.graph.source import Source
 from dovetail.graph.units import Units
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import PLACERS, imported
 from dovetail.pipeline.batches import Planners, plan_batch
 from dovetail.pipeline.opening import (
-    AS_CAPTURED,
     EXPORTED,
     bound_of,
     costs_in,
-    form_of,
     planned,
     timeline_of,
     with_copies,
@@ -59,6 +56,7 @@ from dovetail.pipeline.sources import (
     machine_of,
     silent,
     source_of,
+    transforms_of,
     unsplit_modules,
 )
 from dovetail.placers import (
@@ -76,7 +74,6 @@ from dovetail.placers import place as run_placer
 from dovetail.plans import (
     Placement,
     Plan,
-    Source,
     capacities_of,
     check_placement,
     load_plan,
@@ -86,6 +83,7 @@ from dovetail.plans import (
 from dovetail.runtime.files import read_json
 from dovetail.runtime.user_code import said
 from dovetail.simulator import LowerBound, Simulator
+from dovetail.transforms import Form, duplicate, the
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
 MOST_SPLIT_OPS = 100_000
@@ -345,7 +343,7 @@ def in_best_form(
     placement are of the step as it was captured.
     """
     step = request.planned_step
-    if not isinstance(step, Captured) or step.plain is None or form_of(step.source) != AS_CAPTURED:
+    if not isinstance(step, Captured) or step.plain is None or the(Form, step.transforms):
         return request, chosen
     given = request.stages or request.format or request.place is not None or request.per_op
     automatic = request.placer == "auto" and request.method is None and not request.contiguous
@@ -361,7 +359,7 @@ def in_best_form(
         try:
             other = replace(
                 request,
-                step=recaptured(step, **form),
+                step=form.apply(step),
                 # On one device the number of threads is chosen for each form.
                 machine=chosen.machine if several else request.machine,
                 budget=part_of_budget(str(request.budget), len(forms)),
@@ -389,19 +387,19 @@ def in_best_form(
     return best
 
 
-def _forms(step: Captured, *, several: bool) -> dict[str, dict[str, Any]]:
-    """name -> arguments of `recaptured`, of each form that the step may have beside its own.
+def _forms(step: Captured, *, several: bool) -> dict[str, Form]:
+    """The forms that the step may have beside its own, by name.
 
     several   there are several devices
     """
-    forms: dict[str, dict[str, Any]] = {}
+    forms: dict[str, Form] = {}
     most = step.fused_steps if several else min(1, step.fused_steps)
     for count in CHUNKS:
         if count <= most:
             of_each = "one fused kernel" if count == 1 else f"{count} fused kernels"
-            forms[f"{of_each} a recurrent layer"] = {"chunks": count}
+            forms[f"{of_each} a recurrent layer"] = Form(recurrent_chunks=count)
     if _has_images(step.graph):
-        forms["channels last"] = {"channels_last": True}
+        forms["channels last"] = Form(channels_last=True)
     return forms
 
 
@@ -511,6 +509,7 @@ def _fill_in_request(
     return replace(
         chosen,
         source=source_of(request.planned_step, request.model),
+        transforms=transforms_of(request.planned_step),
         pins=tuple(request.pins),
         caps=tuple(request.caps),
         whole=kept.patterns,

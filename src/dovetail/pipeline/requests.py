@@ -255,6 +255,7 @@ class PlanRequest:
     def _check_replicas(self) -> None:
         """Raise `UsageError` for options that do not go with replicas that are chosen."""
         from dovetail.frontends import Captured
+        from dovetail.transforms import Parts, repeats, the
 
         if self.replicas != AUTO:
             raise UsageError(
@@ -282,7 +283,7 @@ class PlanRequest:
             raise UsageError(
                 "replicas", "auto is for training steps, whose towers share an update; use --train"
             )
-        if self.step.source.repeats > 1 or self.step.source.parts > 1:
+        if repeats(self.step.transforms) > 1 or the(Parts, self.step.transforms):
             raise UsageError(
                 "replicas", "auto takes the step of the whole batch, and this one is shared already"
             )

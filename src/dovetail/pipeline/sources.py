@@ -31,25 +31,27 @@ from dovetail.errors import (
 )
 from dovetail.executors import PlacedNetwork, Workers
 from dovetail.executors import run as execute
-from dovetail.frontends import Captured, parse_optimizer, towers
+from dovetail.frontends import Captured, parse_optimizer
 from dovetail.frontends import resolve as resolve_network
 from dovetail.frontends.onnx import Shapes, is_from_onnx, load_onnx
-from dovetail.graph import Graph, Groups, colocate, group, replicate
+from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.cells import group_cells
+from dovetail.graph.copies import towers_of
 from dovetail.graph.files import graph_from
-from dovetail.graph.replicate import towers_of
+from dovetail.graph.source import Source, Transform
 from dovetail.graph.synthetic import layered
 from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import Grouping
 from dovetail.placers import PLACERS, Budget, make_problem
-from dovetail.plans import Plan, Source, normalise
+from dovetail.plans import Plan, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.native import build_native
 from dovetail.runtime.neighbours import Neighbours, disturbs
 from dovetail.runtime.timers import clock
 from dovetail.simulator import Simulator
+from dovetail.transforms import AnyTransform, Towers
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
 # --- The number of threads that ops of `here` use ---
@@ -303,9 +305,9 @@ def replicated(step: Step, replicas: int, asynchronous: bool = False) -> Step:
         return step
     if isinstance(step, Instance):
         raise UsageError("replicas", "an instance is planned for as it is; leave it out")
-    if isinstance(step, Graph):
-        return replicate(step, replicas, synchronous=not asynchronous).graph
-    return towers(step, replicas, synchronous=not asynchronous)
+    towers: Transform = Towers(replicas, asynchronous)
+    replicated: Step = towers.apply(step)
+    return replicated
 
 
 def check_replicas(replicas: int, asynchronous: bool) -> None:
@@ -568,3 +570,8 @@ def source_of(step: Step, model: str) -> Source:
         for tensor in step.outputs_of(op)
     ]
     return Source(model, "", tuple(shapes), version("torch"))
+
+
+def transforms_of(step: Step) -> tuple[AnyTransform, ...]:
+    """The transforms that made the step of the captured one, which its plan keeps."""
+    return step.transforms if isinstance(step, Captured) else ()

@@ -38,7 +38,6 @@ from dovetail.executors.stages.targets import example_of
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.graph import Graph
-from dovetail.graph.duplicates import Copies
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
 from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import costs_in, planned, timeline_of, with_schedules
@@ -52,6 +51,7 @@ from dovetail.schedulers.records import OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.results import SEQUENTIAL, Scheduled
 from dovetail.schedulers.timing import block_of, signatures_of
 from dovetail.simulator import Simulator
+from dovetail.transforms import Copies, SharedCopies, without
 from dovetail.units import format_seconds
 
 SCHEDULERS = ("dos", "ios")
@@ -366,7 +366,11 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
                 candidates.append(_Candidate(placement, plan, stager.staged(plan)))
 
     consider(joint.placements)
-    bare = replace(alone, copies=(), compute_seconds=joint.seconds)
+    bare = replace(
+        alone,
+        transforms=without(SharedCopies, alone.transforms),
+        compute_seconds=joint.seconds,
+    )
     stages = stager.context(bare).stages
     factors = factors_alone(stages)
     # Where no stage gains, these searches would repeat the first one.

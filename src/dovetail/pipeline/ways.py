@@ -28,7 +28,6 @@ from dovetail.errors import DovetailError, RunError, WorkerError
 from dovetail.executors import MODES, PlainNetwork, Workers, run
 from dovetail.executors.stages.choosing import Timer, measure, ratios_of
 from dovetail.frontends import Captured
-from dovetail.graph.duplicates import duplicate
 from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
 from dovetail.pipeline.opening import planned, timeline_of
@@ -44,6 +43,7 @@ from dovetail.pipeline.sources import (
 from dovetail.plans import COMPILED, EAGER, PLACED, REDUCED, Plan
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.timers import clock
+from dovetail.transforms import SharedCopies, duplicate, without
 from dovetail.units import HERE, format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
         placement=single.placement,
         orders=single.orders,
         schedules=None,
-        copies=(),
+        transforms=without(SharedCopies, plan.transforms),
         compute_seconds=fastest * (seconds / predicted),
         sent_bytes=None,
         peak_memory_bytes=(0,),

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph, Phase
-from dovetail.graph.replicate import tower_count, towers_of
+from dovetail.graph.copies import tower_count, towers_of
 from dovetail.placers.budget import Budget
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 

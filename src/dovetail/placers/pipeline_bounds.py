@@ -56,7 +56,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph, Phase
-from dovetail.graph.micro_batches import sums_of_gradients
+from dovetail.graph.copies import sums_of_gradients
 from dovetail.placers.pipelines import (
     Bool,
     Float64,

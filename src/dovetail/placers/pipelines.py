@@ -40,7 +40,7 @@ from scipy.sparse.csgraph import connected_components
 from dovetail.costs import Costs
 from dovetail.errors import InfeasibleError, OutOfMemoryError
 from dovetail.graph import EVERYWHERE, Graph, Groups, Phase
-from dovetail.graph.micro_batches import ACCUMULATE
+from dovetail.graph.copies import ACCUMULATE
 from dovetail.graph.topological import topological_order
 from dovetail.machine import Machine
 from dovetail.methods import PIPELINE_SCHEDULES

@@ -19,8 +19,8 @@ from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError, PinError
 from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.graph.convexity import find_return
+from dovetail.graph.copies import names_in_one
 from dovetail.graph.grouping import numbered
-from dovetail.graph.micro_batches import names_in_one
 from dovetail.machine import Machine
 from dovetail.plans import capacities_of
 from dovetail.simulator.loads import LoadModel, load_model

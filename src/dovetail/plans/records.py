@@ -16,24 +16,33 @@ from pydantic import BaseModel, Field, ValidationError
 
 from dovetail.errors import FileFormatError, MachineError
 from dovetail.graph import Graph
-from dovetail.graph.duplicates import Copies, duplicate, shareable
 from dovetail.graph.files import graph_from, graph_to_dict
-from dovetail.graph.micro_batches import micro_batched
+from dovetail.graph.source import Source
 from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
-from dovetail.methods import OBJECTIVES, PIPELINE_SCHEDULES
+from dovetail.methods import OBJECTIVES
 from dovetail.runtime.files import read_json, write_atomically
 from dovetail.runtime.formats import (
     FILE_NAME,
     FINITE,
     Number,
     Numbers,
-    Version1,
     WholeNumbers,
     file_fields,
     file_model,
     first_complaint,
     to_file,
+)
+from dovetail.transforms import (
+    AnyTransform,
+    Copies,
+    Form,
+    MicroBatches,
+    Parts,
+    SharedCopies,
+    applied_to_graph,
+    repeats,
+    the,
 )
 from dovetail.units import (
     BEYOND_ANY_BYTES,
@@ -88,91 +97,6 @@ class Schedule:
     stages: tuple[Stage, ...]
 
 
-_TaskText = Annotated[str, Field(pattern="^[0-9]{1,7}[FBIW][0-9]{1,7}$")]
-
-
-@dataclass(frozen=True)
-class Pipelining:
-    """How a step is cut into micro-batches and stages. The captured step is one micro-batch.
-
-    micro_batches   2 or more
-    schedule        the order of each device's work: a name of `PIPELINE_SCHEDULES`; "": none
-    stages          [ops of one micro-batch] the stage of each op, -1 for sources; (): no stages
-    devices         [stages] the device of each; a device has several stages only if interleaved.
-                    With several towers these are tower 0's
-    recompute       [stages] True: backward ops read forward ops that are computed again
-    tasks           [machine's devices] the tasks of each in running order, as torch writes them:
-                    "2F0" is stage 2's forward pass on micro-batch 0. B is the backward pass, and I
-                    and W are its gradients of activations and of parameters. With several towers
-                    these are tower 0's, and the other towers' devices have ()
-    """
-
-    micro_batches: Annotated[int, Field(ge=2, le=2**20)]
-    schedule: Annotated[str, Field(pattern=f"^(|{'|'.join(PIPELINE_SCHEDULES)})$")] = ""
-    stages: tuple[Annotated[int, Field(ge=-1)], ...] = ()
-    devices: tuple[_Count, ...] = ()
-    recompute: tuple[bool, ...] = ()
-    tasks: tuple[tuple[_TaskText, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` for stages without a device."""
-        if len(self.devices) != len(self.recompute):
-            raise ValueError("devices and recompute: not one entry a stage each")
-        if max(self.stages, default=-1) >= len(self.devices):
-            raise ValueError("stages: names a stage that has no device")
-
-    @property
-    def arrays(self) -> tuple[NDArray[np.int32] | None, NDArray[np.bool_] | None]:
-        """(stages [ops], recompute [stages]) as `graph.micro_batched` takes them."""
-        if not self.stages:
-            return None, None
-        return np.array(self.stages, np.int32), np.array(self.recompute, bool)
-
-
-@dataclass(frozen=True)
-class Source:
-    """The origin of a plan's graph, so that it can be captured again.
-
-    model      the MODEL text, such as "zoo:rnnlm?layers=2"; for a saved graph its file's name
-    training   the optimizer's text, such as "adam"; "" for inference
-    shapes     shapes of the step's inputs, in order; with parts, replicas or micro-batches those of
-               one
-    parts      number of equal parts into which the batch of MODEL was split. The towers and
-               micro-batches are steps of one part; 1: of MODEL's batch as it is
-    replicas   number of towers that the captured step, or that of its micro-batches, was replicated
-               to; 1: none
-    asynchronous   True if each tower updates by itself
-    constants  (name, value as text) of the model's arguments that are no tensors; the plan holds
-               for these values alone
-    recurrent_chunks   recurrent layers are captured by fused kernels, each of a layer in so many
-               chunks of time steps; 0: by the ops of each time step
-    channels_last      parameters, buffers and inputs of four dimensions lie channels last in memory
-    aliases            (other name, name) of each parameter and buffer of the model that has
-                       several names: it is tied, or its module has several paths
-    pipelining         how the captured step, that of one micro-batch, became a step of several;
-                       None: it did not
-    """
-
-    model: str
-    training: str
-    shapes: tuple[tuple[int, ...], ...]
-    torch_version: str
-    replicas: Annotated[int, Field(ge=1, le=2**20)] = 1
-    asynchronous: bool = False
-    constants: tuple[tuple[str, str], ...] = ()
-    recurrent_chunks: Annotated[int, Field(ge=0)] = 0
-    channels_last: bool = False
-    aliases: tuple[tuple[str, str], ...] = ()
-    pipelining: Pipelining | None = None
-    parts: Annotated[int, Field(ge=1, le=2**20)] = 1
-
-    @property
-    def repeats(self) -> int:
-        """How often the captured step runs in one step of the plan."""
-        micro_batches = 1 if self.pipelining is None else self.pipelining.micro_batches
-        return self.replicas * micro_batches
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A placement with its orders, and what it promises: value, bound and memory.
@@ -194,7 +118,7 @@ class Plan:
     whole              patterns of the modules that must each be on one device
     made_for           the format that the plan must fit, such as "device-map"; "": none
     min_gain           share by which more devices had to be better than fewer
-    copies             copies of shared computations in the planned graph: `graph.duplicates`
+    transforms         what made the planned step of the captured one, in order
     notes              sentences that tell the user why the plan is as it is
     way                how it runs: `PLACED`; or else on its one device, where `value` is what was
                        measured, and costs and orders are of the ops one by one
@@ -230,7 +154,7 @@ class Plan:
     whole: tuple[str, ...] = ()
     made_for: Annotated[str, Field(pattern="^(|device-map|split-points|torchtitan)$")] = ""
     min_gain: Annotated[float, Field(ge=0)] = 0.0
-    copies: tuple[Copies, ...] = ()
+    transforms: tuple[AnyTransform, ...] = ()
     notes: tuple[str, ...] = ()
     way: Annotated[str, Field(pattern=_ANY_WAY)] = PLACED
     measured: dict[str, float] = field(default_factory=dict)
@@ -243,6 +167,22 @@ class Plan:
         inf if there is no bound.
         """
         return self.value / self.lower_bound - 1 if self.lower_bound > 0 else float("inf")
+
+    @property
+    def micro_batches(self) -> MicroBatches | None:
+        """The micro-batches and stages of a pipeline; None for any other plan."""
+        return the(MicroBatches, self.transforms)
+
+    @property
+    def repeats(self) -> int:
+        """How often the captured step runs in one step of the plan."""
+        return repeats(self.transforms)
+
+    @property
+    def copies(self) -> tuple[Copies, ...]:
+        """Copies of shared computations in the planned graph."""
+        shared = the(SharedCopies, self.transforms)
+        return () if shared is None else shared.copies
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all. Raises `UnwritableError`."""
@@ -277,37 +217,20 @@ class Plan:
 
 
 def planned_graph(plan: Plan, graph: Graph) -> Graph:
-    """Return the plan's graph: the graph of its step with the plan's copies.
+    """Return the plan's graph: the graph of its step with the plan's transforms.
 
     graph   of the step as it was captured. A plan of the step in another form has its own graph
             with it, where it was planned or opened in this process
 
-    A graph that the copies do not fit is returned as it is. `check` then says that the plan was
+    A graph that the transforms do not fit is returned as it is. `check` then says that the plan was
     made for another graph.
     """
     if graph.fingerprint == plan.graph_fingerprint:
         return graph
-    if plan.source.pipelining is not None:
-        return plan.graph or _of_micro_batches(graph, plan.source.pipelining)
-    of_another_form = plan.source.recurrent_chunks or plan.source.channels_last
-    if plan.graph is not None and (of_another_form or plan.source.parts > 1):
-        graph = plan.graph
-    if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
-        return graph
-    may_be_copied = shareable(graph)
-    for copies in plan.copies:
-        if max((*copies.ops, *copies.readers), default=0) >= len(graph):
-            return graph
-        if not may_be_copied[list(copies.ops)].all():
-            return graph
-    return duplicate(graph, plan.copies).graph
-
-
-def _of_micro_batches(graph: Graph, pipelining: Pipelining) -> Graph:
-    """Return the graph of all micro-batches; a graph that the stages do not fit as it is."""
-    if pipelining.stages and len(pipelining.stages) != len(graph):
-        return graph
-    return micro_batched(graph, pipelining.micro_batches, *pipelining.arrays).graph
+    captured_again = any(isinstance(t, Form | Parts) for t in plan.transforms)
+    if plan.graph is not None and (captured_again or plan.micro_batches is not None):
+        return plan.graph
+    return applied_to_graph(graph, plan.transforms)
 
 
 def format_value(plan: Plan, value: float) -> str:
@@ -341,7 +264,7 @@ def describe_gap(plan: Plan) -> str:
 
 # Plans as JSON. A file holds all that the promises were computed from, so that they can be checked.
 #
-#   {"format": "dovetail.plan", "version": 1, ...the fields of `Plan`, but `graph` is a fingerprint,
+#   {"format": "dovetail.plan", "version": 2, ...the fields of `Plan`, but `graph` is a fingerprint,
 #    "costs": {"source": "measured", "rows": [[seconds on each device, null: cannot]],
 #              "index": [row of each op], "sent_bytes": [of each tensor] or null}}
 #
@@ -357,7 +280,7 @@ class _CostsFile(BaseModel):
 
 
 _PlanFile = file_model(
-    Plan, FINITE, format=Literal["dovetail.plan"], version=Version1, costs=_CostsFile
+    Plan, FINITE, format=Literal["dovetail.plan"], version=Literal[2], costs=_CostsFile
 )
 _GRAPH = "planned_graph"
 """Where a plan's file keeps its graph, as a graph's own file has it. It may be left out."""
@@ -370,7 +293,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     rows, index = np.unique(plan.compute_seconds, axis=0, return_inverse=True)
     file: dict[str, Any] = {
         "format": "dovetail.plan",
-        "version": 1,
+        "version": 2,
         **to_file(plan),
         "machine": machine_to_dict(plan.machine),
         "costs": {
@@ -394,7 +317,7 @@ def load_plan(path: str | Path) -> Plan:
     raw = read_json(path)
     kept = raw.pop(_GRAPH, None) if isinstance(raw, dict) else None
     try:
-        file: Any = _PlanFile.model_validate(raw)
+        file: Any = _PlanFile.model_validate(_of_version_1(raw))
         sent_bytes = file.costs.sent_bytes
         plan = Plan(
             **{field.name: getattr(file, field.name) for field, _ in file_fields(Plan)},
@@ -407,11 +330,14 @@ def load_plan(path: str | Path) -> Plan:
             raise ValueError("costs.index: not one entry an op of the placement")
         if len(placement) and not 0 <= placement.min() <= placement.max() < devices:
             raise ValueError("placement: names a device that is not there")
-        pipelining = plan.source.pipelining
-        if pipelining is not None and max(pipelining.devices, default=-1) >= devices:
-            raise ValueError("source.pipelining.devices: names a device that is not there")
-        if plan.source.parts not in (1, plan.source.repeats):
-            raise ValueError("source.parts: not as many as replicas and micro-batches take")
+        micro = plan.micro_batches
+        if micro is not None and max(micro.devices, default=-1) >= devices:
+            raise ValueError("transforms: micro-batches: names a device that is not there")
+        parts = the(Parts, plan.transforms)
+        if parts is not None and parts.count != repeats(plan.transforms):
+            raise ValueError("transforms: not as many parts as towers and micro-batches take")
+        if len({type(transform) for transform in plan.transforms}) < len(plan.transforms):
+            raise ValueError("transforms: two of one kind")
         for name in ("orders", "schedules", "peak_memory_bytes"):
             value = getattr(plan, name)
             if value is not None and len(value) != devices:
@@ -428,6 +354,35 @@ def load_plan(path: str | Path) -> Plan:
     if graph.fingerprint != plan.graph_fingerprint:
         raise FileFormatError(str(path), f"{_GRAPH}: is another graph than the plan's")
     return replace(plan, graph=graph)
+
+
+def _of_version_1(raw: Any) -> Any:
+    """Return a plan's file of version 1 as version 2 has it; any other object as it is.
+
+    Version 1 kept the transforms as fields of the plan and of its source.
+    """
+    if not isinstance(raw, dict) or raw.get("version") != 1 or raw.get("version") is True:
+        return raw
+    file, source = dict(raw), raw.get("source")
+    source = dict(source) if isinstance(source, dict) else {}
+    form = {
+        name: source.pop(name) for name in ("recurrent_chunks", "channels_last") if name in source
+    }
+    parts, replicas = source.pop("parts", 1), source.pop("replicas", 1)
+    micro, asynchronous = source.pop("pipelining", None), source.pop("asynchronous", False)
+    copies = file.pop("copies", [])
+    transforms: list[Any] = [{"kind": "form", **form}] if any(form.values()) else []
+    if parts != 1:
+        transforms.append({"kind": "parts", "count": parts})
+    if isinstance(micro, dict):
+        micro = {"count" if key == "micro_batches" else key: micro[key] for key in micro}
+        micro = {"kind": "micro-batches", **micro}
+    transforms += [] if micro is None else [micro]
+    if replicas != 1:
+        transforms.append({"kind": "towers", "count": replicas, "asynchronous": asynchronous})
+    if copies != []:
+        transforms.append({"kind": "copies", "copies": copies})
+    return {**file, "version": 2, "source": source, "transforms": transforms}
 
 
 def _seconds(costs: _CostsFile, devices: int) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import NoDeviceError, UsageError
 from dovetail.graph import Graph
-from dovetail.graph.replicate import tower_count, towers_of, update_towers_of
+from dovetail.graph.copies import tower_count, towers_of, update_towers_of
 from dovetail.machine import Machine
 from dovetail.plans.records import Placement
 from dovetail.plans.rules import normalise

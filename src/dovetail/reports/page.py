@@ -319,7 +319,7 @@ def throughput(plan: Plan) -> tuple[str, str]:
     if plan.value <= 0:
         return "", ""
     shapes: Sequence[tuple[int, ...]] = plan.source.shapes
-    batch = shapes[0][0] * plan.source.repeats if shapes and shapes[0] else 0
+    batch = shapes[0][0] * plan.repeats if shapes and shapes[0] else 0
     if batch <= 1:
         return f"{1 / plan.value:.3g} samples/s", "once the pipeline is full"
     return f"{batch / plan.value:.3g} samples/s", f"{1 / plan.value:.3g} steps a second of {batch}"

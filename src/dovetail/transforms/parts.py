@@ -10,19 +10,77 @@ Dimension 0 of every input and target is the batch, as torch's `DataParallel` an
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import numpy as np
-from torch import Tensor
+from pydantic import Field
 
-from dovetail.errors import UsageError
-from dovetail.frontends.capturing import recaptured
-from dovetail.frontends.program import Captured
-from dovetail.frontends.towers import Examples
-from dovetail.graph import Graph, Phase
+from dovetail.errors import ModelError, UsageError
+from dovetail.graph.records import Graph, Phase
+from dovetail.transforms.forms import Form
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dovetail.frontends.program import Captured
+    from dovetail.transforms.programs import Examples
+
+Step = TypeVar("Step", "Captured", Graph)
 
 
-def batch_of(captured: Captured) -> int:
+@dataclass(frozen=True)
+class Parts:
+    """Equal parts of a batch. The transformed step is that of the first part."""
+
+    count: Annotated[int, Field(ge=2, le=2**20)]
+    kind: Literal["parts"] = "parts"
+
+    def apply(self, step: Step) -> Step:
+        """Return the step of the first part of the batch, captured again.
+
+        Raises `UsageError` if the batch has no such parts, or if dimension 0 is seen to be no batch
+        of independent examples, and what `recaptured` raises.
+        """
+        if isinstance(step, Graph):
+            raise ModelError("a graph", "has no batch; give the network that it was captured from")
+        from dovetail.frontends.capturing import recaptured
+
+        batch = batch_of(step)
+        _check_mean(step)
+        if batch % self.count:
+            raise UsageError(
+                "parts", f"are {self.count}, and a batch of {batch} is no multiple of that"
+            )
+        signature = step.signature
+        first = replace(
+            signature,
+            inputs=_slices(signature.inputs, self.count)[0],
+            targets=_slices(signature.targets, self.count)[0],
+        )
+        form = next((t for t in step.transforms if isinstance(t, Form)), Form())
+        part = recaptured(
+            replace(step, signature=first, examples=None),
+            chunks=form.recurrent_chunks,
+            channels_last=form.channels_last,
+        )
+        if not _is_part(part.graph, step.graph, self.count):
+            raise UsageError(
+                "replicas",
+                f"auto splits dimension 0 of all inputs, but the step of 1/{self.count} of it "
+                "computes other things than the whole step, so it is no batch, or examples depend "
+                "on each other; give a number of replicas, and the batch of one",
+            )
+        shapes = tuple(tuple(value.shape) for value in part.inputs)
+        return replace(
+            part,
+            source=replace(part.source, shapes=shapes),
+            transforms=(*step.transforms, self),
+            examples=_drawn(step.examples, self.count, whole=False),
+        )
+
+
+def batch_of(captured: "Captured") -> int:
     """Return the number of examples in the step's batch.
 
     Raises `UsageError` for a step without inputs, and for an input or target whose dimension 0 is
@@ -45,49 +103,11 @@ def batch_of(captured: Captured) -> int:
     return batch
 
 
-def one_part(captured: Captured, parts: int) -> Captured:
-    """Return the step of the first of `parts` equal parts of the batch, captured again.
-
-    Raises `UsageError` if the batch has no such parts, or if dimension 0 is seen to be no batch of
-    independent examples, and what `recaptured` raises.
-    """
-    batch = batch_of(captured)
-    _check_mean(captured)
-    if batch % parts:
-        raise UsageError("parts", f"are {parts}, and a batch of {batch} is no multiple of that")
-    if parts == 1:
-        return captured
-    signature, source = captured.signature, captured.source
-    first = replace(
-        signature,
-        inputs=_slices(signature.inputs, parts)[0],
-        targets=_slices(signature.targets, parts)[0],
-    )
-    made = recaptured(
-        replace(captured, signature=first, examples=None),
-        chunks=source.recurrent_chunks,
-        channels_last=source.channels_last,
-    )
-    if not _is_part(made.graph, captured.graph, parts):
-        raise UsageError(
-            "replicas",
-            f"auto splits dimension 0 of all inputs, but the step of 1/{parts} of it computes "
-            "other things than the whole step, so it is no batch, or examples depend on each "
-            "other; give a number of replicas, and the batch of one",
-        )
-    shapes = tuple(tuple(value.shape) for value in made.inputs)
-    return replace(
-        made,
-        source=replace(made.source, shapes=shapes, parts=parts),
-        examples=_drawn(captured.examples, parts, whole=False),
-    )
-
-
 SUM = 2
 """The `reduction` of a loss of torch that is a sum."""
 
 
-def _check_mean(captured: Captured) -> None:
+def _check_mean(captured: "Captured") -> None:
     """Raise `UsageError` if the loss is seen to be a sum over examples: the mean of its parts is
     another loss, with other gradients."""
     graph, program = captured.graph, captured.program
@@ -126,7 +146,7 @@ def _is_part(part: Graph, whole: Graph, parts: int) -> bool:
     return True
 
 
-def with_examples_of(captured: Captured, made: Captured, parts: int) -> Captured:
+def with_examples_of(captured: "Captured", made: "Captured", parts: int) -> "Captured":
     """Return `made`, a step of all parts of `captured`'s batch, with the examples of that batch. It
     is called as `captured` is, with the whole batch."""
     signature = captured.signature
@@ -148,7 +168,7 @@ def with_examples_of(captured: Captured, made: Captured, parts: int) -> Captured
     )
 
 
-def _slices(values: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
+def _slices(values: "tuple[Tensor, ...]", parts: int) -> "list[tuple[Tensor, ...]]":
     """Return of each part its slices of the tensors. They are leaves, as the tensors are."""
     slices = []
     for part in range(parts):
@@ -164,14 +184,14 @@ def _slices(values: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
 
 
 def _drawn(
-    draw: Callable[[], Examples] | None, parts: int, *, whole: bool
-) -> Callable[[], Examples] | None:
+    draw: "Callable[[], Examples] | None", parts: int, *, whole: bool
+) -> "Callable[[], Examples] | None":
     """Return a function that draws a batch and returns its parts, one after another, or the first
     part alone; None if there is no `draw`."""
     if draw is None:
         return None
 
-    def draw_parts() -> Examples:
+    def draw_parts() -> "Examples":
         inputs, targets = (_slices(values, parts)[: None if whole else 1] for values in draw())
         return (
             tuple(value for part in inputs for value in part),

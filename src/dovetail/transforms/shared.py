@@ -7,18 +7,21 @@ A copy is named after its origin, with "/copy.N" appended, and has its kind, mod
 copies can be told apart in a graph from a file too. Only ops that `shareable` names may be copied.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
 
-from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase, select_columns
-from dovetail.runtime.compiling import kernel
+from dovetail.errors import UsageError
+from dovetail.graph.copies import shareable
+from dovetail.graph.records import Graph, Int32, Int64, select_columns
 
-_COPY = re.compile(r"(.*)/copy\.\d+$", re.DOTALL)
+if TYPE_CHECKING:
+    from dovetail.frontends.program import Captured
+
+Step = TypeVar("Step", "Captured", Graph)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,33 @@ class Copies:
 
     ops: tuple[Annotated[int, Field(ge=0)], ...]
     readers: tuple[Annotated[int, Field(ge=0)], ...]
+
+
+@dataclass(frozen=True)
+class SharedCopies:
+    """Copies of shared computations on devices that read them."""
+
+    copies: tuple[Copies, ...]
+    kind: Literal["copies"] = "copies"
+
+    def fits(self, graph: Graph) -> bool:
+        """Return True if the graph has these ops, and they may be copied."""
+        may_be_copied = shareable(graph)
+        return all(
+            max((*copy.ops, *copy.readers), default=0) < len(graph)
+            and may_be_copied[list(copy.ops)].all()
+            for copy in self.copies
+        )
+
+    def apply(self, step: Step) -> Step:
+        """Return the step with these copies. Raises `UsageError` for copies that do not fit."""
+        if not self.fits(step if isinstance(step, Graph) else step.graph):
+            raise UsageError("copies", "are of ops that are not there or cannot be copied")
+        if isinstance(step, Graph):
+            return duplicate(step, self.copies).graph
+        from dovetail.transforms.programs import with_shared_copies
+
+        return with_shared_copies(step, self.copies, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,69 +165,3 @@ def _storages(
     for tensor in np.flatnonzero((bases >= 0) & ~graph.overwrites[origin_tensors]).tolist():
         storages[tensor] = storages[bases[tensor]]
     return np.unique(storages, return_inverse=True)[1].reshape(-1).astype(np.int32)
-
-
-def origins_in(graph: Graph) -> Int32:
-    """Return [ops] the op that each op is a copy of, by its name; its own index if it is none."""
-    origins = np.arange(len(graph), dtype=np.int32)
-    for op in np.flatnonzero(graph.phases == Phase.FORWARD).tolist():
-        match = _COPY.match(graph.names[op])
-        origin = graph.index.get(match[1], -1) if match else -1
-        if origin >= 0 and graph.signatures[origin] == graph.signatures[op]:
-            origins[op] = origin
-    return origins
-
-
-# Which ops may be copied: computations that many parts of a network share and that any device can
-# repeat, such as positions, rotary cosines and attention masks.
-#
-#     arange ─► cos ─┬─► layer 0          arange ─► cos ─► layer 0
-#                    └─► layer 1          arange ─► cos ─► layer 1
-#
-# These ops read inputs, constants and buffers, but no parameter and no buffer that the step writes.
-# They draw no random numbers, and no gradient goes through them. So a copy beside each reader gives
-# the same bits, and the readers need not be on one device.
-
-
-_RANDOM = re.compile(r"rand|bernoulli|dropout|multinomial|normal_|uniform|exponential|poisson")
-_OWNED = ("parameter", "state")
-
-
-def shareable(graph: Graph) -> Bool:
-    """Return [ops] True for forward ops that may be repeated beside each reader.
-
-    Takes O(ops + reads).
-    """
-    kinds, of_op = np.unique(np.array(graph.kinds), return_inverse=True)
-    random = np.array([_RANDOM.search(kind) is not None for kind in kinds])[of_op.reshape(-1)]
-    owned = np.isin(kinds, _OWNED)[of_op.reshape(-1)]
-    written = np.zeros(int(graph.storages.max(initial=-1)) + 1, dtype=bool)
-    written[graph.storages[graph.overwrites]] = True
-    writes = np.zeros(len(graph), dtype=bool)
-    writes[graph.producers[written[graph.storages]]] = True
-    has_gradient = np.zeros(len(graph), dtype=bool)
-    has_gradient[graph.gradient_of[graph.gradient_of >= 0]] = True
-    forward = (graph.phases == Phase.FORWARD) & ~has_gradient & ~random
-    may_be_copied = np.where(graph.is_source, ~owned & ~writes, forward)
-    _leave_out_readers(may_be_copied, graph.input_offsets, graph.producers[graph.input_tensors])
-    return may_be_copied & ~graph.is_source
-
-
-@kernel
-def _leave_out_readers(chosen: Bool, input_offsets: Int32, makers: Int32) -> None:
-    """Leave out what reads something that is left out; ops come after those that they read."""
-    for op in range(len(chosen)):
-        for read in range(input_offsets[op], input_offsets[op + 1]):
-            if not chosen[makers[read]]:
-                chosen[op] = False
-
-
-def spread_out(graph: Graph) -> Bool:
-    """Return [ops] True for shareable ops that modules other than their own read."""
-    is_shareable = shareable(graph)
-    modules = np.unique(np.array(graph.modules), return_inverse=True)[1].reshape(-1)
-    producers = graph.producers[graph.input_tensors]
-    elsewhere = modules[producers] != modules[graph.readers]
-    read_elsewhere = np.zeros(len(graph), dtype=bool)
-    read_elsewhere[producers[elsewhere & ~graph.is_source[graph.readers]]] = True
-    return is_shareable & read_elsewhere
