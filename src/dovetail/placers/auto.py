@@ -72,7 +72,7 @@ def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         _coarse_to_fine(problem, budget)
     else:
         _try_methods(problem, budget)
-    return min(budget.found.values(), key=lambda pair: pair[0])[1]
+    return min(budget.ledger.results.values(), key=lambda pair: pair[0])[1]
 
 
 def _try_methods(problem: PlacementProblem, budget: Budget) -> bool:
@@ -101,13 +101,13 @@ def _coarse_to_fine(problem: PlacementProblem, budget: Budget) -> None:
         left = 1 - budget.fraction
         last = i + 1 == len(levels)
         share = COARSE_SHARE if enumerated and not last else 1 / (len(levels) - i)
-        part = _part(budget, left * share, apart=True)
-        if budget.bound is not None:
-            part.prove(budget.bound.seconds, budget.bound.proof)
+        part = budget.share(left * share, apart=True)
+        if budget.ledger.bound is not None:
+            part.ledger.prove(budget.ledger.bound.seconds, budget.ledger.bound.proof)
         if i:
             # So far units are whole in every placement, so any group tells where its unit is.
             _, some_group = np.unique(unit_of, return_index=True)
-            part.adopt(budget, some_group.astype(np.int32))
+            part.ledger.adopt(budget.ledger, some_group.astype(np.int32))
         try:
             level = under_units(problem, unit_of)
             if enumerated:
@@ -120,7 +120,7 @@ def _coarse_to_fine(problem: PlacementProblem, budget: Budget) -> None:
                 raise
             enumerated = True
         finally:
-            budget.adopt(part, unit_of)
+            budget.ledger.adopt(part.ledger, unit_of)
 
 
 def methods_of(role: str, objective: str) -> list[Method]:
@@ -138,7 +138,7 @@ def _construct(problem: PlacementProblem, budget: Budget) -> None:
         if left <= 0 or budget.closed or budget.exhausted:
             return
         # A method gets a quarter of what is left, so that a slow one leaves some to those after it.
-        attempt(method.name, method.load(), problem, _part(budget, left / 4), may_refuse=True)
+        attempt(method.name, method.load(), problem, budget.share(left / 4), may_refuse=True)
 
 
 def _improve(problem: PlacementProblem, budget: Budget) -> None:
@@ -155,7 +155,7 @@ def _improve(problem: PlacementProblem, budget: Budget) -> None:
             share = LARGE_SHARE * (1 - budget.fraction)
         share = min(share, 1 - budget.fraction)
         before, began = _state(budget), budget.fraction
-        part, run = _part(budget, share), arm.method.load()
+        part, run = budget.share(share), arm.method.load()
         usable = attempt(arm.method.name, run, problem, part, may_refuse=True)
         gain, spent = _gain(before, _state(budget)), budget.fraction - began
         arm.gains = arm.gains / 2 + gain
@@ -192,9 +192,13 @@ def _furthest_behind(arms: list[_Arm]) -> _Arm:
 
 def _state(budget: Budget) -> tuple[float, float, float]:
     """Return (bytes lacking, best value, bound); the bound is 0 while none is proven."""
-    assert budget.best is not None, "the baselines were evaluated"
-    score = budget.best[0]
-    return score.lacking_bytes, score.value, 0.0 if budget.bound is None else budget.bound.seconds
+    assert budget.ledger.best is not None, "the baselines were evaluated"
+    score = budget.ledger.best[0]
+    return (
+        score.lacking_bytes,
+        score.value,
+        0.0 if budget.ledger.bound is None else budget.ledger.bound.seconds,
+    )
 
 
 def _gain(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
@@ -205,14 +209,3 @@ def _gain(before: tuple[float, float, float], after: tuple[float, float, float])
         return 1.0
     fall = max(0.0, value - value_now) / value if 0 < value < float("inf") else 0.0
     return fall + (bound_now - bound) / bound_now if bound_now > bound else fall
-
-
-def _part(budget: Budget, share: float, *, apart: bool = False) -> Budget:
-    """Return a slice of `share` of the whole budget, with at least one evaluation. `apart`: with a
-    ledger of its own."""
-    # A budget of seconds has infinitely many evaluations, of which no share is a whole number.
-    whole = budget.evaluations
-    if np.isfinite(whole):
-        whole = max(1.0, float(int(share * whole)))
-    make = budget.apart if apart else budget.slice
-    return make(seconds=share * budget.seconds, evaluations=whole)

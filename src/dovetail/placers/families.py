@@ -35,10 +35,10 @@ def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Return the best placement of whole families from `RESTARTS` descents; ties: the first."""
     units = family_of(problem)
     count = int(units.max(initial=-1)) + 1
-    rng = np.random.default_rng((problem.seed, budget.next_round()))
+    rng = np.random.default_rng((problem.seed, budget.ledger.next_round()))
     starts = [_majority(problem, units, problem.fastest)]
-    if budget.best is not None:
-        starts.insert(0, _majority(problem, units, budget.best[1]))
+    if budget.ledger.best is not None:
+        starts.insert(0, _majority(problem, units, budget.ledger.best[1]))
     best, chosen = _score(problem, budget, starts[0], always=True), starts[0]
     for restart in range(RESTARTS):
         if budget.exhausted or not 1 < count <= MOST_UNITS:

@@ -69,7 +69,7 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """
     order = order_of(problem, merging=True)
     lattice = ideals_of(order)
-    rng = np.random.default_rng([problem.seed, budget.next_round()])
+    rng = np.random.default_rng([problem.seed, budget.ledger.next_round()])
     orders = list(orders_of(order, rng))
 
     proven: list[float] = []
@@ -88,7 +88,7 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     if problem.contiguous and is_exact(problem) and proven:
         plain = forward_order(problem, mirrored=False, merging=True)
         if (plain.element_of == order.element_of).all():
-            budget.prove(proven[0] * (1 - _SHAVED), PROOF)
+            budget.ledger.prove(proven[0] * (1 - _SHAVED), PROOF)
         else:
             _prove_without_orphans(problem, budget, plain)
     return min(scored_placements, key=lambda pair: pair[0])[1]
@@ -107,7 +107,7 @@ def _prove_without_orphans(problem: PlacementProblem, budget: Budget, plain: Ele
     space = (plain, ideals_of(plain), orders)
     chain, _, complete = best_stages(problem, budget, space, limits)
     if complete and chain is not None:
-        budget.prove(chain.value * (1 - _SHAVED), PROOF)
+        budget.ledger.prove(chain.value * (1 - _SHAVED), PROOF)
 
 
 def best_stages(

@@ -246,9 +246,9 @@ def latency_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """
     if problem.objective == "latency":
         budget.score(problem, np.stack(greedy_placements(problem)), always=True)
-        if len(problem.free) and budget.best is not None:
+        if len(problem.free) and budget.ledger.best is not None:
             _anneal(problem, budget)
-    return problem.fastest.copy() if budget.best is None else budget.best[1].copy()
+    return problem.fastest.copy() if budget.ledger.best is None else budget.ledger.best[1].copy()
 
 
 def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
@@ -358,7 +358,7 @@ def _anneal(problem: PlacementProblem, budget: Budget) -> None:
     """
     model = latency_model(problem.graph, problem.machine, problem.costs)
     work = latency_work(model)
-    rng = np.random.default_rng([problem.seed, budget.next_round()])
+    rng = np.random.default_rng([problem.seed, budget.ledger.next_round()])
     search = _search(problem, rng)
     finite = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0)
     moved = model.in_seconds.max(axis=1) + model.out_seconds.max(axis=1)
@@ -368,8 +368,8 @@ def _anneal(problem: PlacementProblem, budget: Budget) -> None:
     search.scalars[PENALTY] = longest
     changes = 50 * len(problem.free)
     while not budget.exhausted and not budget.closed:
-        assert budget.best is not None, "its caller has evaluated something"
-        search.groups[:] = search.best[:] = budget.best[1]
+        assert budget.ledger.best is not None, "its caller has evaluated something"
+        search.groups[:] = search.best[:] = budget.ledger.best[1]
         start(model, work, search)
         search.scalars[BEST] = search.scalars[ENERGY]
         _cool(problem, budget, (model, work, search), changes)

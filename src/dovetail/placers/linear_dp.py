@@ -83,7 +83,9 @@ def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     op of an evaluation.
     """
     order = order_of(problem)
-    orders = list(orders_of(order, np.random.default_rng([problem.seed, budget.next_round()])))
+    orders = list(
+        orders_of(order, np.random.default_rng([problem.seed, budget.ledger.next_round()]))
+    )
 
     def search(limits: StageLimits) -> list[GroupPlacement]:
         chains = along_orders(problem, budget, (order, orders), limits)
@@ -134,7 +136,7 @@ def fitted(
             score, placement = min(scored_placements[-len(scores) :], key=lambda pair: pair[0])
             if not 0 < score.lacking_bytes < np.inf:
                 return scored_placements
-            share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+            share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
             # Devices of one kind share one room. It shrinks by the worst overrun of the kind, and
             # by 5 % more, because another plan will not overrun by exactly the same share.
             for members in map(list, kinds.members):

@@ -96,7 +96,7 @@ def place(
         _run(problem, placer_name, budget, method, min_gain)
     else:
         _run_along_chain(problem, placer_name, budget, method)
-    found = _named(budget.found)
+    found = _named(budget.ledger.results)
     if placer_name in BASELINES and placer_name not in found:
         # Ctrl-C came before the baseline that was asked for, and another one is no substitute.
         raise KeyboardInterrupt
@@ -111,22 +111,20 @@ def _run(
     method: Placer | None,
     min_gain: float,
 ) -> None:
-    """Enter what the baselines and the method return into `budget.found`."""
+    """Enter what the baselines and the method return into `budget.ledger.results`."""
     # Where groups may be split, `auto` runs the baselines on the coarsest units.
     if not (problem.coarser and placer_name == "auto" and method is None):
         try_baselines(problem, budget)
     if min_gain:
         # The rest of the budget is for plans with fewer devices.
-        share = 1 - SEARCH_SHARE
-        evaluations = max(1.0, float(np.floor(share * budget.evaluations)))
-        budget = budget.slice(seconds=share * budget.seconds, evaluations=evaluations)
+        budget = budget.share(1 - SEARCH_SHARE)
     if placer_name == "auto" and method is None:
         try:
             # `auto` enters what its methods return into the budget, each under its own name.
             auto(problem, budget)
         except KeyboardInterrupt:
             budget.interrupted = True
-            if not budget.found:
+            if not budget.ledger.results:
                 raise
     elif placer_name not in BASELINES:
         attempt(placer_name, method or PLACERS[placer_name].load(), problem, budget)
@@ -135,7 +133,7 @@ def _run(
 def _run_along_chain(
     problem: PlacementProblem, placer_name: str, budget: Budget, method: Placer | None
 ) -> None:
-    """Enter what the methods for a chain return into `budget.found`."""
+    """Enter what the methods for a chain return into `budget.ledger.results`."""
     if placer_name not in ("single", "auto"):
         detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
         raise UsageError("placer", detail)
@@ -172,7 +170,7 @@ def _outcome(
     """
     score, placement = found[chosen]
     if score.lacking_bytes:
-        raise _infeasible(problem, budget.peaks(placement))
+        raise _infeasible(problem, budget.ledger.peaks(placement))
     notes: tuple[str, ...] = ()
     if min_gain:
         kept = simplest(problem, budget, (score, placement), min_gain)
@@ -187,13 +185,13 @@ def _outcome(
     return PlacerOutcome(
         placement=normalise(problem.spread(placement), problem.graph, problem.machine),
         value=score.value,
-        peak_memory_bytes=budget.peaks(placement),
+        peak_memory_bytes=budget.ledger.peaks(placement),
         placer=chosen,
         baselines={
             name: None if score.lacking_bytes else score.value for name, (score, _) in found.items()
         },
-        found_seconds={name: budget.found_seconds[name] for name in found},
-        bound=budget.bound,
+        found_seconds={name: budget.ledger.result_seconds[name] for name in found},
+        bound=budget.ledger.bound,
         evaluations=budget.evaluated,
         seconds=budget.spent_seconds,
         interrupted=budget.interrupted,
@@ -293,7 +291,7 @@ def simplest(
     # Local search knows no chain: its moves would break it and give infeasible plans.
     if problem.chain is None and not budget.interrupted:
         _improve(problem, budget, by_count, best[0].value)
-    for count, scored in budget.fewest.items():
+    for count, scored in budget.ledger.fewest.items():
         _keep_better(by_count, count, scored)
     kept: tuple[int, ScoredPlacement] | None = None
     for count, scored in sorted(by_count.items(), key=lambda entry: entry[0]):
