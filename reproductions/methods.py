@@ -137,15 +137,15 @@ def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Pl
     if name == SPLITTING:
         name, problem = "auto", ground.splitting
     limit = _limit(name, budget)
-    limit.prove(ground.bound.seconds, ground.bound.proof)
+    limit.ledger.prove(ground.bound.seconds, ground.bound.proof)
     began = time.perf_counter()
     try:
         _refuse_exact(problem, name)
         attempt(name, _placer(name), problem, limit)
     except (InvalidError, InfeasibleError) as error:
         return MethodResult(None, str(error), search_seconds=time.perf_counter() - began), None
-    score, placement = limit.found[name]
-    peaks = limit.peaks(placement)
+    score, placement = limit.ledger.results[name]
+    peaks = limit.ledger.peaks(placement)
     reason = out_of_memory(problem.machine, peaks, problem.capacities)
     fits = not score.lacking_bytes and np.isfinite(score.value)
     result = MethodResult(

@@ -237,8 +237,8 @@ def good_placement(
         whole = evaluations if method is families else budget.left
         part = budget.slice(evaluations=int(share * whole))
         attempt(method.__name__, method, problem, part)
-    assert budget.best is not None, "the baselines were evaluated"
-    return budget.best[0], budget.best[1]
+    assert budget.ledger.best is not None, "the baselines were evaluated"
+    return budget.ledger.best[0], budget.ledger.best[1]
 
 
 def likeness_of(problem: PlacementProblem) -> Int64:

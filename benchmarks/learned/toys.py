@@ -115,7 +115,9 @@ def trained(name: str, problem: PlacementProblem, samples: int) -> tuple[float, 
     updates = samples // settings.trials
     learner = train(policy, view, judge, settings, problem.seed, updates=updates)
     best = learner.best.get("")
-    return (best.seconds, best.found, budget.distinct) if best else (np.inf, 0, budget.distinct)
+    return (
+        (best.seconds, best.found, len(budget.ledger)) if best else (np.inf, 0, len(budget.ledger))
+    )
 
 
 def uniform(seconds: np.ndarray, samples: int, seed: int) -> tuple[float, int, int]:

@@ -101,7 +101,7 @@ def case(name, graph, machine, costs, objective, grouped, model="") -> Case:
 
 def solve(case: Case, name: str, text: str) -> tuple[Row, LowerBound | None]:
     budget = parse_budget(text)
-    budget.prove(case.bound.seconds, case.bound.proof)
+    budget.ledger.prove(case.bound.seconds, case.bound.proof)
     method: Callable = PLACERS.get(name) or accelerate_method(case)
     try:
         placement = method(case.problem, budget)
@@ -111,7 +111,7 @@ def solve(case: Case, name: str, text: str) -> tuple[Row, LowerBound | None]:
     score = Budget().score(case.problem, placement[None])[0]
     if score.lacking_bytes:
         return Row(name, np.inf, seconds, "does not fit"), None
-    proven = budget.bound if case.problem.objective == "load" else None  # groups are colours
+    proven = budget.ledger.bound if case.problem.objective == "load" else None  # groups are colours
     return Row(name, score.value, seconds), proven
 
 

@@ -84,7 +84,7 @@ def value_of(problem: PlacementProblem, text: str) -> float:
     if text.endswith("e"):
         budget = replace(budget, threads=1)
     PLACERS["auto"](problem, budget)
-    return min(score.value for score, _ in budget.found.values())
+    return min(score.value for score, _ in budget.ledger.results.values())
 
 
 if __name__ == "__main__":

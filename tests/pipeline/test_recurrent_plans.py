@@ -19,7 +19,7 @@ from dovetail.pipeline import planning
 from dovetail.pipeline.opening import open_plan, planned, timeline_of, verify
 from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
-from dovetail.placers import part_of_budget
+from dovetail.placers import parse_limits
 from dovetail.plans import load_plan, planned_graph
 from dovetail.reports import plan_table
 from dovetail.transforms import Form, the
@@ -150,10 +150,10 @@ def made():
 
 
 def test_parts_of_a_budget():
-    assert part_of_budget("10s", 4) == "2.500000s"
-    assert part_of_budget("10", 4) == "2.500000s"
-    assert part_of_budget("5000e", 3) == "1666e"
-    assert part_of_budget("2e", 3) == "1e"
+    assert parse_limits("10s").divided(4) == (2.5, float("inf"))
+    assert parse_limits("10").divided(4) == (2.5, float("inf"))
+    assert parse_limits("5000e").divided(3) == (float("inf"), 1666)
+    assert parse_limits("2e").divided(3) == (float("inf"), 1)
 
 
 def test_a_pin_on_an_op_that_a_form_does_not_have_leaves_the_step_unrolled(step):

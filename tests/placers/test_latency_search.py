@@ -132,8 +132,8 @@ def test_the_model_of_exact_proves_the_value_of_exhaustive_search(seed, training
     budget = Budget(evaluations=10**6)
     found = exact(problem, budget, enumerate_after=2**31)
     assert value_ms(problem, found) == pytest.approx(best * 1e3, rel=1e-9)
-    assert budget.bound.proof == "CP-SAT"
-    assert best * (1 - 1e-4) <= budget.bound.seconds <= best * (1 + 1e-9)
+    assert budget.ledger.bound.proof == "CP-SAT"
+    assert best * (1 - 1e-4) <= budget.ledger.bound.seconds <= best * (1 + 1e-9)
 
 
 def test_a_plan_many_times_slower_than_the_fastest_devices_is_not_called_infeasible():
@@ -144,4 +144,4 @@ def test_a_plan_many_times_slower_than_the_fastest_devices_is_not_called_infeasi
     budget = Budget(evaluations=10_000)
     found = exact(problem, budget, enumerate_after=2**31)
     assert value_ms(problem, found) >= 40.0 * 18
-    assert budget.bound.seconds <= value_ms(problem, found) / 1e3
+    assert budget.ledger.bound.seconds <= value_ms(problem, found) / 1e3

@@ -9,7 +9,7 @@ import pytest
 import dovetail.placers.auto
 from dovetail.errors import InfeasibleError, OutOfMemoryError, UsageError
 from dovetail.placers import BASELINES, PLACERS, Budget, parse_budget, place
-from dovetail.placers.auto import SPLIT, _part
+from dovetail.placers.auto import SPLIT
 from dovetail.placers.baselines import single
 from dovetail.simulator import Simulator
 from tests.support.placer_instances import (
@@ -122,7 +122,9 @@ def test_a_method_that_runs_as_auto_is_compared_with_the_baselines():
     outcome = place(problem, "auto", parse_budget("50e"), method=lambda *_: better)
     assert outcome.placer == "auto"
     assert (
-        outcome.value == budget.best[0].value < min(outcome.baselines[name] for name in BASELINES)
+        outcome.value
+        == budget.ledger.best[0].value
+        < min(outcome.baselines[name] for name in BASELINES)
     )
     worse = PLACERS["single"](problem, parse_budget("50e"))
     outcome = place(problem, "auto", parse_budget("50e"), method=lambda *_: worse)
@@ -361,5 +363,5 @@ def test_units_with_contrary_pins_are_split():
 
 
 def test_a_slice_of_nothing_of_a_budget_of_seconds_is_no_error():
-    assert _part(Budget(seconds=1.0), 0.0).evaluations == float("inf")
-    assert _part(Budget(evaluations=10), 0.0).evaluations == 1
+    assert Budget(seconds=1.0).share(0.0).evaluations == float("inf")
+    assert Budget(evaluations=10).share(0.0).evaluations == 1

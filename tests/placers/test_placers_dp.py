@@ -238,13 +238,13 @@ def test_what_ideal_dp_proves_no_contiguous_plan_beats(seed, training):
     budget = Budget()
     ideal_dp(problem, budget)
     best = best_by_enumeration(problem, stage_edges(problem, mirrored=False))
-    if budget.bound is not None:
-        assert budget.bound.seconds <= best
+    if budget.ledger.bound is not None:
+        assert budget.ledger.bound.seconds <= best
         found = problem.evaluate(problem.spread(every_placement(problem)))
-        assert (found.values[found.feasible] >= budget.bound.seconds).all()
-        assert budget.bound.proof == "ideals (dynamic programme)"
+        assert (found.values[found.feasible] >= budget.ledger.bound.seconds).all()
+        assert budget.ledger.bound.proof == "ideals (dynamic programme)"
     if not training and 0 < best < np.inf:
-        assert budget.bound.seconds == pytest.approx(best, rel=1e-9)
+        assert budget.ledger.bound.seconds == pytest.approx(best, rel=1e-9)
         assert budget.closed
 
 
@@ -308,7 +308,7 @@ def test_drawn_example():
         placement = method(problem, budget)
         assert budget.score(problem, placement[None])[0].value == pytest.approx(8e-3)
         assert placement[0] != placement[3]
-    assert budget.bound.seconds == pytest.approx(8e-3)
+    assert budget.ledger.bound.seconds == pytest.approx(8e-3)
 
 
 @pytest.mark.parametrize("name", sorted(CONTIGUOUS_OPTIMUM))
@@ -326,7 +326,7 @@ def test_ideal_dp_reproduces_the_published_optimum(name):
     if (problem.load.forward == 1).all():
         assert budget.closed
     else:
-        assert budget.bound.seconds < found.value
+        assert budget.ledger.bound.seconds < found.value
 
 
 @pytest.mark.parametrize("name", sorted(LINEAR))
@@ -451,7 +451,7 @@ def test_a_budget_that_ends_leaves_the_best_along_orders_and_proves_nothing():
     found = budget.score(problem, placement[None], always=True)[0]
     assert found.value < 40e-3
     assert is_contiguous(problem, placement)
-    assert budget.bound is None
+    assert budget.ledger.bound is None
     assert budget.spent > 1
 
 
@@ -481,5 +481,5 @@ def test_ctrl_c_ends_ideal_dp_with_a_plan():
         placement = ideal_dp(problem, budget)
     assert budget.interrupted
     assert len(calls) <= 33
-    assert budget.bound is None
+    assert budget.ledger.bound is None
     assert is_contiguous(problem, placement)

@@ -42,7 +42,7 @@ def proven_share(problem):
     budget = Budget(evaluations=10**5)
     budget.score(problem, problem.fastest[None])
     share_bound(problem, budget)
-    return budget.bound.seconds
+    return budget.ledger.bound.seconds
 
 
 def check_against_every_placement(problem, enumerate_after):
@@ -56,7 +56,7 @@ def check_against_every_placement(problem, enumerate_after):
     score = budget.score(problem, placement[None])[0]
     assert score.lacking_bytes == 0
     assert score.value == pytest.approx(best, rel=RESOLUTION)
-    assert best * (1 - RESOLUTION) <= budget.bound.seconds <= best * (1 + 1e-9)
+    assert best * (1 - RESOLUTION) <= budget.ledger.bound.seconds <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(INSTANCES))
@@ -78,8 +78,8 @@ def test_cp_sat_alone_proves_the_shortest_step_by_ruling_out_one_placement_at_a_
 def test_few_placements_are_all_evaluated_at_once(objective):
     problem, budget = small_problem(1, objective), Budget(evaluations=10**6)
     exact(problem, budget)
-    assert budget.bound.proof == "every placement"
-    assert budget.closed and budget.distinct == problem.placements
+    assert budget.ledger.bound.proof == "every placement"
+    assert budget.closed and len(budget.ledger) == problem.placements
 
 
 def test_relaxed_step_of_a_drawn_example_is_the_step_itself():
@@ -89,10 +89,10 @@ def test_relaxed_step_of_a_drawn_example_is_the_step_itself():
     problem = build_problem(graph, build_machine(2), seconds=[[1.0, 3.0], [3.0, 1.0]])
     problem, budget = simulated(problem, "step"), Budget(evaluations=10**6)
     assert exact(problem, budget, enumerate_after=NEVER).tolist() == [0, 1]
-    assert budget.bound.proof == "CP-SAT"
-    assert budget.bound.seconds == pytest.approx(2.15, rel=RESOLUTION)
+    assert budget.ledger.bound.proof == "CP-SAT"
+    assert budget.ledger.bound.seconds == pytest.approx(2.15, rel=RESOLUTION)
     # The first solve finds it, and the second proves it: b on gpu1 alone was never tried.
-    assert budget.distinct < problem.placements
+    assert len(budget.ledger) < problem.placements
 
 
 def test_what_no_device_can_hold_is_proven_without_evaluating_it():
@@ -102,7 +102,7 @@ def test_what_no_device_can_hold_is_proven_without_evaluating_it():
     with pytest.raises(NoPlanFitsError) as raised:
         exact(problem, budget, enumerate_after=NEVER)
     assert raised.value.proof == "CP-SAT" and isinstance(raised.value, InfeasibleError)
-    assert budget.distinct == 1  # what every search starts from
+    assert len(budget.ledger) == 1  # what every search starts from
 
 
 def test_nothing_found_is_not_called_infeasible():
@@ -131,9 +131,12 @@ def test_a_budget_in_evaluations_buys_the_same_plan_and_bound_each_time(objectiv
         problem = simulated(random_problem(rng, groups=10, devices=3), objective)
         budget = Budget(evaluations=100)
         placement = exact(problem, budget)
-        results.append((placement.tolist(), budget.bound, budget.spent))
+        results.append((placement.tolist(), budget.ledger.bound, budget.spent))
     assert results[0] == results[1]
-    assert budget.bound is not None and budget.bound.seconds <= budget.best[0].value
+    assert (
+        budget.ledger.bound is not None
+        and budget.ledger.bound.seconds <= budget.ledger.best[0].value
+    )
 
 
 def test_an_interrupt_ends_cp_sat_with_the_best_so_far():
@@ -143,17 +146,17 @@ def test_an_interrupt_ends_cp_sat_with_the_best_so_far():
     timer.start()
     placement = exact(problem, budget)
     timer.join()
-    assert budget.known(placement)
+    assert placement in budget.ledger
 
 
 def test_a_later_call_goes_on_from_what_is_known():
     problem = small_problem(8, "load")
     budget = Budget(evaluations=10**9)
     exact(problem, budget, enumerate_after=NEVER)
-    evaluated, bound = budget.distinct, budget.bound
+    evaluated, bound = len(budget.ledger), budget.ledger.bound
     exact(problem, budget.slice(evaluations=10**6), enumerate_after=NEVER)
-    assert budget.bound.seconds >= bound.seconds
-    assert budget.distinct <= evaluated + 1
+    assert budget.ledger.bound.seconds >= bound.seconds
+    assert len(budget.ledger) <= evaluated + 1
 
 
 @pytest.mark.parametrize("objective", ["load", "step"])

@@ -363,7 +363,7 @@ def test_tight_memory_holds_on_random_instances(method):
         problem = simulated(random_problem(rng, groups=12, devices=3, memory_share=0.5))
         placement = method(problem, budget := Budget())
         fitting += budget.score(problem, placement[None])[0].lacking_bytes == 0
-        assert (budget.best[1] == placement).all()
+        assert (budget.ledger.best[1] == placement).all()
     assert fitting >= 34
 
 

@@ -183,7 +183,7 @@ def test_a_second_call_goes_on_with_other_moves():
     values = []
     for _ in range(6):
         load_search(problem, budget.slice(evaluations=10))
-        values.append(budget.best[0].value)
+        values.append(budget.ledger.best[0].value)
     assert sorted(values, reverse=True) == values
     assert len(set(values)) >= 3
 

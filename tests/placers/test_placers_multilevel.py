@@ -181,7 +181,7 @@ def test_multilevel_is_no_worse_than_the_baselines_of_the_true_graph_that_it_sta
     problem = network(training=True)
     budget = Budget(evaluations=400)
     try_baselines(problem, budget)
-    start = min(score for score, _ in budget.found.values())
+    start = min(score for score, _ in budget.ledger.results.values())
     found = multilevel(problem, budget)
     assert budget.score(problem, found[None])[0] < start
 

@@ -32,7 +32,6 @@ from dovetail.pipeline.pipelining import computing_devices, plan_pipeline, tower
 from dovetail.pipeline.requests import AUTO, PlanRequest, ScheduleRequest
 from dovetail.pipeline.sources import TellProgress, replicated, transforms_of
 from dovetail.pipeline.using import run
-from dovetail.placers import part_of_budget
 from dovetail.plans import Plan
 from dovetail.schedulers.results import SEQUENTIAL
 from dovetail.transforms import Parts, applied, batch_of
@@ -106,7 +105,7 @@ def plan_batch(request: PlanRequest, planners: Planners, progress: TellProgress)
     if len(waiting) > 1:
         # A step that cannot be split is refused before anything is searched.
         _part_of(step, waiting[1].parts)
-    part = replace(request, budget=part_of_budget(str(request.budget), len(waiting)))
+    part = replace(request, budget=request.limits.divided(len(waiting)))
     tried = _TriedSharings()
     while waiting and not tried.interrupted:
         sharing = waiting.pop(0)

@@ -69,7 +69,6 @@ from dovetail.placers import (
     Placer,
     PlacerOutcome,
     keeping_interrupts,
-    parse_budget,
 )
 from dovetail.placers import place as run_placer
 from dovetail.plans import Plan
@@ -160,7 +159,7 @@ def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) ->
     """Find one placement for the phases of a request. See `plan_phases`."""
     steps, weights, options = request.steps, request.weights, request.options
     began = time.perf_counter()
-    budget, notes = parse_budget(str(options.budget)), Notes()
+    budget, notes = Budget(*options.limits), Notes()
     # The machine may be probed for one step alone. The phase that runs most often is that step.
     most_run = max(steps, key=lambda name: weights[name])
     machine = machine_of(steps[most_run], options.machine, progress, notes)
@@ -576,8 +575,8 @@ def _place_under(
         (score,) = part.score(problem, following, always=True)
         part.note(FOLLOWING, score, following[0])
         PLACERS[options.placer](problem, part)
-        assert part.best is not None, "it has scored one placement"
-        return part.best[1]
+        assert part.ledger.best is not None, "it has scored one placement"
+        return part.ledger.best[1]
 
     return _place(phase.problem_under(block_map), options.placer, budget, share, method)
 

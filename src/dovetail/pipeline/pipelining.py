@@ -43,10 +43,9 @@ from dovetail.pipeline.sources import (
 )
 from dovetail.placers import (
     Budget,
+    Limits,
     keeping_interrupts,
     make_problem,
-    parse_budget,
-    part_of_budget,
     permitted,
 )
 from dovetail.placers.pipeline_bounds import pipeline_bound
@@ -157,7 +156,7 @@ def plan_pipeline(
         request.micro_batches, schedules, request.recompute == "auto", kept.chain,
         torch_refuses if request.format else None,
     )  # fmt: skip
-    found = _searched(problem, str(request.budget), (costs, sums, mirror), progress)
+    found = _searched(problem, request.limits, (costs, sums, mirror), progress)
     problem, steps, outcome = found.problem, found.steps, found.outcome
     cut, value = outcome.cut, outcome.simulated.value
     bound = LowerBound(value, "every cut simulated")
@@ -223,7 +222,7 @@ class _SearchedStages:
 
 def _searched(
     problem: PipelineProblem,
-    budget_text: str,
+    limits: Limits,
     simulated: "tuple[Costs, dict[str, NDArray[np.float64]], TowersDevices]",
     progress: TellProgress,
 ) -> _SearchedStages:
@@ -239,7 +238,7 @@ def _searched(
     is_exact = True
     variants = problem.variants
     for variant in variants:
-        budget = parse_budget(part_of_budget(budget_text, len(variants)))
+        budget = Budget(*limits.divided(len(variants)))
         steps = _Steps(variant, *simulated)
         try:
             with keeping_interrupts(budget):

@@ -66,8 +66,6 @@ from dovetail.placers import (
     PlacerOutcome,
     keeping_interrupts,
     make_problem,
-    parse_budget,
-    part_of_budget,
     permitted,
 )
 from dovetail.placers import place as run_placer
@@ -161,7 +159,7 @@ def _searched_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
         if not lower or chosen.interrupted:
             break
         caps |= lower
-        part = part_of_budget(str(request.budget), MOST_SEARCHES)
+        part = request.limits.divided(MOST_SEARCHES)
         fewer = replace(request, caps=tuple(caps.items()), budget=part)
         try:
             found = search_plan(fewer, _prefixed("with less memory on GPUs: ", progress))
@@ -362,7 +360,7 @@ def in_best_form(
                 step=form.apply(step),
                 # On one device the number of threads is chosen for each form.
                 machine=chosen.machine if several else request.machine,
-                budget=part_of_budget(str(request.budget), len(forms)),
+                budget=request.limits.divided(len(forms)),
             )
             found = search_plan(other, _prefixed(f"with {name}: ", progress))
         except (CaptureError, ModelError):
@@ -453,7 +451,7 @@ def _groups_to_place(
 
 def _budget_of(request: PlanRequest) -> Budget:
     """The budget of the search, with the gap at which it may stop."""
-    budget = parse_budget(str(request.budget))
+    budget = Budget(*request.limits)
     budget.gap = max(budget.gap, request.gap)
     return budget
 
@@ -466,7 +464,7 @@ def _proven_bound(
     progress("proving a bound", 0.0, None)
     graph, machine, costs = problem.graph, problem.machine, problem.costs
     bound = bound_of(graph, machine, costs, problem.objective, request.pins, request.caps)
-    budget.prove(bound.seconds, bound.proof)
+    budget.ledger.prove(bound.seconds, bound.proof)
     return bound
 
 
@@ -622,7 +620,8 @@ MOST_STAGED = 4
 
 def _best_found(problem: PlacementProblem, budget: Budget) -> list[tuple[str, Placement]]:
     """(method, placement [ops]) of the best placements that the methods found and that fit."""
-    fitting = [(pair, name) for name, pair in budget.found.items() if not pair[0].lacking_bytes]
+    results = budget.ledger.results
+    fitting = [(pair, name) for name, pair in results.items() if not pair[0].lacking_bytes]
     fitting.sort(key=lambda entry: entry[0][0])
     return [
         (name, normalise(problem.spread(placement), problem.graph, problem.machine))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dovetail.frontends import Captured
     from dovetail.machine import Machine
     from dovetail.pipeline.sources import Step
-    from dovetail.placers import Placer
+    from dovetail.placers import Limits, Placer
     from dovetail.placers.learned.records import LearningSettings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -108,7 +108,7 @@ class PlanRequest:
     recompute: str = AUTO
     replicas: str = ""
     contiguous: bool = False
-    budget: str | float = "10s"
+    budget: "str | float | Limits" = "10s"
     gap: float = 0.0
     seed: int = 0
     pins: Sequence[tuple[str, str]] = ()
@@ -170,6 +170,14 @@ class PlanRequest:
         return self.min_gain
 
     @property
+    def limits(self) -> "Limits":
+        """The limits of a search: `budget` in numbers, once the record is built."""
+        assert not isinstance(self.budget, (str, float)), (
+            "the text is parsed when a record is built"
+        )
+        return self.budget
+
+    @property
     def compile_seconds(self) -> float:
         """The limit of compiling in seconds; 0: nothing is compiled."""
         if not self.compile:
@@ -181,9 +189,10 @@ class PlanRequest:
         return is_instance(self.step)
 
     def _check_numbers(self) -> None:
-        from dovetail.placers import parse_budget
+        from dovetail.placers import Limits, parse_limits
 
-        parse_budget(str(self.budget))
+        if not isinstance(self.budget, Limits):
+            object.__setattr__(self, "budget", parse_limits(str(self.budget)))
         parse_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
         check_seed(self.seed)
         if not 0 <= self.gap < math.inf:

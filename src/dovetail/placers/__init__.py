@@ -4,10 +4,11 @@ from dovetail.methods import PLACERS
 from dovetail.placers.baselines import BASELINES, Placer
 from dovetail.placers.budget import (
     Budget,
+    Limits,
     Score,
     keeping_interrupts,
     parse_budget,
-    part_of_budget,
+    parse_limits,
 )
 from dovetail.placers.placing import PlacerOutcome, place
 from dovetail.placers.problem import GroupPlacement, PlacementProblem, make_problem, permitted
@@ -17,6 +18,7 @@ __all__ = [
     "PLACERS",
     "Budget",
     "GroupPlacement",
+    "Limits",
     "PlacementProblem",
     "Placer",
     "PlacerOutcome",
@@ -24,7 +26,7 @@ __all__ = [
     "keeping_interrupts",
     "make_problem",
     "parse_budget",
-    "part_of_budget",
+    "parse_limits",
     "permitted",
     "place",
 ]

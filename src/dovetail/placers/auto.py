@@ -66,112 +66,6 @@ SPLIT = "split_groups"
 """The name in outcomes for a placement that splits units of the coarsest partition."""
 
 
-def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Return the best placement of all methods; ties: the method that was tried first."""
-    if problem.coarser:
-        _coarse_to_fine(problem, budget)
-    else:
-        _try_methods(problem, budget)
-    return min(budget.found.values(), key=lambda pair: pair[0])[1]
-
-
-def _try_methods(problem: PlacementProblem, budget: Budget) -> bool:
-    """Run the baselines, then every method on these groups. Returns True if instead of them all
-    placements were tried."""
-    try_baselines(problem, budget)
-    if can_enumerate(problem, budget):
-        attempt("exhaustive", exhaustive, problem, budget)
-        return True
-    _construct(problem, budget)
-    _improve(problem, budget)
-    return False
-
-
-def _coarse_to_fine(problem: PlacementProblem, budget: Budget) -> None:
-    """Run all methods on the coarsest units, then improve the best placement on ever smaller ones.
-
-    If the units are so few that all their placements are tried, the methods run on the next ones as
-    well. A budget of units is apart, since its ledger is keyed by placements of units.
-    """
-    levels = [*problem.coarser, np.arange(problem.groups.count, dtype=np.int32)]
-    enumerated = True
-    for i, unit_of in enumerate(levels):
-        if i and (budget.closed or budget.exhausted):
-            return
-        left = 1 - budget.fraction
-        last = i + 1 == len(levels)
-        share = COARSE_SHARE if enumerated and not last else 1 / (len(levels) - i)
-        part = _part(budget, left * share, apart=True)
-        if budget.bound is not None:
-            part.prove(budget.bound.seconds, budget.bound.proof)
-        if i:
-            # So far units are whole in every placement, so any group tells where its unit is.
-            _, some_group = np.unique(unit_of, return_index=True)
-            part.adopt(budget, some_group.astype(np.int32))
-        try:
-            level = under_units(problem, unit_of)
-            if enumerated:
-                enumerated = _try_methods(level, part)
-            else:
-                attempt(SPLIT, local_search, level, part)
-        except NoPlanFitsError:
-            # That no units fit says nothing of smaller ones.
-            if last:
-                raise
-            enumerated = True
-        finally:
-            budget.adopt(part, unit_of)
-
-
-def methods_of(role: str, objective: str) -> list[Method]:
-    """Return the methods of a role for an objective, in the order in which `auto` tries them."""
-    suited = [m for m in PLACERS.values() if m.role == role and objective in m.objectives]
-    return sorted(suited, key=lambda method: objective not in method.first_for)
-
-
-def _construct(problem: PlacementProblem, budget: Budget) -> None:
-    """Run each constructive method once, with a quarter of the share that is left for them."""
-    for method in methods_of("constructive", problem.objective):
-        if _is_large(problem) and not method.large:
-            continue
-        left = CONSTRUCTIVE_SHARE - budget.fraction
-        if left <= 0 or budget.closed or budget.exhausted:
-            return
-        # A method gets a quarter of what is left, so that a slow one leaves some to those after it.
-        attempt(method.name, method.load(), problem, _part(budget, left / 4), may_refuse=True)
-
-
-def _improve(problem: PlacementProblem, budget: Budget) -> None:
-    """Spend the rest of the budget on the improving methods, in proportion to their gains."""
-    arms = [_Arm(method) for method in methods_of("improving", problem.objective)]
-    if problem.objective == "step" and len(problem.free) > MOST_EXACT_GROUPS:
-        arms = [arm for arm in arms if arm.method.name != "exact"]
-    first = (1 - budget.fraction) * FIRST_SLICE
-    while arms and not (budget.exhausted or budget.closed):
-        arm = _furthest_behind(arms)
-        arm.slices += 1
-        share = first * arm.method.slices * 2 ** (arm.slices - 1)
-        if arm.method.name == "multilevel" and _is_large(problem):
-            share = LARGE_SHARE * (1 - budget.fraction)
-        share = min(share, 1 - budget.fraction)
-        before, began = _state(budget), budget.fraction
-        part, run = _part(budget, share), arm.method.load()
-        usable = attempt(arm.method.name, run, problem, part, may_refuse=True)
-        gain, spent = _gain(before, _state(budget)), budget.fraction - began
-        arm.gains = arm.gains / 2 + gain
-        # A slice counts as at least an eighth spent. A method that returns at once would otherwise
-        # stay furthest behind its share and be chosen again and again.
-        arm.spent += max(spent, share / 8)
-        # A method is done if it refused the problem, or if it left more than half of its slice
-        # unspent and gained nothing: it has nothing more to try.
-        if not usable or (gain == 0 and spent < share / 2 and not budget.exhausted):
-            arms.remove(arm)
-
-
-def _is_large(problem: PlacementProblem) -> bool:
-    return len(problem.graph) > LARGE_OPS
-
-
 @dataclass
 class _Arm:
     """An improving method, how often and for how long it ran, and its gains, halved at each
@@ -183,36 +77,111 @@ class _Arm:
     gains: float = 0.0
 
 
-def _furthest_behind(arms: list[_Arm]) -> _Arm:
-    """Return the method that has spent least relative to its share; ties: the first."""
-    # Without any gain yet, `total` is 1 and all shares are equal.
-    total = sum(arm.gains for arm in arms) or 1.0
-    return min(arms, key=lambda arm: arm.spent / (FLOOR + arm.gains / total))
+def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Return the best placement of all methods; ties: the method that was tried first."""
+    if problem.coarser:
+        levels = [*problem.coarser, np.arange(problem.groups.count, dtype=np.int32)]
+        # If the coarsest units are so few that all their placements are tried, the methods run on
+        # the next ones as well.
+        enumerated = True
+        for i, unit_of in enumerate(levels):
+            if i and (budget.closed or budget.exhausted):
+                break
+            is_last = i + 1 == len(levels)
+            left = 1 - budget.fraction
+            share = COARSE_SHARE if enumerated and not is_last else 1 / (len(levels) - i)
+            # A ledger is keyed by placements of its units, so each level has one of its own.
+            part = budget.share(left * share, apart=True)
+            if budget.ledger.bound is not None:
+                part.ledger.prove(budget.ledger.bound.seconds, budget.ledger.bound.proof)
+            if i:
+                # So far units are whole in every placement, so any group tells where its unit is.
+                _, some_group = np.unique(unit_of, return_index=True)
+                part.ledger.adopt(budget.ledger, some_group.astype(np.int32))
+            try:
+                level = under_units(problem, unit_of)
+                if enumerated:
+                    enumerated = _try_methods(level, part)
+                else:
+                    attempt(SPLIT, local_search, level, part)
+            except NoPlanFitsError:
+                # That no units fit says nothing of smaller ones.
+                if is_last:
+                    raise
+                enumerated = True
+            finally:
+                budget.ledger.adopt(part.ledger, unit_of)
+    else:
+        _try_methods(problem, budget)
+    return min(budget.ledger.results.values(), key=lambda pair: pair[0])[1]
 
 
-def _state(budget: Budget) -> tuple[float, float, float]:
-    """Return (bytes lacking, best value, bound); the bound is 0 while none is proven."""
-    assert budget.best is not None, "the baselines were evaluated"
-    score = budget.best[0]
-    return score.lacking_bytes, score.value, 0.0 if budget.bound is None else budget.bound.seconds
+def _try_methods(problem: PlacementProblem, budget: Budget) -> bool:
+    """Run the methods on these groups, as steps 1 to 3 say. Returns True if instead of them all
+    placements were tried."""
+    ledger, is_large = budget.ledger, len(problem.graph) > LARGE_OPS
+
+    # 1. The baselines, and all placements if they are few.
+    try_baselines(problem, budget)
+    if can_enumerate(problem, budget):
+        attempt("exhaustive", exhaustive, problem, budget)
+        return True
+
+    # 2. Each constructive method gets a quarter of the share that is left for them, so that a slow
+    # one leaves some to those after it.
+    for method in methods_of("constructive", problem.objective):
+        if is_large and not method.large:
+            continue
+        left = CONSTRUCTIVE_SHARE - budget.fraction
+        if left <= 0 or budget.closed or budget.exhausted:
+            break
+        attempt(method.name, method.load(), problem, budget.share(left / 4), may_refuse=True)
+
+    # 3. The improving methods share the rest in proportion to their gains.
+    arms = [_Arm(method) for method in methods_of("improving", problem.objective)]
+    if problem.objective == "step" and len(problem.free) > MOST_EXACT_GROUPS:
+        arms = [arm for arm in arms if arm.method.name != "exact"]
+    first_share = (1 - budget.fraction) * FIRST_SLICE
+    while arms and not (budget.exhausted or budget.closed):
+        # The next slice goes to the method that has spent least relative to its share; ties: the
+        # first. Without any gain yet, all shares are equal.
+        gains = sum(arm.gains for arm in arms) or 1.0
+        arm = min(arms, key=lambda arm: arm.spent / (FLOOR + arm.gains / gains))
+        arm.slices += 1
+        share = first_share * arm.method.slices * 2 ** (arm.slices - 1)
+        if arm.method.name == "multilevel" and is_large:
+            share = LARGE_SHARE * (1 - budget.fraction)
+        share = min(share, 1 - budget.fraction)
+
+        assert ledger.best is not None, "the baselines were evaluated"
+        before, bound_before, began = ledger.best[0], ledger.bound, budget.fraction
+        part, run = budget.share(share), arm.method.load()
+        usable = attempt(arm.method.name, run, problem, part, may_refuse=True)
+        score, bound, spent = ledger.best[0], ledger.bound, budget.fraction - began
+
+        # A gain is the relative fall of the value plus the relative rise of the bound, or 1 if the
+        # best placement lacks less memory than before.
+        gain = 0.0
+        if score.lacking_bytes < before.lacking_bytes:
+            gain = 1.0
+        else:
+            if 0 < before.value < np.inf:
+                gain = max(0.0, before.value - score.value) / before.value
+            low = 0.0 if bound_before is None else bound_before.seconds
+            if bound is not None and bound.seconds > low:
+                gain += (bound.seconds - low) / bound.seconds
+        arm.gains = arm.gains / 2 + gain
+        # A slice counts as at least an eighth spent. A method that returns at once would otherwise
+        # stay furthest behind its share and be chosen again and again.
+        arm.spent += max(spent, share / 8)
+        # A method is done if it refused the problem, or if it left more than half of its slice
+        # unspent and gained nothing: it has nothing more to try.
+        if not usable or (gain == 0 and spent < share / 2 and not budget.exhausted):
+            arms.remove(arm)
+    return False
 
 
-def _gain(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """Return the relative fall of the value plus the relative rise of the bound, or 1 if the best
-    placement lacks less memory than before."""
-    (lacking, value, bound), (lacking_now, value_now, bound_now) = before, after
-    if lacking_now < lacking:
-        return 1.0
-    fall = max(0.0, value - value_now) / value if 0 < value < float("inf") else 0.0
-    return fall + (bound_now - bound) / bound_now if bound_now > bound else fall
-
-
-def _part(budget: Budget, share: float, *, apart: bool = False) -> Budget:
-    """Return a slice of `share` of the whole budget, with at least one evaluation. `apart`: with a
-    ledger of its own."""
-    # A budget of seconds has infinitely many evaluations, of which no share is a whole number.
-    whole = budget.evaluations
-    if np.isfinite(whole):
-        whole = max(1.0, float(int(share * whole)))
-    make = budget.apart if apart else budget.slice
-    return make(seconds=share * budget.seconds, evaluations=whole)
+def methods_of(role: str, objective: str) -> list[Method]:
+    """Return the methods of a role for an objective, in the order in which `auto` tries them."""
+    suited = [m for m in PLACERS.values() if m.role == role and objective in m.objectives]
+    return sorted(suited, key=lambda method: objective not in method.first_for)

@@ -77,7 +77,7 @@ def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
             # The second attempt only counts more bytes per group. From the third on the room
             # shrinks by the share that the peak is above capacity, and 5 % more.
             if attempt:
-                share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+                share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
                 room = room * np.where(share < 1, 0.95 * share, 1.0)
     return min(scored_placements, key=lambda pair: pair[0])[1]
 
@@ -154,10 +154,9 @@ BASELINES: dict[str, Placer] = {
 
 
 def try_baselines(problem: PlacementProblem, budget: Budget) -> None:
-    """Run each baseline that has no result yet, even beyond the budget, and note its result in
-    `budget.found`."""
+    """Run each baseline that has no result yet, even beyond the budget, and note its result."""
     for name, method in BASELINES.items():
-        if name not in budget.found:
+        if name not in budget.ledger.results:
             attempt(name, method, problem, budget)
 
 
@@ -169,7 +168,7 @@ def attempt(
     *,
     may_refuse: bool = False,
 ) -> bool:
-    """Run a method and note its result in `budget.found`, unless that already holds a result of the
+    """Run a method and note its result in the ledger, unless that already holds a result of the
     same name that is as good. A method that a Ctrl-C breaks is not noted.
 
     Returns False if `may_refuse` is set and the method raises an `InvalidError`: a library is
@@ -186,8 +185,10 @@ def attempt(
             raise
         return False
     else:
-        if score != UNKNOWN and (name not in budget.found or score < budget.found[name][0]):
+        if score != UNKNOWN and (
+            name not in budget.ledger.results or score < budget.ledger.results[name][0]
+        ):
             budget.note(name, score, placement)
-    if not budget.found:
+    if not budget.ledger.results:
         raise KeyboardInterrupt
     return True

@@ -1,8 +1,12 @@
 """Budget: what a search may spend, and the ledger of all placements that it has evaluated.
 
 Every placement is evaluated once in a ledger, however many methods propose it; a repeat is looked
-up and costs nothing. A budget `apart` has a ledger of its own. Each entry of the ledger is a tuple
-that is stored in one assignment, so a Ctrl-C at any moment leaves every entry whole.
+up and costs nothing. Each entry of the ledger is a tuple that is stored in one assignment, so a
+Ctrl-C at any moment leaves every entry whole.
+
+    whole budget ─── slice ─── slice        limits within limits: what one spends, all around spend
+         └──── ledger ───┴───────┘          one ledger of all placements of these groups
+         └─────── slice, apart ── ledger    the same graph in other groups
 """
 
 import hashlib
@@ -14,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +31,7 @@ from dovetail.simulator.bounds import LowerBound
 
 BATCH_ENTRIES = 2**21
 """Largest batch that the evaluator is handed, in ops x placements: 8 MiB of int32 device indices. A
-batch has 16 placements even if these are more."""
+batch has 16 placements even if these are more, and at most 1,024."""
 
 
 @dataclass(frozen=True, order=True)
@@ -51,36 +56,85 @@ cannot be 0, because exact methods lower their bounds by small margins for round
 
 
 @dataclass
-class _Shared:
-    """The state that a budget and all its slices share.
+class SearchLedger:
+    """What is known of the placements of one problem's groups: scores, results and the bound.
 
-    entries        digest of a placement -> (score, [devices] peak bytes)
-    found          method -> (score, placement) that it returned
-    found_seconds  method -> seconds of the whole budget that had passed by then
-    best           (score, placement, peak bytes) of the best placement that was evaluated
-    fewest         number of devices that run something -> the best such placement
-    bound          the best lower bound that holds while groups stay together
-    interrupted    a Ctrl-C arrived
-    pace_seconds   seconds per evaluation in the latest batch
-    bought         number of evaluations, with those of budgets `apart`
-    rounds         how many searches have asked for a number of their own
+    entries          digest of a placement -> (score, [devices] peak bytes)
+    results          method -> (score, placement) of the best that it returned, in the order tried
+    result_seconds   method -> seconds from the start of the whole budget until it returned that
+    best             (score, placement, [devices] peak bytes) of the best placement of all
+    fewest           number of devices that run something -> (score, placement) of the best
+                     placement that uses so many
+    bound            the best lower bound that is proven, for placements whose groups stay together
+    pace_seconds     seconds per evaluation in the latest batch
+    rounds           how many searches have asked for a number of their own
     """
 
     entries: dict[bytes, tuple[Score, NDArray[np.int64]]] = field(default_factory=dict)
-    found: dict[str, tuple[Score, GroupPlacement]] = field(default_factory=dict)
-    found_seconds: dict[str, float] = field(default_factory=dict)
+    results: dict[str, tuple[Score, GroupPlacement]] = field(default_factory=dict)
+    result_seconds: dict[str, float] = field(default_factory=dict)
     best: tuple[Score, GroupPlacement, NDArray[np.int64]] | None = None
     fewest: dict[int, tuple[Score, GroupPlacement]] = field(default_factory=dict)
     bound: LowerBound | None = None
-    interrupted: bool = False
     pace_seconds: float = 0.0
-    bought: int = 0
     rounds: int = 0
+
+    def __contains__(self, placement: GroupPlacement) -> bool:
+        return _digest(placement) in self.entries
+
+    def __len__(self) -> int:
+        """The number of placements whose scores are known."""
+        return len(self.entries)
+
+    def peaks(self, placement: GroupPlacement) -> NDArray[np.int64]:
+        """Return [devices] the peak bytes of a placement that was evaluated; else `KeyError`."""
+        return self.entries[_digest(placement)][1]
+
+    def enter(self, placement: GroupPlacement, score: Score, peaks: NDArray[np.int64]) -> None:
+        self.entries[_digest(placement)] = (score, peaks)
+        if self.best is None or score < self.best[0]:
+            self.best = (score, placement.copy(), peaks)
+
+    def enter_fewest(self, devices: int, score: Score, placement: GroupPlacement) -> None:
+        """Keep the placement if no better one is known that runs something on so many devices."""
+        if devices not in self.fewest or score < self.fewest[devices][0]:
+            self.fewest[devices] = (score, placement.copy())
+
+    def adopt(self, part: "SearchLedger", unit_of: NDArray[np.int32]) -> None:
+        """Enter the best of a budget `apart`, with its placements spread over these groups.
+
+        unit_of   [groups] the part's group that each group is in
+        """
+        pairs = [*part.results.values(), *part.fewest.values()]
+        if part.best is not None:
+            pairs.append(part.best[:2])
+        for score, placement in pairs:
+            self.enter(placement[unit_of], score, part.peaks(placement))
+        for devices, (score, placement) in part.fewest.items():
+            self.enter_fewest(devices, score, placement[unit_of])
+        for name, (score, placement) in part.results.items():
+            if name not in self.results or score < self.results[name][0]:
+                self.results[name] = (score, placement[unit_of])
+                self.result_seconds[name] = part.result_seconds[name]
+
+    def prove(self, seconds: float, proof: str) -> None:
+        """Note a lower bound on the objective of every placement whose groups stay together. Only
+        the highest bound is kept.
+
+        proof   what proved it, as reports name it
+        """
+        if self.bound is None or seconds > self.bound.seconds:
+            self.bound = LowerBound(float(seconds), proof)
+
+    def next_round(self) -> int:
+        """Return 0, then 1, 2 and so on: each search takes a number that keys its random stream."""
+        self.rounds += 1
+        return self.rounds - 1
 
 
 @dataclass
 class Budget:
-    """Limits of seconds and of evaluations, and everything that was evaluated under them.
+    """The limits of a search, what is spent of them, and the ledger of what it evaluates.
 
     seconds, evaluations   limits; inf: none
     clock        returns seconds; only differences count. The default clock stands still while numba
@@ -88,8 +142,10 @@ class Budget:
     progress     called with (share of the budget spent, best feasible value or inf)
     threads      cores that a search may use
     gap          (value - bound) / bound at which a search is done
-    spent        evaluations so far, with the work that methods charged as evaluations
     parent       the budget that this one is a slice of; None: a whole budget
+    ledger       of all placements that are evaluated; a slice shares it
+    spent        evaluations so far, with the work that methods charged as evaluations
+    evaluated    number of placements that were evaluated so far
     """
 
     seconds: float = np.inf
@@ -98,17 +154,24 @@ class Budget:
     progress: Callable[[float, float], None] | None = None
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     gap: float = CLOSED_GAP
-    spent: float = 0
     parent: "Budget | None" = None
-    _shared: _Shared = field(default_factory=_Shared)
+    ledger: SearchLedger = field(default_factory=SearchLedger)
+    spent: float = field(default=0, init=False)
+    evaluated: int = field(default=0, init=False)
+    _interrupted: bool = field(default=False, init=False)
     _began: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = self.clock()
 
-    def slice(self, *, seconds: float = np.inf, evaluations: float = np.inf) -> "Budget":
-        """Return a smaller budget within this one. What it spends is spent here too, and both share
-        one ledger."""
+    def slice(
+        self, *, seconds: float = np.inf, evaluations: float = np.inf, apart: bool = False
+    ) -> "Budget":
+        """Return a smaller budget within this one. What it spends is spent here too.
+
+        apart   for the same graph in other groups: the slice has a ledger of its own, since its
+                placements are of other groups. `SearchLedger.adopt` brings its results back
+        """
         return Budget(
             min(seconds, self.left_seconds),
             min(evaluations, self.left),
@@ -116,77 +179,31 @@ class Budget:
             threads=self.threads,
             gap=self.gap,
             parent=self,
-            _shared=self._shared,
+            ledger=SearchLedger() if apart else self.ledger,
         )
 
-    def apart(self, *, seconds: float = np.inf, evaluations: float = np.inf) -> "Budget":
-        """Return a smaller budget within this one, for the same graph in other groups. What it
-        spends is spent here too, but its ledger is its own, since placements are of other groups.
-        `adopt` brings its results back."""
-        part = self.slice(seconds=seconds, evaluations=evaluations)
-        part._shared = _Shared()
-        return part
+    def share(self, share: float, *, apart: bool = False) -> "Budget":
+        """Return a slice with that share of this budget's limits, and at least one evaluation."""
+        evaluations = self.evaluations
+        # A budget of seconds has infinitely many evaluations, of which no share is a whole number.
+        if np.isfinite(evaluations):
+            evaluations = max(1.0, float(int(share * evaluations)))
+        return self.slice(seconds=share * self.seconds, evaluations=evaluations, apart=apart)
 
-    def adopt(self, part: "Budget", unit_of: NDArray[np.int32]) -> None:
-        """Enter what a budget `apart` found, with its placements spread over this one's groups.
-
-        unit_of   [groups] the part's group that each group is in
-        """
-        known = [*part.found.values(), *part.fewest.values()]
-        if part.best is not None:
-            known.append(part.best[:2])
-        for score, placement in known:
-            self._enter(placement[unit_of], score, part.peaks(placement))
-        for used, (score, placement) in part.fewest.items():
-            self._keep_fewest(used, score, placement[unit_of])
-        for name, (score, placement) in part.found.items():
-            if name not in self.found or score < self.found[name][0]:
-                self._shared.found[name] = (score, placement[unit_of])
-                self._shared.found_seconds[name] = part.found_seconds[name]
+    @property
+    def whole(self) -> "Budget":
+        """The budget that this one is a slice of, however many slices lie between; or itself."""
+        return self if self.parent is None else self.parent.whole
 
     @property
     def interrupted(self) -> bool:
-        """True after a Ctrl-C. From then on only evaluations that must be made (`always`) are
-        made."""
-        around = self.parent is not None and self.parent.interrupted
-        return around or self._shared.interrupted
+        """True after a Ctrl-C, in the whole budget and all its slices. From then on only
+        evaluations that must be made (`always`) are made."""
+        return self.whole._interrupted
 
     @interrupted.setter
     def interrupted(self, value: bool) -> None:
-        self._shared.interrupted = value
-        if self.parent is not None:
-            self.parent.interrupted = value
-
-    @property
-    def best(self) -> tuple[Score, GroupPlacement, NDArray[np.int64]] | None:
-        """(score, placement, [devices] peak bytes) of the best placement that was evaluated."""
-        return self._shared.best
-
-    @property
-    def fewest(self) -> dict[int, tuple[Score, GroupPlacement]]:
-        """Number of devices that run something -> (score, placement) of the best placement that
-        uses so many."""
-        return self._shared.fewest
-
-    @property
-    def bound(self) -> LowerBound | None:
-        """The best lower bound that was proven, for placements whose groups stay together."""
-        return self._shared.bound
-
-    @property
-    def found(self) -> dict[str, tuple[Score, GroupPlacement]]:
-        """Method -> (score, placement) of the best that it returned, in the order tried."""
-        return self._shared.found
-
-    @property
-    def found_seconds(self) -> dict[str, float]:
-        """Method -> seconds from the start of the whole budget until it first returned that."""
-        return self._shared.found_seconds
-
-    @property
-    def pace_seconds(self) -> float:
-        """Seconds that one evaluation of the latest batch took."""
-        return self._shared.pace_seconds
+        self.whole._interrupted = value
 
     @property
     def spent_seconds(self) -> float:
@@ -225,62 +242,27 @@ class Budget:
     @property
     def closed(self) -> bool:
         """True if the best placement fits and its value is within `gap` of the bound."""
-        if self.best is None or self.bound is None or self.best[0].lacking_bytes:
+        best, bound = self.ledger.best, self.ledger.bound
+        if best is None or bound is None or best[0].lacking_bytes:
             return False
-        return self.best[0].value <= self.bound.seconds * (1 + self.gap)
+        return best[0].value <= bound.seconds * (1 + self.gap)
 
-    def charge(self, evaluations: float) -> None:
+    def charge(self, evaluations: float, evaluated: int = 0) -> None:
         """Spend evaluations, or a fraction of one, on this budget and on all budgets around it.
 
         A method also charges here for work that evaluates no whole placement, at a rate of its own.
+
+        evaluated   how many of them evaluated a whole placement
         """
-        for budget in self._and_around():
-            budget.spent += evaluations
-
-    def _and_around(self) -> Iterator["Budget"]:
-        """Yield this budget and those that it is a part of, from the inside out."""
-        budget: Budget | None = self
-        while budget is not None:
-            yield budget
-            budget = budget.parent
-
-    def prove(self, seconds: float, proof: str) -> None:
-        """Note a lower bound on the objective of every placement whose groups stay together. Only
-        the highest bound is kept.
-
-        proof   what proved it, as reports name it
-        """
-        if self._shared.bound is None or seconds > self._shared.bound.seconds:
-            self._shared.bound = LowerBound(float(seconds), proof)
-
-    def next_round(self) -> int:
-        """Return 0, then 1, 2 and so on: each search takes a number that keys its random stream."""
-        self._shared.rounds += 1
-        return self._shared.rounds - 1
+        self.spent += evaluations
+        self.evaluated += evaluated
+        if self.parent is not None:
+            self.parent.charge(evaluations, evaluated)
 
     def note(self, name: str, score: Score, placement: GroupPlacement) -> None:
-        """Record what a method found, and how many seconds of the whole budget have passed."""
-        self._shared.found[name] = (score, placement)
-        *_, whole = self._and_around()
-        self._shared.found_seconds[name] = whole.spent_seconds
-
-    def known(self, placement: GroupPlacement) -> bool:
-        """Return True if this placement has been evaluated."""
-        return _digest(placement) in self._shared.entries
-
-    @property
-    def distinct(self) -> int:
-        """Number of placements of these groups whose scores are known."""
-        return len(self._shared.entries)
-
-    @property
-    def evaluated(self) -> int:
-        """Number of evaluations so far, with those of budgets `apart`."""
-        return self._shared.bought
-
-    def peaks(self, placement: GroupPlacement) -> NDArray[np.int64]:
-        """Return [devices] the peak bytes of a placement that was evaluated; else `KeyError`."""
-        return self._shared.entries[_digest(placement)][1]
+        """Record what a method returned, and how many seconds of the whole budget have passed."""
+        self.ledger.results[name] = (score, placement)
+        self.ledger.result_seconds[name] = self.whole.spent_seconds
 
     def score(
         self, problem: PlacementProblem, placements: NDArray[np.int32], *, always: bool = False
@@ -292,62 +274,62 @@ class Budget:
                  with. A Ctrl-C in the evaluator sets `interrupted`, and the batch that it broke
                  stays unknown
         """
-        entries = self._shared.entries
+        ledger = self.ledger
         keys = [_digest(row) for row in placements]
         # One row for each distinct placement that the ledger lacks: repeats are bought once.
-        rows = {key: i for i, key in enumerate(keys) if key not in entries}
+        rows = {key: i for i, key in enumerate(keys) if key not in ledger.entries}
         missing = sorted(rows.values())
-        for batch in _batches(missing, len(problem.graph)):
+        size = min(1024, max(16, BATCH_ENTRIES // max(1, len(problem.graph))))
+        for start in range(0, len(missing), size):
+            batch = missing[start : start + size]
             affordable = batch if always else batch[: int(min(self.left, len(batch)))]
             if not affordable or (self.exhausted and not always):
                 break
             try:
-                self._buy(problem, placements[affordable])
+                began = self.clock()
+                batch_placements = placements[affordable]
+                evaluation = problem.evaluate(problem.spread(batch_placements))
+                self.charge(len(affordable), evaluated=len(affordable))
+                over = np.maximum(evaluation.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
+                # An infeasible placement that fits into memory (it waits for itself, or is not
+                # contiguous) counts as lacking one byte, so that it is worse than every feasible
+                # one.
+                lacking = np.where(evaluation.feasible, over, np.maximum(over, 1))
+                is_used = np.zeros((len(affordable), problem.devices), dtype=bool)
+                is_used[np.arange(len(is_used))[:, None], batch_placements[:, problem.running]] = 1
+                devices = is_used.sum(axis=1).tolist()
+                for i, row in enumerate(batch_placements):
+                    score = Score(float(lacking[i]), float(evaluation.values[i]))
+                    ledger.enter_fewest(devices[i], score, row)
+                    ledger.enter(row, score, evaluation.peak_memory_bytes[i])
+                ledger.pace_seconds = (self.clock() - began) / len(affordable)
+                self.report()
             except KeyboardInterrupt:
                 self.interrupted = True
-        return [entries[key][0] if key in entries else UNKNOWN for key in keys]
-
-    def _buy(self, problem: PlacementProblem, placements: NDArray[np.int32]) -> None:
-        """Evaluate the placements, charge for them and enter them in the ledger."""
-        began = self.clock()
-        evaluation = problem.evaluate(problem.spread(placements))
-        self.charge(len(placements))
-        for shared in {
-            id(budget._shared): budget._shared for budget in self._and_around()
-        }.values():
-            shared.bought += len(placements)
-        over = np.maximum(evaluation.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
-        # An infeasible placement that fits into memory (it waits for itself, or is not contiguous)
-        # counts as lacking one byte, so that it is worse than every feasible one.
-        lacking = np.where(evaluation.feasible, over, np.maximum(over, 1))
-        used = _devices_used(placements[:, problem.running], problem.devices).tolist()
-        for i, row in enumerate(placements):
-            score = Score(float(lacking[i]), float(evaluation.values[i]))
-            self._keep_fewest(used[i], score, row)
-            self._enter(row, score, evaluation.peak_memory_bytes[i])
-        self._shared.pace_seconds = (self.clock() - began) / len(placements)
-        self.report()
-
-    def _enter(self, placement: GroupPlacement, score: Score, peaks: NDArray[np.int64]) -> None:
-        self._shared.entries[_digest(placement)] = (score, peaks)
-        if self.best is None or score < self.best[0]:
-            self._shared.best = (score, placement.copy(), peaks)
-
-    def _keep_fewest(self, used: int, score: Score, placement: GroupPlacement) -> None:
-        simple = self._shared.fewest.get(used)
-        if simple is None or score < simple[0]:
-            self._shared.fewest[used] = (score, placement.copy())
+        return [ledger.entries[key][0] if key in ledger.entries else UNKNOWN for key in keys]
 
     def report(self) -> None:
         """Call `progress` of the whole budget with the share that is spent and the best value."""
-        *_, whole = self._and_around()
-        if whole.progress is not None and self.best is not None:
-            score = self.best[0]
-            whole.progress(whole.fraction, np.inf if score.lacking_bytes else score.value)
+        whole, best = self.whole, self.ledger.best
+        if whole.progress is not None and best is not None:
+            whole.progress(whole.fraction, np.inf if best[0].lacking_bytes else best[0].value)
 
 
-def parse_budget(text: str, clock: Callable[[], float] = working_clock) -> Budget:
-    """Return the budget that a text names: "10" and "10s" are seconds, "5000e" is evaluations.
+class Limits(NamedTuple):
+    """What a search may spend; inf: no limit. `Budget(*limits)` is a budget of it."""
+
+    seconds: float = np.inf
+    evaluations: float = np.inf
+
+    def divided(self, parts: int) -> "Limits":
+        """Return one of so many equal parts. A part has an evaluation at least."""
+        if np.isfinite(self.evaluations):
+            return Limits(evaluations=float(max(1, int(self.evaluations) // parts)))
+        return Limits(seconds=self.seconds / parts)
+
+
+def parse_limits(text: str) -> Limits:
+    """Return the limits that a text names: "10" and "10s" are seconds, "5000e" is evaluations.
 
     Raises `UsageError` for any other text.
     """
@@ -355,17 +337,12 @@ def parse_budget(text: str, clock: Callable[[], float] = working_clock) -> Budge
     amount = float(match[1]) if match else 0.0
     if match is None or amount <= 0 or (match[2] == "e" and not amount.is_integer()):
         raise UsageError("--budget", f"{text!r} is not a budget; write 10, 10s or 5000e")
-    if match[2] == "e":
-        return Budget(evaluations=amount, clock=clock)
-    return Budget(seconds=amount, clock=clock)
+    return Limits(evaluations=amount) if match[2] == "e" else Limits(seconds=amount)
 
 
-def part_of_budget(text: str, parts: int) -> str:
-    """The text of one of so many equal parts of a budget. A part has an evaluation at least."""
-    budget = parse_budget(text)
-    if budget.evaluations < np.inf:
-        return f"{max(1, int(budget.evaluations) // parts)}e"
-    return f"{budget.seconds / parts:.6f}s"
+def parse_budget(text: str, clock: Callable[[], float] = working_clock) -> Budget:
+    """Return a budget of the limits that a text names; see `parse_limits`."""
+    return Budget(*parse_limits(text), clock)
 
 
 @contextmanager
@@ -406,19 +383,3 @@ class _SecondInterrupt(BaseException):
 def _digest(placement: GroupPlacement) -> bytes:
     """Return a name of the placement of 16 bytes, however many groups there are."""
     return hashlib.blake2b(placement.tobytes(), digest_size=16).digest()
-
-
-def _devices_used(placements: NDArray[np.int32], devices: int) -> NDArray[np.int64]:
-    """Return [batch] the number of distinct devices in each placement [batch, groups]."""
-    is_used = np.zeros((len(placements), devices), dtype=bool)
-    is_used[np.arange(len(placements))[:, None], placements] = True
-    return np.asarray(is_used.sum(axis=1), dtype=np.int64)
-
-
-def _batches(rows: list[int], ops: int) -> Iterator[list[int]]:
-    """Yield the rows in batches of at most `BATCH_ENTRIES` entries and 1,024 rows, but of at least
-    16 rows as far as there are so many."""
-    size = max(16, BATCH_ENTRIES // max(1, ops))
-    size = min(size, 1024)
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]

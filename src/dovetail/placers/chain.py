@@ -73,7 +73,22 @@ def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     for plan in sorted(scores, key=scores.__getitem__):
         best_of_count.setdefault(len(plan.devices), plan)
     for plan in best_of_count.values():
-        _improve(problem, budget, order, scores, plan)
+        # One cut is moved at a time, each time the one that helps most, as far as no stage becomes
+        # empty.
+        while not (budget.exhausted or budget.closed):
+            neighbours = []
+            for i, cut in enumerate(plan.cuts):
+                for shift in SHIFTS:
+                    cuts = (*plan.cuts[:i], cut + shift, *plan.cuts[i + 1 :])
+                    if all(a < b for a, b in pairwise((0, *cuts, len(order)))):
+                        neighbours.append(_Stages(cuts, plan.devices))
+            neighbours = [neighbour for neighbour in neighbours if neighbour not in scores]
+            _judge(problem, budget, order, scores, neighbours)
+            scored = [neighbour for neighbour in neighbours if neighbour in scores]
+            best_neighbour = min(scored, key=scores.__getitem__, default=plan)
+            if scores[best_neighbour] >= scores[plan]:
+                break
+            plan = best_neighbour
     best = min(scores, key=lambda plan: (scores[plan], len(plan.devices)))
     return _placement(problem, order, best)
 
@@ -83,36 +98,6 @@ def ordered_groups(problem: PlacementProblem) -> NDArray[np.int64]:
     assert problem.chain is not None, "the problem asks for an order"
     placed = np.flatnonzero(problem.chain >= 0)
     return placed[np.argsort(problem.chain[placed], kind="stable")]
-
-
-def _improve(
-    problem: PlacementProblem,
-    budget: Budget,
-    order: NDArray[np.int64],
-    scores: dict[_Stages, Score],
-    best: _Stages,
-) -> None:
-    """Move one cut at a time, each time the one that helps most, until no move helps or the budget
-    ends. All scores go into `scores`."""
-    while not (budget.exhausted or budget.closed):
-        neighbours = [plan for plan in _moved(best, len(order)) if plan not in scores]
-        _judge(problem, budget, order, scores, neighbours)
-        scored = [plan for plan in neighbours if plan in scores]
-        best_neighbour = min(scored, key=scores.__getitem__, default=best)
-        if scores[best_neighbour] >= scores[best]:
-            return
-        best = best_neighbour
-
-
-def _moved(stages: _Stages, units: int) -> list[_Stages]:
-    """Return the plans with one cut moved by one of `SHIFTS`, as far as no stage becomes empty."""
-    moved = []
-    for i, cut in enumerate(stages.cuts):
-        for shift in SHIFTS:
-            cuts = (*stages.cuts[:i], cut + shift, *stages.cuts[i + 1 :])
-            if all(a < b for a, b in pairwise((0, *cuts, units))):
-                moved.append(_Stages(cuts, stages.devices))
-    return moved
 
 
 def _judge(
@@ -188,34 +173,24 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
         values = next_values
         complete = [used for used in values if np.isfinite(values[used][units])]
         if complete:
-            best_used = min(complete, key=lambda used: values[used][units])
-            best_of_counts.append(_walk_back(kinds, last_stages, best_used, units))
+            used = min(complete, key=lambda used: values[used][units])
+            # The stages are found from the last one to the first.
+            end, cuts, stage_kinds = units, [], []
+            while any(used):
+                start, k = int(last_stages[used][0][end]), int(last_stages[used][1][end])
+                cuts.append(start)
+                stage_kinds.append(k)
+                used = (*used[:k], used[k] - 1, *used[k + 1 :])
+                end = start
+            # The stages of a kind take its devices in machine order.
+            remaining = [iter(kind) for kind in kinds]
+            devices = tuple(next(remaining[k]) for k in reversed(stage_kinds))
+            # The first stage starts at 0, which is no cut.
+            best_of_counts.append(_Stages(tuple(reversed(cuts[:-1])), devices))
     # If nothing fits, everything becomes one stage on the device that may run most units. Its
     # evaluation then says what does not fit.
     device_of_most = int(problem.allowed[order].sum(axis=0).argmax())
     return best_of_counts or [_Stages((), (device_of_most,))]
-
-
-def _walk_back(
-    kinds: list[list[int]],
-    last_stages: dict[State, tuple[NDArray[np.int64], NDArray[np.int64]]],
-    used: State,
-    units: int,
-) -> _Stages:
-    """Return the stages behind the value of all `units` in state `used`. The stages of a kind take
-    its devices in machine order."""
-    # The stages are found from the last one to the first.
-    end, starts, stage_kinds = units, [], []
-    while any(used):
-        start, k = int(last_stages[used][0][end]), int(last_stages[used][1][end])
-        starts.append(start)
-        stage_kinds.append(k)
-        used = (*used[:k], used[k] - 1, *used[k + 1 :])
-        end = start
-    remaining = [iter(kind) for kind in kinds]
-    devices = tuple(next(remaining[k]) for k in reversed(stage_kinds))
-    # The first stage starts at 0, which is no cut.
-    return _Stages(tuple(reversed(starts[:-1])), devices)
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:
@@ -253,39 +228,33 @@ def _run_seconds(
     barred_before = np.concatenate([[0], np.cumsum(~allowed)])
     group_bytes = problem.group_bytes[order].astype(np.float64)
     bytes_before = np.concatenate([[0.0], np.cumsum(group_bytes)])
-    latency, per_byte = _slowest_link(problem, device)
-    # The first stage of all receives nothing.
-    entry = np.where(np.arange(units + 1) > 0, latency + _cut_bytes(problem, order) * per_byte, 0.0)
-    seconds = work_before[None, :] - work_before[:, None] + entry[:, None]
-    room_bytes = room * float(problem.capacities[device])
-    fits = bytes_before[None, :] - bytes_before[:, None] <= room_bytes
-    has_units = np.arange(units + 1)[None, :] > np.arange(units + 1)[:, None]
-    is_allowed = barred_before[None, :] == barred_before[:, None]
-    return np.where(fits & has_units & is_allowed, seconds, np.inf)
 
-
-def _slowest_link(problem: PlacementProblem, device: int) -> tuple[float, float]:
-    """Return (seconds per tensor, seconds per byte) of the link to the device that has the least
-    bandwidth; zeros if it has no link."""
-    name = problem.machine.device_names[device]
-    links = [link for link in problem.machine.links if link.destination == name]
-    if not links:
-        return 0.0, 0.0
-    slowest = min(links, key=lambda link: link.bandwidth_bytes_per_second)
-    return slowest.latency_seconds, 1 / slowest.bandwidth_bytes_per_second
-
-
-def _cut_bytes(problem: PlacementProblem, order: NDArray[np.int64]) -> Float64:
-    """Return [units + 1] the bytes that cross the cut before each unit, in either direction."""
+    # [units + 1] the bytes that cross the cut before each unit, in either direction.
     unit_of = np.full(problem.groups.count, -1)
-    unit_of[order] = np.arange(len(order))
+    unit_of[order] = np.arange(units)
     sources, destinations, sizes = problem.edges
     ends = np.sort(np.stack([unit_of[sources], unit_of[destinations]]), axis=0)
     across = (ends[0] >= 0) & (ends[0] < ends[1])
     # An edge between units a < b crosses the cuts before units a + 1 to b: its bytes are added at
     # the first of these cuts and taken away behind the last, and a running sum gives each cut's
     # bytes.
-    change = np.zeros(len(order) + 2)
+    change = np.zeros(units + 2)
     np.add.at(change, ends[0, across] + 1, sizes[across])
     np.add.at(change, ends[1, across] + 1, -sizes[across])
-    return np.cumsum(change)[: len(order) + 1]
+    cut_bytes = np.cumsum(change)[: units + 1]
+
+    # They come over the link to the device that has the least bandwidth.
+    name = problem.machine.device_names[device]
+    links = [link for link in problem.machine.links if link.destination == name]
+    latency, per_byte = 0.0, 0.0
+    if links:
+        slowest = min(links, key=lambda link: link.bandwidth_bytes_per_second)
+        latency, per_byte = slowest.latency_seconds, 1 / slowest.bandwidth_bytes_per_second
+    # The first stage of all receives nothing.
+    entry = np.where(np.arange(units + 1) > 0, latency + cut_bytes * per_byte, 0.0)
+    seconds = work_before[None, :] - work_before[:, None] + entry[:, None]
+    room_bytes = room * float(problem.capacities[device])
+    fits = bytes_before[None, :] - bytes_before[:, None] <= room_bytes
+    has_units = np.arange(units + 1)[None, :] > np.arange(units + 1)[:, None]
+    is_allowed = barred_before[None, :] == barred_before[:, None]
+    return np.where(fits & has_units & is_allowed, seconds, np.inf)

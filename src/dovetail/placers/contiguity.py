@@ -25,7 +25,7 @@ from dovetail.placers.budget import Budget
 from dovetail.placers.problem import PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
-from dovetail.simulator.loads import HOST_SOURCE, LoadModel
+from dovetail.simulator.loads import HOST_SOURCE
 
 LOOSE = -1
 """Entry of `element_of` for a group that is in no element, because it has no forward op and no
@@ -121,11 +121,49 @@ def forward_order(
     model = problem.load
     edges, taking = model.edges, model.forward.astype(bool)
     if mirrored:
-        extra = _mirror_edges(problem)
-        edges = np.concatenate([edges, extra])
+        graph, of_op = problem.graph, problem.groups.of_op
+        before, after = graph.producers[graph.input_tensors], graph.readers
+        is_backward = (graph.phases[before] == Phase.BACKWARD) & (
+            graph.phases[after] == Phase.BACKWARD
+        )
+        ends = np.stack([of_op[after[is_backward]], of_op[before[is_backward]]], axis=1)
+        orphaned = model.forward[ends] == 0
+        ends = ends[orphaned.any(axis=1) & (ends[:, 0] != ends[:, 1])]
+        edges = np.concatenate([edges, _distinct(ends, problem.groups.count)])
         taking[_orphans(problem)] = True
-    joined = _idle_leaves(problem, edges) if merging else np.empty((0, 2), np.int32)
+    pairs: list[tuple[int, int]] = []
+    if merging:
+        # A pair sends no more together than apart if one group has no work and a single neighbour,
+        # the other. If memory could bind, only groups that hold no bytes are joined. Memory cannot
+        # bind if the smallest device has room for all that there is.
+        everything = max(model.resident_bytes.sum(), float(problem.group_bytes.sum()))
+        holds = problem.group_bytes + model.resident_bytes > 0
+        idle = np.where(problem.allowed, model.work_seconds, 0.0).max(axis=1) == 0.0
+        idle &= ~holds | (everything <= problem.capacities.min())
+        sources = np.repeat(model.net_sources, np.diff(model.net_offsets))
+        ends = np.concatenate([edges, np.stack([sources, model.net_targets], axis=1)])
+        neighbours: list[set[int]] = [set() for _ in range(model.groups)]
+        for source, target in ends.tolist():
+            neighbours[target].add(source)
+            if source != HOST_SOURCE:
+                neighbours[source].add(target)
+        waiting = np.flatnonzero(idle & (model.forward == 1)).tolist()
+        while waiting:
+            group = waiting.pop()
+            if len(neighbours[group]) != 1:
+                continue
+            (beside,) = neighbours[group]
+            # The pair may be wherever the neighbour may be, so that joining takes no choice away.
+            may_join = (problem.allowed[group] | ~problem.allowed[beside]).all()
+            if beside != HOST_SOURCE and model.forward[beside] and may_join:
+                pairs.append((group, beside))
+                neighbours[group].clear()
+                neighbours[beside].remove(group)
+                # The neighbour may have become a leaf by this.
+                if idle[beside]:
+                    waiting.append(beside)
     # Edges in both directions put a joined pair into one strongly connected component.
+    joined = np.array(pairs, np.int32).reshape(-1, 2)
     both = np.concatenate([edges, joined, joined[:, ::-1]])
     matrix = csr_matrix((np.ones(len(both), np.int8), both.T), shape=(model.groups,) * 2)
     labels = connected_components(matrix, directed=True, connection="strong")[1]
@@ -179,10 +217,25 @@ def kinds_of(
     room_bytes   [devices] of all devices of the machine
     alone        make every device a kind of its own
     """
+    model = problem.load
     alike: dict[tuple[bytes, float, tuple[float, ...], int], list[int]] = {}
     for device in devices:
-        work = problem.load.work_seconds[:, device].tobytes()
-        hop = _hop(problem.load, device)
+        work = model.work_seconds[:, device].tobytes()
+        # For the host itself, and for a device without a link to the host, a hop takes the mean
+        # over the device's links to devices whose load counts; nothing if there are none.
+        if device != model.host and model.linked[device, model.host]:
+            neighbours = [model.host]
+        else:
+            neighbours = np.flatnonzero(model.linked[device] * model.counted).tolist()
+            neighbours = [neighbour for neighbour in neighbours if neighbour != device]
+        hop = (0.0, 0.0, 0.0, 0.0)
+        if neighbours:
+            hop = (
+                float(model.latency_seconds[neighbours, device].mean()),
+                float(model.seconds_per_byte[neighbours, device].mean()),
+                float(model.latency_seconds[device, neighbours].mean()),
+                float(model.seconds_per_byte[device, neighbours].mean()),
+            )
         key = (work, float(room_bytes[device]), hop, device if alone else 0)
         alike.setdefault(key, []).append(device)
     hops_of = np.array([key[2] for key in alike]).T
@@ -259,76 +312,6 @@ def _orphans(problem: PlacementProblem) -> Int32:
     """Return the groups with backward ops and no forward ops."""
     backward = np.unique(problem.groups.of_op[problem.graph.phases == Phase.BACKWARD])
     return np.asarray(backward[problem.load.forward[backward] == 0], np.int32)
-
-
-def _mirror_edges(problem: PlacementProblem) -> Int32:
-    """Return [edges, 2] of groups: the backward edges that touch an orphan, turned round."""
-    graph, of_op = problem.graph, problem.groups.of_op
-    before, after = graph.producers[graph.input_tensors], graph.readers
-    backward = graph.phases == Phase.BACKWARD
-    is_backward = backward[before] & backward[after]
-    ends = np.stack([of_op[after[is_backward]], of_op[before[is_backward]]], axis=1)
-    orphaned = problem.load.forward[ends] == 0
-    ends = ends[orphaned.any(axis=1) & (ends[:, 0] != ends[:, 1])]
-    return _distinct(ends, problem.groups.count)
-
-
-def _idle_leaves(problem: PlacementProblem, edges: Int32) -> Int32:
-    """Return [pairs, 2] (a group without work and with a single neighbour, that neighbour).
-
-    Such a pair sends no more together than apart. If memory could bind, only groups that hold no
-    bytes are joined.
-    """
-    model = problem.load
-    # Memory cannot bind if the smallest device has room for all that there is.
-    everything = max(model.resident_bytes.sum(), float(problem.group_bytes.sum()))
-    holds = problem.group_bytes + model.resident_bytes > 0
-    idle = np.where(problem.allowed, model.work_seconds, 0.0).max(axis=1) == 0.0
-    idle &= ~holds | (everything <= problem.capacities.min())
-    sources = np.repeat(model.net_sources, np.diff(model.net_offsets))
-    ends = np.concatenate([edges, np.stack([sources, model.net_targets], axis=1)])
-    neighbours: list[set[int]] = [set() for _ in range(model.groups)]
-    for source, target in ends.tolist():
-        neighbours[target].add(source)
-        if source != HOST_SOURCE:
-            neighbours[source].add(target)
-    pairs: list[tuple[int, int]] = []
-    waiting = np.flatnonzero(idle & (model.forward == 1)).tolist()
-    while waiting:
-        group = waiting.pop()
-        if len(neighbours[group]) != 1:
-            continue
-        (beside,) = neighbours[group]
-        # The pair may be wherever the neighbour may be, so that joining takes no choice away.
-        may_join = (problem.allowed[group] | ~problem.allowed[beside]).all()
-        if beside != HOST_SOURCE and model.forward[beside] and may_join:
-            pairs.append((group, beside))
-            neighbours[group].clear()
-            neighbours[beside].remove(group)
-            # The neighbour may have become a leaf by this.
-            if idle[beside]:
-                waiting.append(beside)
-    return np.array(pairs, np.int32).reshape(-1, 2)
-
-
-def _hop(model: LoadModel, device: int) -> tuple[float, float, float, float]:
-    """Return the seconds of a hop from the host, per tensor and per byte, and of a hop to the host.
-
-    For the host itself, and for a device without a link to the host, these are the means over the
-    device's links to devices whose load counts; zeros if there are none.
-    """
-    neighbours = [model.host] if device != model.host and model.linked[device, model.host] else None
-    if neighbours is None:
-        neighbours = np.flatnonzero(model.linked[device] * model.counted).tolist()
-        neighbours = [neighbour for neighbour in neighbours if neighbour != device]
-    if not neighbours:
-        return (0.0, 0.0, 0.0, 0.0)
-    return (
-        float(model.latency_seconds[neighbours, device].mean()),
-        float(model.seconds_per_byte[neighbours, device].mean()),
-        float(model.latency_seconds[device, neighbours].mean()),
-        float(model.seconds_per_byte[device, neighbours].mean()),
-    )
 
 
 # ── The walk up a lattice of ideals: the kernels in which `best_chain` spends its time ───────────
@@ -713,27 +696,8 @@ def best_chain(
     """
     counts = np.array([len(members) for members in kinds.members])
     states = states_of(counts, MOST_ENTRIES // len(lattice.parents))
-    table = _table(elements, lattice, kinds, states, ceiling)
-    walk = _walk(elements, lattice, len(states.nexts))
-    ideal, steps = 0, np.zeros(1, np.int64)
-    while ideal < len(lattice.parents):
-        if budget.exhausted and not always:
-            return None, False
-        ideal = push(elements, lattice, table, walk, ideal, steps)
-        budget.charge(float(steps[0]) * step_evaluations)
-        steps[0] = 0
-    state = int(table.values[-1].argmin())
-    if not table.values[-1, state] < ceiling:
-        return None, True
-    return _backtrack(lattice, table, kinds, state), True
-
-
-def _table(
-    elements: Elements, lattice: Lattice, kinds: DeviceKinds, states: DeviceStates, ceiling: float
-) -> StageTable:
-    """Return the table in which only the empty ideal has a value: 0, with no device in use."""
-    shape = (len(lattice.parents), len(states.nexts))
     weights, weighed = _weights(elements.work_seconds, states.left[0])
+    shape = (len(lattice.parents), len(states.nexts))
     left = np.zeros(shape[0])
     left_work(lattice, weighed, weighed.sum(), left)
     table = StageTable(
@@ -746,8 +710,56 @@ def _table(
         room_bytes=kinds.room_bytes,
         ceiling=np.array([ceiling]),
     )
+    # Only the empty ideal has a value yet: 0, with no device in use.
     table.values[0, 0] = 0.0
-    return table
+    # A walk has at most one step per element.
+    depth, nets = len(elements.work_seconds) + 1, len(elements.net_sources)
+    walk = StageWorkspace(
+        states=np.zeros(shape[1], np.int32),
+        kinds=np.zeros(len(counts), np.int8),
+        homes=np.zeros(nets, np.int8),
+        below=np.zeros(nets, np.int32),
+        inside=np.zeros(nets, np.int32),
+        at=np.zeros(depth, np.int32),
+        next_add=np.zeros(depth, np.int64),
+        added=np.zeros(depth, np.int32),
+        loads=np.zeros((depth, len(counts))),
+        least=np.zeros((depth, len(counts))),
+        held_bytes=np.zeros(depth),
+    )
+    ideal, steps = 0, np.zeros(1, np.int64)
+    while ideal < len(lattice.parents):
+        if budget.exhausted and not always:
+            return None, False
+        ideal = push(elements, lattice, table, walk, ideal, steps)
+        budget.charge(float(steps[0]) * step_evaluations)
+        steps[0] = 0
+    state = int(table.values[-1].argmin())
+    if not table.values[-1, state] < ceiling:
+        return None, True
+
+    # The stages of the best chain are found by following the origins down from everything.
+    value, ideal, tops = float(table.values[-1, state]), len(lattice.parents) - 1, []
+    free, devices = [list(members) for members in kinds.members], []
+    stage_kinds = []
+    while ideal:
+        kind, origin = int(table.kinds[ideal, state]), int(table.origins[ideal, state])
+        tops.append(ideal)
+        stage_kinds.append(kind)
+        # Several states lead to `state` if devices may be skipped; the value came from the least.
+        befores = np.flatnonzero(table.nexts[:, kind] == state)
+        state = int(befores[table.values[origin, befores].argmin()])
+        ideal = origin
+    # Stages are numbered from the bottom and take the devices of their kind in machine order.
+    for kind in reversed(stage_kinds):
+        devices.append(free[kind].pop(0))
+    stages = np.zeros(len(lattice.ranks), np.int32)
+    # Tops go down. Each marks a whole ideal; later ones mark its lower part anew.
+    for stage, top in enumerate(tops):
+        while top:
+            stages[lattice.lasts[top]] = len(tops) - 1 - stage
+            top = int(lattice.parents[top])
+    return StageChain(value, stages, devices), True
 
 
 def _weights(work_seconds: Float64, counts: Int64) -> tuple[Float64, Float64]:
@@ -779,49 +791,3 @@ def _times(column: Float64, weight: float) -> Float64:
     kind never takes its weighted work from that kind."""
     finite = np.isfinite(column)
     return np.where(finite, np.where(finite, column, 0.0) * weight, np.inf)
-
-
-def _walk(elements: Elements, lattice: Lattice, states: int) -> StageWorkspace:
-    """Return scratch arrays for walks of any length, at most one step per element."""
-    (count, kinds), nets = elements.work_seconds.shape, len(elements.net_sources)
-    depth = count + 1
-    return StageWorkspace(
-        states=np.zeros(states, np.int32),
-        kinds=np.zeros(kinds, np.int8),
-        homes=np.zeros(nets, np.int8),
-        below=np.zeros(nets, np.int32),
-        inside=np.zeros(nets, np.int32),
-        at=np.zeros(depth, np.int32),
-        next_add=np.zeros(depth, np.int64),
-        added=np.zeros(depth, np.int32),
-        loads=np.zeros((depth, kinds)),
-        least=np.zeros((depth, kinds)),
-        held_bytes=np.zeros(depth),
-    )
-
-
-def _backtrack(lattice: Lattice, table: StageTable, kinds: DeviceKinds, state: int) -> StageChain:
-    """Return the chain behind the value of everything in `state`, by following the origins down.
-
-    Stages are numbered from the bottom and take the devices of their kind in machine order.
-    """
-    ideal = len(lattice.parents) - 1
-    value = float(table.values[ideal, state])
-    steps = []
-    while ideal:
-        kind, origin = int(table.kinds[ideal, state]), int(table.origins[ideal, state])
-        steps.append((ideal, kind))
-        # Several states lead to `state` if devices may be skipped; the value came from the least.
-        befores = np.flatnonzero(table.nexts[:, kind] == state)
-        state = int(befores[table.values[origin, befores].argmin()])
-        ideal = origin
-    stages = np.zeros(len(lattice.ranks), np.int32)
-    devices, free = [], [list(members) for members in kinds.members]
-    for _, kind in reversed(steps):
-        devices.append(free[kind].pop(0))
-    # Steps go from the top down. Each marks a whole ideal; later ones mark its lower part anew.
-    for stage, (top, _) in enumerate(steps):
-        while top:
-            stages[lattice.lasts[top]] = len(steps) - 1 - stage
-            top = int(lattice.parents[top])
-    return StageChain(value, stages, devices)

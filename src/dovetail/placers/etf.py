@@ -110,22 +110,15 @@ def etf_schedule(
         favourites = Favourites(np.zeros(0, np.int32), np.zeros(0))
     levels = np.zeros(ops)
     longest_paths(tasks, tasks.seconds.min(axis=1), np.zeros(len(tasks.befores)), levels)
-    work = _workspace(tasks, limits, lanes=2 * devices if aware else devices)
-    left = _schedule(tasks, limits, favourites, *ranked(levels), work)
-    assert left == 0, "some op never became ready: its predecessors form a cycle"
-    return ListSchedule(work.placed, work.starts, work.ends)
-
-
-def _workspace(tasks: Tasks, limits: GroupLimits, lanes: int) -> _EtfSchedule:
-    """Return an empty schedule. Source ops count as done."""
-    (ops, devices), groups = tasks.seconds.shape, len(limits.choices)
-    return _EtfSchedule(
+    groups, lanes = len(limits.choices), 2 * devices if aware else devices
+    work = _EtfSchedule(
         placed=np.full(groups, -1, np.int32),
         room=limits.room_bytes.copy(),
         starts=np.zeros(ops),
         ends=np.zeros(ops),
         free=np.zeros(devices),
         waiting=np.diff(tasks.before_offsets).astype(np.int32),
+        # Source ops count as done.
         done=(tasks.runs == 0).astype(np.int8),
         ready_heads=np.full(groups, -1, np.int32),
         ready_next=np.full(ops, -1, np.int32),
@@ -138,6 +131,9 @@ def _workspace(tasks: Tasks, limits: GroupLimits, lanes: int) -> _EtfSchedule:
         fresh=np.empty(ops, np.int32),
         fresh_count=np.zeros(1, np.int64),
     )
+    left = _schedule(tasks, limits, favourites, *ranked(levels), work)
+    assert left == 0, "some op never became ready: its predecessors form a cycle"
+    return ListSchedule(work.placed, work.starts, work.ends)
 
 
 @kernel

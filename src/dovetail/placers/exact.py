@@ -749,12 +749,12 @@ def _prove(budget: Budget, seconds: float) -> None:
     # No true bound is above the value of a plan.
     seconds = min(seconds * (1 - MARGIN), high)
     if seconds > low:
-        budget.prove(seconds, "share of one device (MILP)")
+        budget.ledger.prove(seconds, "share of one device (MILP)")
 
 
 def _interval(budget: Budget) -> tuple[float, float]:
     """Return the best bound (0 if none) and the best value (inf if nothing fits yet)."""
-    best, bound = budget.best, budget.bound
+    best, bound = budget.ledger.best, budget.ledger.bound
     high = np.inf if best is None or best[0].lacking_bytes else best[0].value
     return 0.0 if bound is None else bound.seconds, high
 
@@ -1247,7 +1247,7 @@ def exact(
 
     enumerate_after   rounds of CP-SAT before every placement may be evaluated instead
 
-    Every bound goes to `budget.prove`. Raises `NoPlanFitsError` if it is proven that no placement
+    Every bound goes to the ledger. Raises `NoPlanFitsError` if it is proven that no placement
     fits into memory, and `TooManyIntervalsError` for a model that is larger than `MOST_INTERVALS`
     or `MOST_HOPS`.
     """
@@ -1315,9 +1315,13 @@ class _ExactSearch:
         """True if the best placement is proven to be optimal, up to the model's resolution."""
         if self.closed or self.budget.closed:
             return True
-        if self.master is None or self.budget.bound is None or not np.isfinite(self.limit_seconds):
+        if (
+            self.master is None
+            or self.budget.ledger.bound is None
+            or not np.isfinite(self.limit_seconds)
+        ):
             return False
-        gap_seconds = self.limit_seconds - self.budget.bound.seconds
+        gap_seconds = self.limit_seconds - self.budget.ledger.bound.seconds
         return gap_seconds <= self.master.resolution_seconds + ROUNDING * self.limit_seconds
 
     def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
@@ -1335,14 +1339,16 @@ class _ExactSearch:
     @property
     def limit_seconds(self) -> float:
         """The best value so far; inf where nothing fits yet."""
-        best = self.budget.best
+        best = self.budget.ledger.best
         return np.inf if best is None or best[0].lacking_bytes else best[0].value
 
     def answer(self) -> GroupPlacement:
         """Return the best placement. Raises `NoPlanFitsError` if it is proven that none fits."""
         if self.proof:
             raise NoPlanFitsError(self.proof)
-        return self.problem.fastest if self.budget.best is None else self.budget.best[1]
+        return (
+            self.problem.fastest if self.budget.ledger.best is None else self.budget.ledger.best[1]
+        )
 
     def enumerate(self) -> bool:
         """Evaluate every placement. Returns False if the limits or the budget do not allow it."""
@@ -1359,7 +1365,7 @@ class _ExactSearch:
         fits so far, that no placement fits."""
         self.closed = True
         if np.isfinite(self.limit_seconds):
-            self.budget.prove(self.limit_seconds - tolerance_seconds, proof)
+            self.budget.ledger.prove(self.limit_seconds - tolerance_seconds, proof)
         else:
             self.proof = proof
 
@@ -1398,7 +1404,7 @@ class _ExactSearch:
         assert status[0] != cp_model.MODEL_INVALID, master.model.validate()
         bound_seconds = solver.best_objective_bound * master.unit_seconds * (1 - ROUNDING)
         if bound_seconds > 0:
-            budget.prove(min(bound_seconds, self.limit_seconds), "CP-SAT")
+            budget.ledger.prove(min(bound_seconds, self.limit_seconds), "CP-SAT")
         return self._rule_out(collector.placements)
 
     def _tighten(self, master: Master) -> None:
@@ -1409,10 +1415,12 @@ class _ExactSearch:
         if np.isfinite(self.limit_seconds):
             less_seconds = self.limit_seconds * (1 - ROUNDING) - master.resolution_seconds
             model.add(master.objective <= int(less_seconds / master.unit_seconds))
-        if budget.bound is not None:
-            model.add(master.objective >= master.units(budget.bound.seconds * (1 - ROUNDING)))
-        if budget.best is not None:
-            master.hint(budget.best[1])
+        if budget.ledger.bound is not None:
+            model.add(
+                master.objective >= master.units(budget.ledger.bound.seconds * (1 - ROUNDING))
+            )
+        if budget.ledger.best is not None:
+            master.hint(budget.ledger.best[1])
 
     def _rule_out(self, placements: list[GroupPlacement]) -> bool:
         """Evaluate placements and forbid those that the budget paid for. Returns True if there are

@@ -22,7 +22,7 @@ def can_enumerate(problem: PlacementProblem, budget: Budget) -> bool:
     if count > budget.left:
         return False
     # Only half of the seconds left are counted on, since the pace was measured on few placements.
-    return bool(budget.pace_seconds * count <= (budget.seconds - budget.spent_seconds) / 2)
+    return bool(budget.ledger.pace_seconds * count <= (budget.seconds - budget.spent_seconds) / 2)
 
 
 def exhaustive(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
@@ -36,10 +36,10 @@ def exhaustive(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         scores = budget.score(problem, every_placement(problem))
         best = min(scores)
         if UNKNOWN not in scores and not best.lacking_bytes:
-            budget.prove(best.value, "every placement")
+            budget.ledger.prove(best.value, "every placement")
     except KeyboardInterrupt:
         budget.interrupted = True
-    return budget.best[1] if budget.best is not None else problem.fastest
+    return budget.ledger.best[1] if budget.ledger.best is not None else problem.fastest
 
 
 def every_placement(problem: PlacementProblem) -> NDArray[np.int32]:

@@ -52,18 +52,33 @@ class _StackLayer:
 
 def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Return the expert's placement on the GPUs, or without GPUs on the CPUs. Evaluates nothing."""
-    devices = np.array(_expert_devices(problem), dtype=np.int32)
-    modules = problem.graph.modules
-    layers = {module: _layer_of(module) for module in dict.fromkeys(modules)}
-    if tower_count(problem.graph) > 1:
-        part_of_op = _by_tower(problem.graph, len(devices))
-    elif any(layers.values()):
-        place = _by_layer(problem.graph, layers, len(devices))
-        part_of_op = np.array([place[module] for module in modules])
+    graph, devices = problem.graph, np.array(_expert_devices(problem), dtype=np.int32)
+    layers = {module: _layer_of(module) for module in dict.fromkeys(graph.modules)}
+    count, towers = len(devices), tower_count(graph)
+    if towers > 1:
+        # A tower is a part. Shared modules with updates are spread over all parts; all other shared
+        # ops belong to part 0.
+        tower_of = towers_of(graph)
+        updates = (tower_of < 0) & (graph.phases == Phase.UPDATE)
+        shared = dict.fromkeys(
+            m for m, is_one in zip(graph.modules, updates, strict=True) if is_one
+        )
+        place = {module: i * count // len(shared) for i, module in enumerate(shared)}
+        spread = np.array([place.get(module, 0) for module in graph.modules])
+        parts = tower_of if towers <= count else tower_of * count // towers
+        part_of_op = np.where(tower_of < 0, spread, parts)
     else:
-        place = _by_run(problem.graph, len(devices))
-        part_of_op = np.array([place[module] for module in modules])
-    return problem.settle(devices[_vote(problem, part_of_op, len(devices))])
+        if any(layers.values()):
+            place = _by_layer(graph, layers, count)
+        else:
+            # Layers are the modules with forward ops, in the order in which they first run; other
+            # modules belong to the last part.
+            forward = graph.phases == Phase.FORWARD
+            ran = dict.fromkeys(m for m, runs in zip(graph.modules, forward, strict=True) if runs)
+            place = dict.fromkeys(graph.modules, count - 1)
+            place |= {module: i * count // len(ran) for i, module in enumerate(ran)}
+        part_of_op = np.array([place[module] for module in graph.modules])
+    return problem.settle(devices[_vote(problem, part_of_op, count)])
 
 
 def expert_apart(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
@@ -142,27 +157,6 @@ def _before_layers(graph: Graph, layers: dict[str, _StackLayer | None]) -> set[s
                 break
             before.add(module)
     return before
-
-
-def _by_run(graph: Graph, devices: int) -> dict[str, int]:
-    """Return the part of each module. Layers are the modules with forward ops, in the order in
-    which they first run; other modules belong to the last part."""
-    forward = graph.phases == Phase.FORWARD
-    ran = dict.fromkeys(m for m, runs in zip(graph.modules, forward, strict=True) if runs)
-    place = {module: i * devices // len(ran) for i, module in enumerate(ran)}
-    return dict.fromkeys(graph.modules, devices - 1) | place
-
-
-def _by_tower(graph: Graph, devices: int) -> NDArray[np.int_]:
-    """Return [ops] the part of each op: that of its tower, or of a shared module with updates. All
-    other shared ops belong to part 0."""
-    towers, count = towers_of(graph), tower_count(graph)
-    updates = (towers < 0) & (graph.phases == Phase.UPDATE)
-    shared = dict.fromkeys(m for m, is_one in zip(graph.modules, updates, strict=True) if is_one)
-    place = {module: i * devices // len(shared) for i, module in enumerate(shared)}
-    spread = np.array([place.get(module, 0) for module in graph.modules])
-    parts = towers if count <= devices else towers * devices // count
-    return np.where(towers < 0, spread, parts)
 
 
 def _vote(problem: PlacementProblem, part_of_op: NDArray[np.int_], parts: int) -> NDArray[np.int_]:

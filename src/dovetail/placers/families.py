@@ -35,10 +35,10 @@ def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Return the best placement of whole families from `RESTARTS` descents; ties: the first."""
     units = family_of(problem)
     count = int(units.max(initial=-1)) + 1
-    rng = np.random.default_rng((problem.seed, budget.next_round()))
+    rng = np.random.default_rng((problem.seed, budget.ledger.next_round()))
     starts = [_majority(problem, units, problem.fastest)]
-    if budget.best is not None:
-        starts.insert(0, _majority(problem, units, budget.best[1]))
+    if budget.ledger.best is not None:
+        starts.insert(0, _majority(problem, units, budget.ledger.best[1]))
     best, chosen = _score(problem, budget, starts[0], always=True), starts[0]
     for restart in range(RESTARTS):
         if budget.exhausted or not 1 < count <= MOST_UNITS:
@@ -48,7 +48,25 @@ def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         else:
             drawn = rng.integers(problem.devices, size=count)[units]
             start = problem.settle(drawn)
-        score, placement = _descend(problem, budget, units, start, rng)
+        # One unit after another moves to its best device, until a whole sweep moves none.
+        score, placement = _score(problem, budget, start), start
+        moved = True
+        while moved:
+            moved = False
+            for unit in rng.permutation(count).tolist():
+                if budget.exhausted:
+                    moved = False
+                    break
+                # All devices are options. The present one is in the ledger already and costs
+                # nothing.
+                members = units == unit
+                options = np.repeat(placement[None], problem.devices, axis=0)
+                options[:, members] = np.arange(problem.devices)[:, None]
+                options = np.stack([problem.settle(option) for option in options])
+                scores = budget.score(problem, options)
+                winner = min(range(len(scores)), key=lambda i: (scores[i], i))
+                if scores[winner] < score:
+                    score, placement, moved = scores[winner], options[winner], True
         if score < best:
             best, chosen = score, placement
     return chosen
@@ -57,7 +75,7 @@ def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
     """Return [groups] the unit of each group. Units are numbered by their first groups.
 
-    O(reads x log reads), beside the work of `_follow_neighbours`.
+    O(reads x log reads + edges x hops).
     """
     graph, of_op = problem.graph, problem.groups.of_op
     reads = np.flatnonzero(graph.is_source[graph.producers[graph.input_tensors]])
@@ -70,19 +88,7 @@ def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
     order = np.lexsort((-tensors, graph.tensor_bytes[tensors]))
     family = np.full(problem.groups.count, -1, dtype=np.int64)
     family[readers[order]] = graph.producers[tensors[order]]
-    _follow_neighbours(problem, family)
-    # A group that is still without a family becomes one of its own, with a number above all ops'.
-    alone = np.flatnonzero(family < 0)
-    family[alone] = len(graph) + alone
-    _, first, inverse = np.unique(family, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int32)
-    rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
-    return rank[inverse.ravel()]
-
-
-def _follow_neighbours(problem: PlacementProblem, family: NDArray[np.int64]) -> None:
-    """Let each group without a family join that of the neighbour it exchanges most bytes with, edge
-    by edge up to `MOST_HOPS` away. O(edges x hops)."""
+    # Edge by edge, groups without a family join that of the neighbour with most bytes in common.
     sources, destinations, sizes = problem.edges
     ends, far_ends = np.append(sources, destinations), np.append(destinations, sources)
     order = np.lexsort((-far_ends, np.append(sizes, sizes)))
@@ -90,9 +96,16 @@ def _follow_neighbours(problem: PlacementProblem, family: NDArray[np.int64]) -> 
     for _ in range(MOST_HOPS):
         joins = (family[ends] < 0) & (family[far_ends] >= 0)
         if not joins.any():
-            return
+            break
         # The last assignment to a group stays. Edges stand by rising bytes: it is the heaviest's.
         family[ends[joins]] = family[far_ends[joins]]
+    # A group that is still without a family becomes one of its own, with a number above all ops'.
+    alone = np.flatnonzero(family < 0)
+    family[alone] = len(graph) + alone
+    _, first, inverse = np.unique(family, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int32)
+    rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
+    return rank[inverse.ravel()]
 
 
 def _majority(
@@ -105,34 +118,6 @@ def _majority(
     # The small number lets groups without work vote too.
     np.add.at(votes, (units, placement), work + 1e-12)
     return problem.settle(votes.argmax(axis=1)[units])
-
-
-def _descend(
-    problem: PlacementProblem,
-    budget: Budget,
-    units: NDArray[np.int32],
-    placement: GroupPlacement,
-    rng: np.random.Generator,
-) -> tuple[Score, GroupPlacement]:
-    """Move one unit after another to its best device, until a whole sweep moves none or the budget
-    ends. Returns the last placement and its score."""
-    score = _score(problem, budget, placement)
-    moved = True
-    while moved:
-        moved = False
-        for unit in rng.permutation(int(units.max()) + 1).tolist():
-            if budget.exhausted:
-                return score, placement
-            # All devices are options. The present one is in the ledger already and costs nothing.
-            members = units == unit
-            options = np.repeat(placement[None], problem.devices, axis=0)
-            options[:, members] = np.arange(problem.devices)[:, None]
-            options = np.stack([problem.settle(option) for option in options])
-            scores = budget.score(problem, options)
-            winner = min(range(len(scores)), key=lambda i: (scores[i], i))
-            if scores[winner] < score:
-                score, placement, moved = scores[winner], options[winner], True
-    return score, placement
 
 
 def _score(

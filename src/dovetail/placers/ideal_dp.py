@@ -69,7 +69,7 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """
     order = order_of(problem, merging=True)
     lattice = ideals_of(order)
-    rng = np.random.default_rng([problem.seed, budget.next_round()])
+    rng = np.random.default_rng([problem.seed, budget.ledger.next_round()])
     orders = list(orders_of(order, rng))
 
     proven: list[float] = []
@@ -88,26 +88,18 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     if problem.contiguous and is_exact(problem) and proven:
         plain = forward_order(problem, mirrored=False, merging=True)
         if (plain.element_of == order.element_of).all():
-            budget.prove(proven[0] * (1 - _SHAVED), PROOF)
+            budget.ledger.prove(proven[0] * (1 - _SHAVED), PROOF)
         else:
-            _prove_without_orphans(problem, budget, plain)
+            # Contiguity does not limit groups without forward ops. A search that fixes their place
+            # in the order excludes valid plans, so its optimum is no bound: they are left out.
+            kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
+            orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
+            limits = StageLimits(kinds, problem.load.resident_bytes)
+            space = (plain, ideals_of(plain), orders)
+            chain, _, complete = best_stages(problem, budget, space, limits)
+            if complete and chain is not None:
+                budget.ledger.prove(chain.value * (1 - _SHAVED), PROOF)
     return min(scored_placements, key=lambda pair: pair[0])[1]
-
-
-def _prove_without_orphans(problem: PlacementProblem, budget: Budget, plain: ElementOrder) -> None:
-    """Hand the budget a lower bound on contiguous plans, computed without the groups that have no
-    forward ops.
-
-    Contiguity does not limit those groups. A search that fixes their place in the order would
-    exclude valid plans, so its optimum would be no bound.
-    """
-    kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
-    orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
-    limits = StageLimits(kinds, problem.load.resident_bytes)
-    space = (plain, ideals_of(plain), orders)
-    chain, _, complete = best_stages(problem, budget, space, limits)
-    if complete and chain is not None:
-        budget.prove(chain.value * (1 - _SHAVED), PROOF)
 
 
 def best_stages(
@@ -211,15 +203,32 @@ def _enumerate(
         start, last = end, lattice.lasts[ideal]
         lattice.add_offsets[ideal] = start
         if ideal == 0:
-            end = _first_adds(before_offsets, lattice.adds, len(marks))
+            for element in range(len(marks)):
+                if before_offsets[element] == before_offsets[element + 1]:
+                    lattice.adds[end] = element
+                    end += 1
         else:
             # An element can be added if it could be added to the parent, or if it reads `last` and
             # all else that it reads is in.
-            _mark(lattice, ideal)
-            end = _kept_adds(lattice, ideal, end)
+            # Members are the last elements of the ideal and of those that it was generated from.
+            below = ideal
+            while below > 0:
+                marks[lattice.lasts[below]] = ideal
+                below = lattice.parents[below]
+            parent = lattice.parents[ideal]
+            for i in range(lattice.add_offsets[parent], lattice.add_offsets[parent + 1]):
+                if lattice.adds[i] != last:
+                    lattice.adds[end] = lattice.adds[i]
+                    end += 1
             for i in range(after_offsets[last], after_offsets[last + 1]):
                 if _is_ready(before_offsets, befores, marks, afters[i], ideal):
-                    end = _insert(lattice.adds, start, end, afters[i])
+                    # The list from `start` to `end` stays ascending.
+                    at = end
+                    while at > start and lattice.adds[at - 1] > afters[i]:
+                        lattice.adds[at] = lattice.adds[at - 1]
+                        at -= 1
+                    lattice.adds[at] = afters[i]
+                    end += 1
         lattice.add_offsets[ideal + 1] = end
         for i in range(start, end):
             # An edge to an ideal that another parent generates stays -1 until `_fill_in`.
@@ -237,38 +246,6 @@ def _enumerate(
 
 
 @inlined
-def _first_adds(before_offsets: Int64, adds: Int32, count: int) -> int:
-    """Write the elements without predecessors to `adds`; return the end of the list."""
-    end = 0
-    for element in range(count):
-        if before_offsets[element] == before_offsets[element + 1]:
-            adds[end] = element
-            end += 1
-    return end
-
-
-@inlined
-def _kept_adds(lattice: Lattice, ideal: int, end: int) -> int:
-    """Append what could be added to the parent of an ideal, without the ideal's last element;
-    return the new end."""
-    parent = lattice.parents[ideal]
-    for i in range(lattice.add_offsets[parent], lattice.add_offsets[parent + 1]):
-        if lattice.adds[i] != lattice.lasts[ideal]:
-            lattice.adds[end] = lattice.adds[i]
-            end += 1
-    return end
-
-
-@inlined
-def _mark(lattice: Lattice, ideal: int) -> None:
-    """Mark the members of an ideal: they are the last elements of the ideal and its ancestors."""
-    below = ideal
-    while below > 0:
-        lattice.ranks[lattice.lasts[below]] = ideal
-        below = lattice.parents[below]
-
-
-@inlined
 def _is_ready(
     before_offsets: Int64, befores: Int32, marks: Int32, element: int, ideal: int
 ) -> bool:
@@ -278,17 +255,6 @@ def _is_ready(
         if marks[befores[i]] != ideal:
             ready = False
     return ready
-
-
-@inlined
-def _insert(adds: Int32, start: int, end: int, element: int) -> int:
-    """Insert an element into the ascending list from `start` to `end`; return the new end."""
-    i = end
-    while i > start and adds[i - 1] > element:
-        adds[i] = adds[i - 1]
-        i -= 1
-    adds[i] = element
-    return end + 1
 
 
 @kernel

@@ -12,6 +12,7 @@ programme. It serves only the objective `latency`: for any other it returns the 
 far, or else every group on its fastest device.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -246,98 +247,66 @@ def latency_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """
     if problem.objective == "latency":
         budget.score(problem, np.stack(greedy_placements(problem)), always=True)
-        if len(problem.free) and budget.best is not None:
+        if len(problem.free) and budget.ledger.best is not None:
             _anneal(problem, budget)
-    return problem.fastest.copy() if budget.best is None else budget.best[1].copy()
+    return problem.fastest.copy() if budget.ledger.best is None else budget.ledger.best[1].copy()
 
 
 def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
     """Return the greedy placements along four orders, the paper's first, then every group on its
     fastest device, then all groups on CPUs."""
-    edges = _group_edges(problem)
-    blocks = _blocks(problem, edges)
-    placements = []
-    for depth_first in (True, False):
-        for ascending in (True, False):
-            order = _order(blocks, edges, depth_first, ascending)
-            placements.append(_fill(problem, blocks, order))
-    return [*placements, problem.fastest, problem.settle(_on_cpus(problem))]
-
-
-def _fill(problem: PlacementProblem, blocks: NDArray[np.int32], order: list[int]) -> GroupPlacement:
-    """Fill the accelerators with blocks in turn; what fits on none goes to its fastest CPU.
-
-    blocks   [groups] block of each group
-    order    blocks
-    """
-    accelerators = [
-        index for index, device in enumerate(problem.machine.devices) if device.kind == "gpu"
-    ]
-    placement = _on_cpus(problem)
-    sizes = problem.load.resident_bytes
-    turn, used = 0, 0.0
-    for block in order:
-        members = np.flatnonzero(blocks == block)
-        size = float(sizes[members].sum())
-        while turn < len(accelerators):
-            device = accelerators[turn]
-            # A block that the current accelerator cannot take even when empty goes to a CPU. It
-            # does not close the accelerator for the blocks after it.
-            if not problem.allowed[members, device].all() or size > problem.capacities[device]:
-                break
-            if used + size <= problem.capacities[device]:
-                placement[members] = device
-                used += size
-                break
-            turn, used = turn + 1, 0.0
-    return problem.settle(placement)
-
-
-def _on_cpus(problem: PlacementProblem) -> GroupPlacement:
-    """Return every group on its fastest CPU, or on its fastest device if it may be on no CPU."""
-    on_cpu = np.array([device.kind != "gpu" for device in problem.machine.devices])
-    seconds = np.where(problem.allowed & on_cpu, problem.work_seconds, np.inf)
-    some = np.isfinite(seconds).any(axis=1)
-    return np.where(some, seconds.argmin(axis=1), problem.fastest).astype(np.int32)
-
-
-def _order(
-    blocks: NDArray[np.int32], edges: NDArray[np.int32], depth_first: bool, ascending: bool
-) -> list[int]:
-    """Return blocks in topological order.
-
-    depth_first   of the ready blocks, the one that became ready last comes next; else the first
-    ascending     blocks that become ready at once do so in the order of their numbers; else reverse
-    """
-    count = int(blocks.max(initial=-1)) + 1
-    pairs = blocks[edges]
-    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2)
-    waits = np.bincount(pairs[:, 1], minlength=count)
-    after: list[list[int]] = [[] for _ in range(count)]
-    for a, b in pairs.tolist() if ascending else pairs[::-1].tolist():
-        after[a].append(b)
-    free = np.flatnonzero(waits == 0).tolist()
-    order = []
-    while free:
-        block = free.pop(-1 if depth_first else 0)
-        order.append(block)
-        for b in after[block]:
-            waits[b] -= 1
-            if not waits[b]:
-                free.append(b)
-    return order
-
-
-def _blocks(problem: PlacementProblem, edges: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return [groups] the strongly connected component of each; components are numbered in the
-    order of their first groups."""
-    count = problem.groups.count
-    matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), (count, count))
+    # Groups that wait for each other in a circle are one block. Blocks are numbered in the order of
+    # their first groups.
+    groups, edges = problem.groups.count, _group_edges(problem)
+    matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), (groups, groups))
     _, labels = connected_components(matrix.tocsr(), connection="strong")
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int32)
     rank[np.argsort(first)] = np.arange(len(first))
-    return rank[inverse]
+    blocks = rank[inverse]
+    pairs = blocks[edges]
+    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2)
+
+    devices = problem.machine.devices
+    accelerators = [index for index, device in enumerate(devices) if device.kind == "gpu"]
+    sizes = problem.load.resident_bytes
+    # Every group on its fastest CPU, or on its fastest device if it may be on no CPU.
+    on_cpu = np.array([device.kind != "gpu" for device in devices])
+    seconds = np.where(problem.allowed & on_cpu, problem.work_seconds, np.inf)
+    has_cpu = np.isfinite(seconds).any(axis=1)
+    on_cpus = np.where(has_cpu, seconds.argmin(axis=1), problem.fastest).astype(np.int32)
+    placements = []
+    # Of the ready blocks, the one that became ready last comes next, or else the first. Blocks that
+    # become ready at once do so in the order of their numbers, or in reverse.
+    for depth_first, ascending in itertools.product((True, False), repeat=2):
+        waits = np.bincount(pairs[:, 1], minlength=len(rank))
+        after: list[list[int]] = [[] for _ in rank]
+        for a, b in pairs.tolist() if ascending else pairs[::-1].tolist():
+            after[a].append(b)
+        ready = np.flatnonzero(waits == 0).tolist()
+        placement = on_cpus.copy()
+        turn, used_bytes = 0, 0.0
+        while ready:
+            block = ready.pop(-1 if depth_first else 0)
+            for b in after[block]:
+                waits[b] -= 1
+                if not waits[b]:
+                    ready.append(b)
+            members = np.flatnonzero(blocks == block)
+            size = float(sizes[members].sum())
+            while turn < len(accelerators):
+                device = accelerators[turn]
+                # A block that the current accelerator cannot take even when empty goes to a CPU. It
+                # does not close the accelerator for the blocks after it.
+                if not problem.allowed[members, device].all() or size > problem.capacities[device]:
+                    break
+                if used_bytes + size <= problem.capacities[device]:
+                    placement[members] = device
+                    used_bytes += size
+                    break
+                turn, used_bytes = turn + 1, 0.0
+        placements.append(problem.settle(placement))
+    return [*placements, problem.fastest, problem.settle(on_cpus)]
 
 
 def _group_edges(problem: PlacementProblem) -> NDArray[np.int32]:
@@ -358,55 +327,12 @@ def _anneal(problem: PlacementProblem, budget: Budget) -> None:
     """
     model = latency_model(problem.graph, problem.machine, problem.costs)
     work = latency_work(model)
-    rng = np.random.default_rng([problem.seed, budget.next_round()])
-    search = _search(problem, rng)
-    finite = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0)
-    moved = model.in_seconds.max(axis=1) + model.out_seconds.max(axis=1)
-    longest = finite.max(axis=1).sum() + problem.devices * moved.sum()
-    # All work and all moves one after another take longer than any placement, so no placement that
-    # fits and completes is ever worse than one that does not.
-    search.scalars[PENALTY] = longest
-    changes = 50 * len(problem.free)
-    while not budget.exhausted and not budget.closed:
-        assert budget.best is not None, "its caller has evaluated something"
-        search.groups[:] = search.best[:] = budget.best[1]
-        start(model, work, search)
-        search.scalars[BEST] = search.scalars[ENERGY]
-        _cool(problem, budget, (model, work, search), changes)
-        budget.score(problem, search.best[None], always=True)
-        changes *= 2
-
-
-def _cool(
-    problem: PlacementProblem,
-    budget: Budget,
-    at: tuple[LatencyModel, LatencyWorkspace, LatencyAnnealing],
-    changes: int,
-) -> None:
-    """Propose about `changes` changes, at `STEPS` temperatures from `HOTTEST` down to `COLDEST`."""
-    model, work, search = at
-    most = max(1, CALL_OPS // model.ops)
-    # The energy of a start that does not fit contains penalties, which are no latency.
-    warm = min(float(search.scalars[ENERGY]), float(search.scalars[PENALTY]))
-    for share in np.linspace(0.0, 1.0, STEPS).tolist():
-        temperature = warm * HOTTEST ** (1 - share) * COLDEST**share
-        left = -(-changes // STEPS)
-        while left > 0 and not budget.exhausted:
-            affordable = int(min(budget.left * CHANGES_PER_EVALUATION, most))
-            some = max(1, min(left, affordable))
-            anneal(model, work, search, temperature, some)
-            budget.charge(some / CHANGES_PER_EVALUATION)
-            left -= some
-
-
-def _search(problem: PlacementProblem, rng: np.random.Generator) -> LatencyAnnealing:
-    """Return the arrays of an annealing search, not yet on any placement."""
-    count = problem.groups.count
+    rng = np.random.default_rng([problem.seed, budget.ledger.next_round()])
+    count, of_op = problem.groups.count, problem.groups.of_op
     rows, choices = np.nonzero(problem.allowed)
     edges = _group_edges(problem)
     both = np.unique(np.concatenate([edges, edges[:, ::-1]]), axis=0)
-    of_op = problem.groups.of_op
-    return LatencyAnnealing(
+    search = LatencyAnnealing(
         free=problem.free,
         choice_offsets=csr_offsets(rows, count),
         choices=choices.astype(np.int32),
@@ -424,3 +350,29 @@ def _search(problem: PlacementProblem, rng: np.random.Generator) -> LatencyAnnea
         scalars=np.zeros(3),
         random=rng.integers(1, 2**63, 1, dtype=np.uint64),
     )
+    finite = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0)
+    moved = model.in_seconds.max(axis=1) + model.out_seconds.max(axis=1)
+    longest = finite.max(axis=1).sum() + problem.devices * moved.sum()
+    # All work and all moves one after another take longer than any placement, so no placement that
+    # fits and completes is ever worse than one that does not.
+    search.scalars[PENALTY] = longest
+    changes, most = 50 * len(problem.free), max(1, CALL_OPS // model.ops)
+    while not budget.exhausted and not budget.closed:
+        assert budget.ledger.best is not None, "its caller has evaluated something"
+        search.groups[:] = search.best[:] = budget.ledger.best[1]
+        start(model, work, search)
+        search.scalars[BEST] = search.scalars[ENERGY]
+        # One cooling proposes about `changes` changes. The energy of a start that does not fit
+        # contains penalties, which are no latency.
+        warm = min(float(search.scalars[ENERGY]), float(longest))
+        for share in np.linspace(0.0, 1.0, STEPS).tolist():
+            temperature = warm * HOTTEST ** (1 - share) * COLDEST**share
+            left = -(-changes // STEPS)
+            while left > 0 and not budget.exhausted:
+                affordable = int(min(budget.left * CHANGES_PER_EVALUATION, most))
+                some = max(1, min(left, affordable))
+                anneal(model, work, search, temperature, some)
+                budget.charge(some / CHANGES_PER_EVALUATION)
+                left -= some
+        budget.score(problem, search.best[None], always=True)
+        changes *= 2

@@ -83,7 +83,9 @@ def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     op of an evaluation.
     """
     order = order_of(problem)
-    orders = list(orders_of(order, np.random.default_rng([problem.seed, budget.next_round()])))
+    orders = list(
+        orders_of(order, np.random.default_rng([problem.seed, budget.ledger.next_round()]))
+    )
 
     def search(limits: StageLimits) -> list[GroupPlacement]:
         chains = along_orders(problem, budget, (order, orders), limits)
@@ -134,7 +136,7 @@ def fitted(
             score, placement = min(scored_placements[-len(scores) :], key=lambda pair: pair[0])
             if not 0 < score.lacking_bytes < np.inf:
                 return scored_placements
-            share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+            share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
             # Devices of one kind share one room. It shrinks by the worst overrun of the kind, and
             # by 5 % more, because another plan will not overrun by exactly the same share.
             for members in map(list, kinds.members):
@@ -185,16 +187,36 @@ def along_orders(
             break
         elements, element_of = whole, order.element_of
         if order.elements > MAX_CELLS:
-            # Cells are numbered along the sequence, so the order of the cells is 0, 1, 2, ...
-            cells = _cells(whole.work_seconds.min(axis=1), sequence)
+            # At most `MAX_CELLS` runs of the order, balanced in work and in number of elements. The
+            # shares of work and of count sum to 1 each, hence the division by 2 below. The count
+            # keeps elements without work from all falling into one cell.
+            seconds = whole.work_seconds.min(axis=1)
+            finite = np.where(np.isfinite(seconds), seconds, 0.0)[sequence]
+            share = finite / max(finite.sum(), 1e-300) + 1 / len(sequence)
+            upto = np.cumsum(share) / 2 * MAX_CELLS
+            cells = np.empty(len(sequence), np.int32)
+            cells[sequence] = np.minimum(upto, MAX_CELLS - 1).astype(np.int32)
+            # Heavy elements leave cells empty; renumbering closes the gaps. Cells are numbered
+            # along the sequence, so the order of the cells is 0, 1, 2, ...
+            cells = np.unique(cells, return_inverse=True)[1].astype(np.int32)
             element_of = np.where(element_of == LOOSE, LOOSE, cells[element_of])
             elements = elements_of(
                 problem, element_of, limits.kinds, limits.group_bytes, limits.strict
             )
             sequence = np.arange(len(elements.held_bytes), dtype=np.int32)
+        # The lattice whose ideals are the prefixes of the order.
+        ideals = np.arange(len(sequence) + 1)
+        prefixes = Lattice(
+            add_offsets=np.append(ideals, len(sequence)).astype(np.int64),
+            adds=np.ascontiguousarray(sequence, np.int32),
+            leads=ideals[1:].astype(np.int32),
+            parents=(ideals - 1).astype(np.int32),
+            lasts=np.concatenate([[-1], sequence]).astype(np.int32),
+            ranks=np.argsort(sequence).astype(np.int32),
+        )
         chain, _ = best_chain(
             elements,
-            _path(sequence),
+            prefixes,
             limits.kinds,
             ceiling=ceiling,
             budget=budget,
@@ -273,32 +295,3 @@ def _levels(count: int, edges: NDArray[np.integer]) -> NDArray[np.int64]:
     for before, after in edges[np.argsort(rank[edges[:, 0]], kind="stable")].tolist():
         levels[after] = max(levels[after], levels[before] + 1)
     return levels
-
-
-def _cells(work_seconds: Float64, sequence: Int32) -> Int32:
-    """Return [elements] the cell of each: at most `MAX_CELLS` runs of the order, balanced in work
-    and in number of elements."""
-    finite = np.where(np.isfinite(work_seconds), work_seconds, 0.0)[sequence]
-    # The shares of work and of count sum to 1 each, hence the division by 2 below. The count keeps
-    # elements without work from all falling into one cell.
-    share = finite / max(finite.sum(), 1e-300) + 1 / len(sequence)
-    cells = np.empty(len(sequence), np.int32)
-    cells[sequence] = np.minimum(np.cumsum(share) / 2 * MAX_CELLS, MAX_CELLS - 1).astype(np.int32)
-    # Heavy elements leave cells empty; renumbering closes the gaps.
-    return np.unique(cells, return_inverse=True)[1].astype(np.int32)
-
-
-def _path(sequence: Int32) -> Lattice:
-    """Return the lattice whose ideals are the prefixes of an order."""
-    count = len(sequence)
-    ranks = np.empty(count, np.int32)
-    ranks[sequence] = np.arange(count)
-    ideals = np.arange(count + 1)
-    return Lattice(
-        add_offsets=np.append(ideals, count).astype(np.int64),
-        adds=np.ascontiguousarray(sequence, np.int32),
-        leads=ideals[1:].astype(np.int32),
-        parents=(ideals - 1).astype(np.int32),
-        lasts=np.concatenate([[-1], sequence]).astype(np.int32),
-        ranks=ranks,
-    )

@@ -126,7 +126,7 @@ def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler)
             elif attempt:
                 # The room shrinks by the share of the overrun, and by 5 % more, because the next
                 # plan will not overrun by exactly the same share.
-                share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+                share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
                 room = np.where(share < 1, 0.95 * share * open_sets[i], open_sets[i])
                 open_sets[i] = np.asarray(room, np.int64)
         if not open_sets:

@@ -531,8 +531,8 @@ def load_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
             _LoadSearch(problem, budget).run()
         except KeyboardInterrupt:
             budget.interrupted = True
-    assert budget.best is not None, "the baselines were evaluated"
-    return budget.best[1]
+    assert budget.ledger.best is not None, "the baselines were evaluated"
+    return budget.ledger.best[1]
 
 
 @dataclass
@@ -552,10 +552,10 @@ class _LoadSearch:
 
     def __post_init__(self) -> None:
         self.tables = load_tables(self.problem)
-        self.rng = np.random.default_rng([self.problem.seed, self.budget.next_round()])
-        assert self.budget.best is not None
-        self._join(self.budget.best[0], self.budget.best[1])
-        for score, placement in self.budget.found.values():
+        self.rng = np.random.default_rng([self.problem.seed, self.budget.ledger.next_round()])
+        assert self.budget.ledger.best is not None
+        self._join(self.budget.ledger.best[0], self.budget.ledger.best[1])
+        for score, placement in self.budget.ledger.results.values():
             self._join(score, placement)
 
     def run(self) -> None:
@@ -628,7 +628,7 @@ class _LoadSearch:
             return
         sizes = np.maximum(self.problem.load.resident_bytes, self.problem.group_bytes)
         used = np.bincount(placement, weights=sizes, minlength=self.tables.devices)
-        share = self.problem.capacities / np.maximum(self.budget.peaks(placement), 1)
+        share = self.problem.capacities / np.maximum(self.budget.ledger.peaks(placement), 1)
         room = np.where(share < 1, 0.95 * share * used, np.inf)
         room = np.minimum(self.tables.capacities, room)
         self.tables = self.tables._replace(sizes=sizes, capacities=room)

@@ -544,17 +544,18 @@ def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     if problem.objective == "load" and not problem.contiguous:
         return load_search(problem, budget)
     placements = [
-        placement for _, placement in sorted(budget.found.values(), key=lambda pair: pair[0])
+        placement
+        for _, placement in sorted(budget.ledger.results.values(), key=lambda pair: pair[0])
     ]
-    if budget.best is not None:
-        placements.insert(0, budget.best[1])
+    if budget.ledger.best is not None:
+        placements.insert(0, budget.ledger.best[1])
     starts = list({placement.tobytes(): placement for placement in placements}.values())
     if len(problem.free):
         try:
             _LocalSearch(problem, budget, np.stack(starts)).run()
         except KeyboardInterrupt:
             budget.interrupted = True
-    return budget.best[1] if budget.best is not None else starts[0]
+    return budget.ledger.best[1] if budget.ledger.best is not None else starts[0]
 
 
 @dataclass
@@ -576,7 +577,7 @@ class _LocalSearch:
 
     def __post_init__(self) -> None:
         self.tables = move_tables(self.problem)
-        self.rng = np.random.default_rng((self.problem.seed, self.budget.next_round()))
+        self.rng = np.random.default_rng((self.problem.seed, self.budget.ledger.next_round()))
         # As if each kind had won 1 of 4 tries: so a kind without luck at first is still tried.
         self.wins = np.ones(len(MOVES))
         self.tries = np.full(len(MOVES), 4.0)
@@ -624,7 +625,7 @@ class _LocalSearch:
 
     def _complete(self) -> bool:
         """Whether the budget is spent, or every placement was evaluated."""
-        return self.budget.exhausted or self.budget.distinct >= self.problem.placements
+        return self.budget.exhausted or len(self.budget.ledger) >= self.problem.placements
 
     def _scores(self, batch: NDArray[np.int32]) -> list[Score]:
         return self.budget.score(self.problem, batch)
@@ -639,7 +640,7 @@ class _LocalSearch:
         kinds, batch = [], []
         proposed = {current.tobytes()}
         for candidate in merged:
-            if candidate.tobytes() not in proposed and not self.budget.known(candidate):
+            if candidate.tobytes() not in proposed and candidate not in self.budget.ledger:
                 proposed.add(candidate.tobytes())
                 kinds.append(-1)
                 batch.append(candidate)
@@ -649,7 +650,7 @@ class _LocalSearch:
             if len(batch) >= BATCH:
                 break
             moved = MOVES[kind](current, self.tables, self.rng)
-            if moved is None or moved.tobytes() in proposed or self.budget.known(moved):
+            if moved is None or moved.tobytes() in proposed or moved in self.budget.ledger:
                 continue
             proposed.add(moved.tobytes())
             kinds.append(kind)
@@ -681,7 +682,7 @@ class _LocalSearch:
     def _restart(self) -> GroupPlacement:
         """Return another start, or the best placement after a few random moves. In some cases, a
         run of its groups is taken from another start before."""
-        best = self.budget.best[1] if self.budget.best is not None else self.starts[0]
+        best = self.budget.ledger.best[1] if self.budget.ledger.best is not None else self.starts[0]
         current = best.copy()
         chance = self.rng.random()
         other = self.starts[self.rng.integers(len(self.starts))]

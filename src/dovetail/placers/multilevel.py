@@ -763,7 +763,7 @@ def multilevel(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     if problem.contiguous or problem.objective not in OBJECTIVES or small:
         return local_search(problem, budget)
     levels = _MultilevelSearch(problem, budget)
-    best = levels.plan() if budget.best is None else budget.best[1]
+    best = levels.plan() if budget.ledger.best is None else budget.ledger.best[1]
     while not budget.exhausted and levels.cycles < MOST_CYCLES:
         best = levels.cycle(best, CYCLE_SHARE)
     return best if budget.exhausted else local_search(problem, budget)
@@ -796,8 +796,8 @@ class _MultilevelSearch:
             part = self._part(1 - self.budget.fraction, small)
             try_baselines(small, part)
             self._charge(part, small)
-            assert part.best is not None, "the baselines were evaluated"
-            placements.append(part.best[1][units])
+            assert part.ledger.best is not None, "the baselines were evaluated"
+            placements.append(part.ledger.best[1][units])
         return min(placements, key=self._score)
 
     def cycle(self, incumbent: GroupPlacement, share: float) -> GroupPlacement:
@@ -854,7 +854,7 @@ class _MultilevelSearch:
         self._charge(part, small)
         placement = of_units_refined[units]
         if self._score(placement).lacking_bytes > 0:
-            under = self.budget.peaks(placement) - part.peaks(of_units_refined)
+            under = self.budget.ledger.peaks(placement) - part.ledger.peaks(of_units_refined)
             self.shifts = np.maximum(self.shifts, under)
         return placement
 

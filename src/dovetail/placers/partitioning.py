@@ -224,7 +224,7 @@ def best_fitting(
             if not 0 < score.lacking_bytes < np.inf:
                 del rooms[i]
             elif attempt:
-                share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+                share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
                 rooms[i] = (rooms[i] * np.where(share < 1, 0.95 * share, 1.0)).astype(np.int64)
         if not rooms:
             break

@@ -43,8 +43,11 @@ second part, from (M - 1) T_s on, has a least maximum over all stages by a progr
 interval of it the first part by another. R_s lies in the middle of the step, where only what waits
 for a value counts.
 
-Every programme takes O(ideals^2 x sets of devices), and is left out with more than `MOST_IDEALS`
-ideals.
+All programmes have one form, with terms of their own, and the devices that are used as states:
+
+    V(I) = min over D of max(term(D), added(I, I') + V(I'))
+
+Each takes O(ideals^2 x sets of devices), and is left out with more than `MOST_IDEALS` ideals.
 """
 
 from collections.abc import Iterable
@@ -55,7 +58,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.graph import Graph, Phase
+from dovetail.graph import Phase
 from dovetail.graph.copies import sums_of_gradients
 from dovetail.placers.pipelines import (
     Bool,
@@ -98,25 +101,40 @@ def pipeline_bound(
     of_ops[sums_of_gradients(problem.graph)[:, None] & np.isfinite(of_ops)] = 0.0
     problem = replace(problem, costs=replace(problem.costs, compute_seconds=of_ops))
     elements, count = problem.elements, problem.micro_batches
-    bounds = [LowerBound(_critical_path(problem), "critical path of one micro-batch")]
+
+    # The longest path through one micro-batch, each op on its fastest device.
+    graph = problem.graph
+    seconds = np.where(graph.is_source, 0.0, problem.costs.compute_seconds.min(axis=1))
+    ends = _depths(seconds, graph.input_offsets, graph.producers[graph.input_tensors])
+    path_seconds = float(ends.max(initial=0.0)) * (1 - ROUNDING)
+    bounds = [LowerBound(path_seconds, "critical path of one micro-batch")]
+
     work = count * (elements.forward + elements.backward) + elements.updates
     if problem.costs.source == "analytic":
         work += (count - 1) * elements.sums
     work = np.where(elements.runs, work, np.inf)
     loads = load_balance_seconds(work)
     bounds.append(LowerBound(loads, "load balance of all micro-batches (LP)"))
+
+    # The programmes, unless there are too many ideals or sets of devices.
     if "interleaved" not in problem.schedules and not quick:
-        bounds += _of_stages(problem, value)
+        # Devices that take equally long for every element are alike; some can run none.
+        alike: dict[bytes, list[int]] = {}
+        columns = np.stack([elements.forward, elements.backward, elements.updates])
+        for device, record in enumerate(problem.machine.devices):
+            if record.kind != "host" and elements.runs[:, device].any():
+                key = columns[:, :, device].tobytes() + elements.runs[:, device].tobytes()
+                alike.setdefault(key, []).append(device)
+        ideals, kinds = _ideals(elements), list(alike.values())
+        states = int(np.prod([len(members) + 1 for members in kinds]))
+        if ideals is not None and states <= MOST_STATES:
+            table = _BoundTable(problem, ideals, kinds)
+            filled = max(table.fill(drain=True, value=value), table.fill(drain=False, value=value))
+            bounds.append(LowerBound(filled, "fill, work and drain (dynamic programme)"))
+            if table.backward.in_order:
+                trip = table.round_trip(value)
+                bounds.append(LowerBound(trip, "round trip (dynamic programmes)"))
     return max(bounds, key=lambda bound: bound.seconds)
-
-
-def _critical_path(problem: PipelineProblem) -> float:
-    """Seconds of the longest path through one micro-batch, each op on its fastest device."""
-    graph = problem.graph
-    seconds = problem.costs.compute_seconds.min(axis=1)
-    seconds = np.where(graph.is_source, 0.0, seconds)
-    ends = _depths(seconds, graph.input_offsets, graph.producers[graph.input_tensors])
-    return float(ends.max(initial=0.0)) * (1 - ROUNDING)
 
 
 @kernel
@@ -137,22 +155,6 @@ def _depths(
     return ends
 
 
-def _of_stages(problem: PipelineProblem, value: float) -> list[LowerBound]:
-    """Return the bounds of the dynamic programmes; none if there are too many ideals or sets of
-    devices."""
-    ideals = _ideals(problem.elements)
-    kinds = _device_kinds(problem)
-    states = int(np.prod([len(members) + 1 for members in kinds]))
-    if ideals is None or states > MOST_STATES:
-        return []
-    table = _BoundTable(problem, ideals, kinds)
-    seconds = max(table.solve(drain=True, value=value), table.solve(drain=False, value=value))
-    bounds = [LowerBound(seconds, "fill, work and drain (dynamic programme)")]
-    if table.backward.in_order:
-        bounds.append(LowerBound(table.round_trip(value), "round trip (dynamic programmes)"))
-    return bounds
-
-
 def _ideals(elements: StageElements) -> tuple[Int64, Bool] | None:
     """Return (elements that count, ideals [ideals, those elements]), smaller ones first; None if
     there are more than `MOST_IDEALS`.
@@ -164,28 +166,10 @@ def _ideals(elements: StageElements) -> tuple[Int64, Bool] | None:
     work = np.where(np.isfinite(work), work, 0.0)
     share = work.max(axis=1) / max(float(work.max(axis=1).sum()), 1e-300)
     for least in LEFT_OUT_SHARES:
-        found = _ideals_of(elements, ~elements.loose & (share >= least))
-        if found is not None:
-            return found
+        ideals = _ideals_of(elements, ~elements.loose & (share >= least))
+        if ideals is not None:
+            return ideals
     return None
-
-
-def _edges_among(elements: StageElements, counts: Bool) -> Int64:
-    """Return [edges, 2] of the elements that count; a path through others is an edge, too."""
-    after: list[set[int]] = [set() for _ in range(elements.count)]
-    before: list[set[int]] = [set() for _ in range(elements.count)]
-    for first, second in elements.edges.tolist():
-        after[first].add(second)
-        before[second].add(first)
-    for element in np.flatnonzero(~counts).tolist():
-        for first in before[element]:
-            after[first].discard(element)
-            after[first] |= after[element]
-        for second in after[element]:
-            before[second].discard(element)
-            before[second] |= before[element]
-    pairs = [(f, s) for f in np.flatnonzero(counts).tolist() for s in after[f] if counts[s]]
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def _ideals_of(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | None:
@@ -193,20 +177,35 @@ def _ideals_of(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | No
     members = np.flatnonzero(counts)
     if not len(members):
         return None
-    place = np.full(elements.count, -1, dtype=np.int64)
-    place[members] = np.arange(len(members))
-    edges = place[_edges_among(elements, counts)]
+    place = {element: node for node, element in enumerate(members.tolist())}
+
+    # Paths through elements that do not count are edges, too.
+    following: list[set[int]] = [set() for _ in range(elements.count)]
+    before: list[set[int]] = [set() for _ in range(elements.count)]
+    for first, second in elements.edges.tolist():
+        following[first].add(second)
+        before[second].add(first)
+    for element in np.flatnonzero(~counts).tolist():
+        for first in before[element]:
+            following[first].discard(element)
+            following[first] |= following[element]
+        for second in following[element]:
+            before[second].discard(element)
+            before[second] |= before[element]
+    pairs = [(place[f], place[s]) for f in members.tolist() for s in following[f] if counts[s]]
+
+    # Layer by layer, from the empty ideal to that of all.
     needs = [0] * len(members)
     after: list[list[int]] = [[] for _ in members]
-    for first, second in edges.tolist():
+    for first, second in pairs:
         needs[second] |= 1 << first
         after[first].append(second)
     roots = [node for node in range(len(members)) if not needs[node]]
     seen = {0: frozenset(roots)}
     layer = [0]
-    found = [0]
+    masks = [0]
     while layer:
-        following: list[int] = []
+        next_layer: list[int] = []
         for ideal in layer:
             for node in seen[ideal]:
                 larger = ideal | 1 << node
@@ -215,12 +214,12 @@ def _ideals_of(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | No
                 free = set(seen[ideal]) - {node}
                 free.update(o for o in after[node] if needs[o] & larger == needs[o])
                 seen[larger] = frozenset(free)
-                following.append(larger)
-        if len(found) + len(following) > MOST_IDEALS:
+                next_layer.append(larger)
+        if len(masks) + len(next_layer) > MOST_IDEALS:
             return None
-        found += following
-        layer = following
-    return members, _bits(found, len(members))
+        masks += next_layer
+        layer = next_layer
+    return members, _bits(masks, len(members))
 
 
 def _bits(masks: Iterable[int], size: int) -> Bool:
@@ -228,20 +227,6 @@ def _bits(masks: Iterable[int], size: int) -> Bool:
     width = (size + 7) // 8
     rows = [np.frombuffer(mask.to_bytes(width, "little"), np.uint8) for mask in masks]
     return np.unpackbits(np.stack(rows), axis=1, bitorder="little")[:, :size].astype(bool)
-
-
-def _device_kinds(problem: PipelineProblem) -> list[list[int]]:
-    """Sets of devices that take equally long for every element; devices that can run none are left
-    out."""
-    elements = problem.elements
-    kinds: dict[bytes, list[int]] = {}
-    for device, record in enumerate(problem.machine.devices):
-        if record.kind == "host" or not elements.runs[:, device].any():
-            continue
-        column = np.stack([elements.forward, elements.backward, elements.updates])[:, :, device]
-        key = column.tobytes() + elements.runs[:, device].tobytes()
-        kinds.setdefault(key, []).append(device)
-    return list(kinds.values())
 
 
 class _Passage(NamedTuple):
@@ -311,7 +296,11 @@ class _BoundTable:
         ops = np.flatnonzero(graph.phases == phase)
         index = np.full(len(graph), -1, dtype=np.int64)
         index[ops] = np.arange(len(ops))
-        makers, readers, tensors = _edges(graph, index)
+        # The reads among the phase's ops, which `index` numbers.
+        makers, readers = index[graph.producers[graph.input_tensors]], index[graph.readers]
+        taken = (makers >= 0) & (readers >= 0)
+        makers, readers = makers[taken], readers[taken]
+        tensors = graph.input_tensors[taken].astype(np.int64)
         if phase == Phase.BACKWARD:
             ops = ops[::-1]
             makers, readers = len(ops) - 1 - readers, len(ops) - 1 - makers
@@ -325,23 +314,53 @@ class _BoundTable:
         bare = np.where(np.isfinite(seconds) & (place[:, None] >= 0), seconds, 0.0)
         seconds = bare
         if phase == Phase.BACKWARD and in_order:
-            sums = np.where(place[:, None] >= 0, self.last_sums[ops][:, self.devices], 0.0)
-            seconds = bare + sums
+            last = np.where(place[:, None] >= 0, self.last_sums[ops][:, self.devices], 0.0)
+            seconds = bare + last
         reaching = np.concatenate([_through(makers, readers, place), [makers, readers]], axis=1)
-        exits, starts = self._exits(reaching[0], reaching[1], place, depth)
+
+        # An ideal's exit is the deepest op whose value is read outside; ties: the last. Its start
+        # is the first op outside that reads this value.
+        outer = place[reaching]
+        from_ops, to_ops = reaching[:, (outer >= 0).all(axis=0) & (outer[0] != outer[1])]
+        _, rows = self.ideals
+        exits = np.full(len(rows), -1, dtype=np.int64)
+        starts = np.full(len(rows), -1, dtype=np.int64)
+        for ideal, row in enumerate(rows):
+            leaves = row[place[from_ops]] & ~row[place[to_ops]]
+            if leaves.any():
+                leaving = np.unique(from_ops[leaves])
+                deepest = depth[leaving]
+                exits[ideal] = leaving[np.flatnonzero(deepest == deepest.max())[-1]]
+                starts[ideal] = to_ops[leaves & (from_ops == exits[ideal])].min()
         through = np.unique(exits[exits >= 0])
         position = np.where(exits < 0, -1, np.searchsorted(through, exits))
         points = np.unique(np.concatenate([through, starts - 1]))
         before, behind = _closures(len(ops), makers, readers, through)
         # The last row stands for the beginning, which everything comes after.
-        rows = np.concatenate([behind, np.ones((1, len(ops)), dtype=bool)]).astype(np.float64)
-        between = np.stack([rows @ (before * column).T for column in seconds.T], axis=2)
-        send = self._sends(through, makers, tensors, place[readers] < 0)
+        after = np.concatenate([behind, np.ones((1, len(ops)), dtype=bool)]).astype(np.float64)
+        between = np.stack([after @ (before * column).T for column in seconds.T], axis=2)
+
+        # The smallest tensor of an exit passes over the fastest link. An element that is left out
+        # may read and pass on any size.
+        problem = self.problem
+        sizes = np.where(place[readers] < 0, 0.0, problem.costs.sends_of(graph)[tensors])
+        smallest = np.full(int(makers.max(initial=-1)) + 1, np.inf)
+        np.minimum.at(smallest, makers, sizes)
+        links = problem.machine.links
+        rate = max((link.bandwidth_bytes_per_second for link in links), default=np.inf)
+        latency = min((link.latency_seconds for link in links), default=0.0)
+        send = latency + smallest[through] / rate
         stages = sum(map(len, self.kinds))
         every = np.arange(len(ops))
         late = self._columns["updates"] * (phase == Phase.BACKWARD)
         updates = self._sums(late)
+
+        # The ops that may count on the way to an exit, on the slowest device.
         counted = every[None] <= through[:, None] if in_order else before
+        most = np.zeros(len(position))
+        if len(through):
+            sums = self._within(counted, place, seconds.max(axis=1, keepdims=True))[:, :, 0]
+            most = sums[np.arange(len(position)), np.maximum(position, 0)]
         return _Passage(
             in_order=in_order,
             exits=position,
@@ -358,7 +377,7 @@ class _BoundTable:
             between=between,
             send=send,
             updates=updates,
-            most=self._most(counted, place, seconds, position)
+            most=most
             + stages * np.where(self.ideals[1][:, place[through]], send, 0).max(axis=1, initial=0)
             + self._sums(late.max(axis=1)),
         )
@@ -374,17 +393,6 @@ class _BoundTable:
         seconds[graph.producers[graph.input_tensors[elsewhere]]] = 0.0
         return seconds
 
-    def _most(self, counted: Bool, place: Int64, seconds: Float64, exits: Int64) -> Float64:
-        """[ideals] seconds of an ideal's ops that may count on the way to its exit, on the slowest
-        device.
-
-        counted   [exits, ops] the ops that may count on the way to an exit
-        """
-        if not len(counted):
-            return np.zeros(len(exits))
-        sums = self._within(counted, place, seconds.max(axis=1, keepdims=True))[:, :, 0]
-        return np.asarray(sums[np.arange(len(exits)), np.maximum(exits, 0)])
-
     def _within(self, masks: Bool, place: Int64, seconds: Float64) -> Float64:
         """[ideals, masks, kinds] seconds of the ops of each ideal that a mask [masks, ops] has."""
         members, _ = self.ideals
@@ -395,41 +403,6 @@ class _BoundTable:
             np.add.at(weights, place[there], (masks * column)[:, there].T)
             sums.append(self._sums(weights))
         return np.stack(sums, axis=2)
-
-    def _exits(
-        self, makers: Int64, readers: Int64, place: Int64, depth: Float64
-    ) -> tuple[Int64, Int64]:
-        """([ideals] the exit of each, [ideals] the first op outside that reads it); -1: none.
-
-        The exit is the deepest op whose value is read outside; ties: the last.
-        """
-        _, rows = self.ideals
-        crossing = (place[makers] >= 0) & (place[readers] >= 0) & (place[makers] != place[readers])
-        makers, readers = makers[crossing], readers[crossing]
-        exits = np.full(len(rows), -1, dtype=np.int64)
-        starts = np.full(len(rows), -1, dtype=np.int64)
-        for ideal, row in enumerate(rows):
-            leaves = row[place[makers]] & ~row[place[readers]]
-            if leaves.any():
-                leaving = np.unique(makers[leaves])
-                deepest = depth[leaving]
-                exits[ideal] = leaving[np.flatnonzero(deepest == deepest.max())[-1]]
-                starts[ideal] = readers[leaves & (makers == exits[ideal])].min()
-        return exits, starts
-
-    def _sends(self, through: Int64, firsts: Int64, tensors: Int64, by_others: Bool) -> Float64:
-        """[through] seconds of the smallest tensor that passes, over the fastest link.
-
-        by_others   [reads] True if an element that is left out reads, and may pass on any size
-        """
-        problem = self.problem
-        sizes = np.where(by_others, 0.0, problem.costs.sends_of(problem.graph)[tensors])
-        least = np.full(int(firsts.max(initial=-1)) + 1, np.inf)
-        np.minimum.at(least, firsts, sizes)
-        links = problem.machine.links
-        rate = max((link.bandwidth_bytes_per_second for link in links), default=np.inf)
-        latency = min((link.latency_seconds for link in links), default=0.0)
-        return np.asarray(latency + least[through] / rate)
 
     @cached_property
     def forward(self) -> _Passage:
@@ -467,15 +440,21 @@ class _BoundTable:
         return {**taken, "barred": (~finite).astype(np.float64)}
 
     @cached_property
-    def _order(self) -> tuple[NDArray[np.uint64], Int64, Int64, Int64]:
-        """(bits of the ideals, larger ones first, devices of each kind, strides of states)."""
+    def lattice(self) -> "_Lattice":
         _, rows = self.ideals
+        packed = np.packbits(rows, axis=1, bitorder="little")
+        padded = np.zeros((len(rows), -(-packed.shape[1] // 8) * 8), dtype=np.uint8)
+        padded[:, : packed.shape[1]] = packed
         counts = np.array([len(kind) for kind in self.kinds], dtype=np.int64)
-        strides = np.concatenate([[1], np.cumprod(counts + 1)[:-1]]).astype(np.int64)
-        order = np.argsort(-rows.sum(axis=1), kind="stable")
-        return _words(rows), order, counts, strides
+        return _Lattice(
+            words=padded.view(np.uint64),
+            order=np.argsort(-rows.sum(axis=1), kind="stable"),
+            barred=self._sums(self._columns["barred"]),
+            counts=counts,
+            strides=np.concatenate([[1], np.cumprod(counts + 1)[:-1]]).astype(np.int64),
+        )
 
-    def solve(self, *, drain: bool, value: float) -> float:
+    def fill(self, *, drain: bool, value: float) -> float:
         """The least over all stages of the longest of head, work and, with `drain`, tail; without,
         the updates count as work."""
         of, count = self._columns, self.problem.micro_batches
@@ -486,13 +465,9 @@ class _BoundTable:
             work = work + (max(0, count - 2) * of["sums"] + of["last"] if in_order else 0)
         else:
             work = work + (count - 1) * of["sums"] + of["updates"]
-        words, order, counts, strides = self._order
-        best = self._unsolved()
-        _solve(
-            words, order, self._sums(work), self._sums(of["barred"]), self.forward, self.backward,
-            1 if in_order else count, drain, counts, strides, best, value,
-        )  # fmt: skip
-        return self._found(best)
+        sums = self._sums(work)
+        free = 1 if in_order else count
+        return self._solve(_Terms(FILL, sums, sums, sums, 0, 0.0, np.inf, free, drain, value))
 
     def round_trip(self, value: float) -> float:
         """The bound of the round trip, for gpipe or 1f1b.
@@ -503,73 +478,52 @@ class _BoundTable:
         the largest second part lies in an interval take at least its lower end, and the shortest
         way of such stages. The interval with the least sum is halved, again and again.
         """
-        lowest = self._lowest_peak()
-        limits, ways = [lowest, np.inf], [self._shortest(lowest, np.inf)]
-        for _ in range(self._halvings):
+        of, count = self._columns, self.problem.micro_batches
+        second = (count - 1) * (of["forward"] + of["backward"]) + max(0, count - 2) * of["sums"]
+        terms = _Terms(
+            PEAK,
+            self._sums(of["forward"] + of["backward"]),
+            self._sums(second),
+            self._sums(of["forward"]),
+            0 if self.problem.schedules == ("gpipe",) else int(self.lattice.counts.sum()) - 1,
+            0.0, np.inf, 1, True, np.inf,
+        )  # fmt: skip
+
+        def shortest(low: float, high: float) -> float:
+            """The least of the first part, where the second part of no stage is above `high`, and
+            that of the stage that is waited for no less than `low`; inf if there are none."""
+            low, high = low * (1 - ROUNDING), high * (1 + ROUNDING)
+            return self._solve(terms._replace(programme=ROUND_TRIP, low=low, high=high))
+
+        lowest = self._solve(terms)
+        limits, ways = [lowest, np.inf], [shortest(lowest, np.inf)]
+        # So many limits are tried as take a few seconds.
+        states = int(np.prod(self.lattice.counts + 1))
+        halvings = min(MOST_HALVINGS, MOST_ENTRIES / (len(self.lattice.order) ** 2 * states))
+        for _ in range(int(halvings)):
             least = int(np.argmin([low + way for low, way in zip(limits, ways, strict=False)]))
             low, high = limits[least : least + 2]
             middle = (low + high) / 2 if high < np.inf else min(2 * low, max(low, value))
             if middle - low <= LIMIT_SHARE * low:
                 break
             limits.insert(least + 1, middle)
-            ways[least : least + 1] = [self._shortest(low, middle), self._shortest(middle, high)]
+            ways[least : least + 1] = [shortest(low, middle), shortest(middle, high)]
         return min(low + way for low, way in zip(limits, ways, strict=False))
 
-    @property
-    def _halvings(self) -> int:
-        """So many limits are tried as take a few seconds."""
-        states = int(np.prod(self._order[2] + 1))
-        return int(min(MOST_HALVINGS, MOST_ENTRIES / (len(self._order[1]) ** 2 * states)))
-
-    @cached_property
-    def _peaks(self) -> tuple[Float64, Float64, int]:
-        """(work [ideals, kinds] that counts in the second part, forward work [ideals, kinds], how
-        many forward tasks the first stage may do ahead)."""
-        of, count = self._columns, self.problem.micro_batches
-        work = (count - 1) * (of["forward"] + of["backward"]) + max(0, count - 2) * of["sums"]
-        ahead = 0 if self.problem.schedules == ("gpipe",) else int(self._order[2].sum()) - 1
-        return self._sums(work), self._sums(of["forward"]), ahead
-
-    def _shortest(self, low: float, high: float) -> float:
-        """The least of the first part, where the second part of no stage is above `high`, and that
-        of the stage that is waited for no less than `low`; inf if there are no such stages."""
-        of, after, best = self._columns, self._unsolved(), self._unsolved()
-        best[:] = np.inf
-        words, order, counts, strides = self._order
-        _shortest(
-            words, order, self._sums(of["forward"] + of["backward"]), self._sums(of["barred"]),
-            self.forward, self.backward, *self._peaks, low * (1 - ROUNDING),
-            high * (1 + ROUNDING), counts, strides, after, best,
-        )  # fmt: skip
-        # The second part alone is work of one device.
-        return max(0.0, float(best[0, order[-1]])) * (1 - ROUNDING)
-
-    def _lowest_peak(self) -> float:
-        """The least of the largest second part of a stage."""
-        best = self._unsolved()
-        words, order, counts, strides = self._order
-        barred = self._sums(self._columns["barred"])
-        _lowest_peak(words, order, *self._peaks, barred, counts, strides, best)
-        return self._found(best)
-
-    def _unsolved(self) -> Float64:
-        """[states, ideals] a table of the programmes, of which only the whole graph is known."""
-        _, order, counts, _ = self._order
-        best = np.full((int(np.prod(counts + 1)), len(order)), np.inf)
-        best[:, order[0]] = 0.0
-        return best
-
-    def _found(self, best: Float64) -> float:
-        """The entry of the empty ideal, lowered for rounding; 0 if there is none."""
-        found = float(best[0, self._order[1][-1]])
-        return found * (1 - ROUNDING) if np.isfinite(found) else 0.0
-
-
-def _edges(graph: Graph, index: Int64) -> tuple[Int64, Int64, Int64]:
-    """(makers, readers, tensors) of the reads among some ops, which `index` [ops] numbers."""
-    makers, readers = graph.producers[graph.input_tensors], graph.readers
-    taken = (index[makers] >= 0) & (index[readers] >= 0)
-    return index[makers[taken]], index[readers[taken]], graph.input_tensors[taken].astype(np.int64)
+    def _solve(self, terms: "_Terms") -> float:
+        """V of the empty ideal, lowered for rounding. Without any stages it is inf for the round
+        trip, which has other intervals, and else 0."""
+        order, counts = self.lattice.order, self.lattice.counts
+        # Of the table only the entries of the whole graph are known.
+        least = np.full((int(np.prod(counts + 1)), len(order)), np.inf)
+        first = least.copy()
+        least[:, order[0]] = 0.0
+        _solve(self.lattice, self.forward, self.backward, terms, least, first)
+        if terms.programme == ROUND_TRIP:
+            # The second part alone is work of one device.
+            return max(0.0, float(first[0, order[-1]])) * (1 - ROUNDING)
+        seconds = float(least[0, order[-1]])
+        return seconds * (1 - ROUNDING) if np.isfinite(seconds) else 0.0
 
 
 def _through(makers: Int64, readers: Int64, place: Int64) -> Int64:
@@ -613,153 +567,160 @@ def _closures(count: int, firsts: Int64, seconds: Int64, through: Int64) -> tupl
     return _bits([before[op] for op in chosen], count), _bits([behind[op] for op in chosen], count)
 
 
-def _words(rows: Bool) -> NDArray[np.uint64]:
-    """[ideals, words] the members of each as bits."""
-    packed = np.packbits(rows, axis=1, bitorder="little")
-    width = -(-packed.shape[1] // 8) * 8
-    padded = np.zeros((len(rows), width), dtype=np.uint8)
-    padded[:, : packed.shape[1]] = packed
-    return padded.view(np.uint64)
+FILL, PEAK, ROUND_TRIP = range(3)
+"""The programmes: fill, work and drain; the least of the largest second part of a stage; and the
+least of the first part between limits of the second."""
 
 
-@kernel
-def _solve(  # noqa: PLR0917  one loop over ideals, stages and kinds of devices
-    words: NDArray[np.uint64],
-    order: Int64,
-    work: Float64,
-    barred: Float64,
-    forward: _Passage,
-    backward: _Passage,
-    free: int,
-    drain: bool,
-    counts: Int64,
-    strides: Int64,
-    best: Float64,
-    value: float,
-) -> None:
-    """Fill `best` [states, ideals]: V of the docstring above, for the devices that are used."""
-    for turn in range(1, len(order)):
-        ideal = order[turn]
-        for other_turn in range(turn):
-            larger = order[other_turn]
-            for kind in range(len(counts)):
-                if not _may_be_stage(words, barred, ideal, larger, kind):
-                    continue
-                # Work of the stage that is certainly done after the value came that fills it, and
-                # before the value goes that drains it.
-                term = work[larger, kind] - work[ideal, kind]
-                term -= _free(forward, words, ideal, larger, kind, 1)
-                if drain:
-                    term -= _free(backward, words, ideal, larger, kind, free)
-                if term > value:
-                    continue
-                added = 0.0
-                if other_turn > 0:
-                    added = _passed(forward, words, ideal, larger, kind)
-                    if drain:
-                        added += _passed(backward, words, ideal, larger, kind)
-                for state in range(len(best)):
-                    if not _is_used_up(state, strides, counts, kind):
-                        found = max(term, added + best[state + strides[kind], larger])
-                        best[state, ideal] = min(best[state, ideal], found)
+class _Lattice(NamedTuple):
+    """The ideals and the devices that may take what lies between two of them.
 
-
-@kernel
-def _shortest(  # noqa: PLR0917  as above
-    words: NDArray[np.uint64],
-    order: Int64,
-    work: Float64,
-    barred: Float64,
-    forward: _Passage,
-    backward: _Passage,
-    second: Float64,
-    each: Float64,
-    ahead: int,
-    low: float,
-    high: float,
-    counts: Int64,
-    strides: Int64,
-    after: Float64,
-    best: Float64,
-) -> None:
-    """Fill [states, ideals] the least seconds from the coming of an ideal's value.
-
-    after   through all later stages and back, in the middle of the step
-    best    with the stage s of the docstring above among the later ones: to it at the beginning of
-            the step, through all stages behind it and back, and from it at the end of the step
-    low, high   limits of the second parts (see `_second_part`): that of s is not below the one, and
-            no stage's above the other
+    words    [ideals, words] the elements of each as bits
+    order    [ideals] the ideals, larger ones first
+    barred   [ideals, kinds] number of its elements that devices of the kind may not run
+    counts   [kinds] devices of each kind. A state tells how many of each are used
+    strides  [kinds] a state is the sum of strides x devices used
     """
-    for turn in range(1, len(order)):
-        ideal = order[turn]
-        for other_turn in range(turn):
-            larger = order[other_turn]
-            for kind in range(len(counts)):
-                if not _may_be_stage(words, barred, ideal, larger, kind):
-                    continue
-                # The stage's own tasks come one after the other, whatever is between them.
-                own = work[larger, kind] - work[ideal, kind]
-                mine = own - _free(forward, words, ideal, larger, kind, 1)
-                mine -= _free(backward, words, ideal, larger, kind, 1)
-                between = own - _free_between(forward, words, ideal, larger, kind)
-                between = max(0.0, between - _free_between(backward, words, ideal, larger, kind))
-                passed, ends = 0.0, 0.0
-                if other_turn > 0:
-                    passed = _passed_between(forward, words, ideal, larger, kind)
-                    passed += _passed_between(backward, words, ideal, larger, kind)
-                    ends = _passed(forward, words, ideal, larger, kind)
-                    ends += _passed(backward, words, ideal, larger, kind)
-                if turn == len(order) - 1:
-                    # The first stage's updates come behind all its tasks.
-                    mine += backward.updates[larger, kind]
-                whole = second[larger, kind] - second[ideal, kind]
-                forward_work = each[larger, kind] - each[ideal, kind]
-                for state in range(len(best)):
-                    if _is_used_up(state, strides, counts, kind):
-                        continue
-                    part = _second_part(whole, forward_work, ahead, state, counts, strides)
-                    if part > high:
-                        continue
-                    used = state + strides[kind]
-                    back = passed + after[used, larger]
-                    found = max(between, back)
-                    after[state, ideal] = min(after[state, ideal], found)
-                    found = ends + best[used, larger]
-                    if part >= low:
-                        if turn == len(order) - 1:
-                            back += backward.updates[larger, kind]
-                        found = min(found, max(mine, back))
-                    best[state, ideal] = min(best[state, ideal], found)
+
+    words: NDArray[np.uint64]
+    order: Int64
+    barred: Float64
+    counts: Int64
+    strides: Int64
+
+
+class _Terms(NamedTuple):
+    """What a programme adds up.
+
+    programme   FILL, PEAK or ROUND_TRIP
+    work        [ideals, kinds] seconds of the tasks: of all micro-batches for FILL, else of one
+    second, each   [ideals, kinds] seconds of the second part, and of one forward task in it
+    ahead       forward tasks that the first stage may do ahead
+    low, high   limits of second parts (see `_second_part`): that of the stage that is waited for is
+                not below the one, and no stage's above the other
+    free        tasks that need not come before the value that drains a stage
+    drain       True: tails count
+    longest     stages whose own term is longer are not looked at
+    """
+
+    programme: int
+    work: Float64
+    second: Float64
+    each: Float64
+    ahead: int
+    low: float
+    high: float
+    free: int
+    drain: bool
+    longest: float
 
 
 @kernel
-def _lowest_peak(  # noqa: PLR0917  as above
-    words: NDArray[np.uint64],
-    order: Int64,
-    work: Float64,
-    forward: Float64,
-    ahead: int,
-    barred: Float64,
-    counts: Int64,
-    strides: Int64,
-    best: Float64,
+def _solve(
+    lattice: _Lattice,
+    forward: _Passage,
+    backward: _Passage,
+    terms: _Terms,
+    least: Float64,
+    first: Float64,
 ) -> None:
-    """Fill `best` [states, ideals]: the least of the largest second part of a stage."""
+    """Fill `least` [states, ideals]: V of the docstring above, with the devices that are used.
+
+    first   [states, ideals] of the round trip alone, with the stage s among the later ones: seconds
+            to it at the beginning of the step, through all stages behind it and back, and from it
+            at the end of the step. `least` is then through all later stages and back, in the middle
+            of the step
+    """
+    words, order, barred, counts, strides = lattice
     for turn in range(1, len(order)):
         ideal = order[turn]
         for other_turn in range(turn):
             larger = order[other_turn]
+            is_last = other_turn == 0
             for kind in range(len(counts)):
                 if not _may_be_stage(words, barred, ideal, larger, kind):
                     continue
-                whole = work[larger, kind] - work[ideal, kind]
-                each = forward[larger, kind] - forward[ideal, kind]
-                for state in range(len(best)):
-                    if _is_used_up(state, strides, counts, kind):
-                        continue
-                    term = _second_part(whole, each, ahead, state, counts, strides)
-                    found = max(term, best[state + strides[kind], larger])
-                    best[state, ideal] = min(best[state, ideal], found)
+                term, added, mine, ends, updates = 0.0, 0.0, 0.0, 0.0, 0.0
+                if terms.programme == FILL:
+                    term, added = _fill(words, forward, backward, terms, ideal, larger, kind)
+                elif terms.programme == ROUND_TRIP:
+                    term, added, mine, ends = _trip(
+                        words, forward, backward, terms, ideal, larger, kind
+                    )
+                    if turn == len(order) - 1:
+                        # The first stage's updates come behind all its tasks.
+                        updates = backward.updates[larger, kind]
+                if is_last:
+                    added, ends = 0.0, 0.0
+                if term > terms.longest:
+                    continue
+                second = terms.second[larger, kind] - terms.second[ideal, kind]
+                each = terms.each[larger, kind] - terms.each[ideal, kind]
+                for state in range(len(least)):
+                    if state // strides[kind] % (counts[kind] + 1) == counts[kind]:
+                        continue  # all devices of the kind are used
+                    used = state + strides[kind]
+                    part = 0.0
+                    if terms.programme != FILL:
+                        part = _second_part(second, each, terms.ahead, state, counts, strides)
+                        if part > terms.high:
+                            continue
+                    if terms.programme == PEAK:
+                        term = part
+                    back = added + least[used, larger]
+                    least[state, ideal] = min(least[state, ideal], max(term, back))
+                    if terms.programme == ROUND_TRIP:
+                        seconds = ends + first[used, larger]
+                        if part >= terms.low:
+                            seconds = min(seconds, max(mine + updates, back + updates))
+                        first[state, ideal] = min(first[state, ideal], seconds)
+
+
+@inlined
+def _fill(
+    words: NDArray[np.uint64],
+    forward: _Passage,
+    backward: _Passage,
+    terms: _Terms,
+    ideal: int,
+    larger: int,
+    kind: int,
+) -> Any:
+    """(term, added) of fill, work and drain: work of the stage that is certainly done after the
+    value came that fills it and before the value goes that drains it, and head and tail."""
+    term = terms.work[larger, kind] - terms.work[ideal, kind]
+    term -= _free(forward, words, ideal, larger, kind, 1)
+    added = _passed(forward, words, ideal, larger, kind)
+    if terms.drain:
+        term -= _free(backward, words, ideal, larger, kind, terms.free)
+        added += _passed(backward, words, ideal, larger, kind)
+    return term, added
+
+
+@inlined
+def _trip(
+    words: NDArray[np.uint64],
+    forward: _Passage,
+    backward: _Passage,
+    terms: _Terms,
+    ideal: int,
+    larger: int,
+    kind: int,
+) -> Any:
+    """(term, added, mine, ends) of the round trip: in the middle of the step the stage's own tasks
+    and the ways to the next stage and back; as the stage s its own tasks; and the ways at both ends
+    of the step."""
+    # The stage's own tasks come one after the other, whatever is between them.
+    work = terms.work[larger, kind] - terms.work[ideal, kind]
+    mine = work - _free(forward, words, ideal, larger, kind, 1)
+    mine -= _free(backward, words, ideal, larger, kind, 1)
+    term = work - _free_between(forward, words, ideal, larger, kind)
+    term = max(0.0, term - _free_between(backward, words, ideal, larger, kind))
+    added = _passed_between(forward, words, ideal, larger, kind)
+    added += _passed_between(backward, words, ideal, larger, kind)
+    ends = _passed(forward, words, ideal, larger, kind)
+    ends += _passed(backward, words, ideal, larger, kind)
+    return term, added, mine, ends
 
 
 @inlined
@@ -785,11 +746,6 @@ def _may_be_stage(
         if words[ideal, word] & ~words[larger, word]:
             return False
     return True
-
-
-@inlined
-def _is_used_up(state: int, strides: Int64, counts: Int64, kind: int) -> bool:
-    return bool(state // strides[kind] % (counts[kind] + 1) == counts[kind])
 
 
 @inlined

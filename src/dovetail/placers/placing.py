@@ -1,6 +1,6 @@
 """Runs one placement method and the baselines on a problem, and returns the outcome."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,154 +92,112 @@ def place(
     budget.progress = progress
     if placer_name != "auto" or problem.objective == "latency":
         min_gain = 0.0
-    if problem.chain is None:
-        _run(problem, placer_name, budget, method, min_gain)
-    else:
-        _run_along_chain(problem, placer_name, budget, method)
-    found = _named(budget.found)
-    if placer_name in BASELINES and placer_name not in found:
+    _search(problem, placer_name, budget, method, min_gain)
+
+    # A method that runs under the name "auto" may itself run methods that enter their results into
+    # the ledger, as the one of `pipeline.phases` does. Its own result is then one of theirs, and
+    # is left out unless it is the best.
+    results = {name: pair for name, pair in budget.ledger.results.items() if name != "auto"}
+    of_auto = budget.ledger.results.get("auto")
+    if of_auto is not None and of_auto[0] < min(score for score, _ in results.values()):
+        results["auto"] = of_auto
+    if placer_name in BASELINES and placer_name not in results:
         # Ctrl-C came before the baseline that was asked for, and another one is no substitute.
         raise KeyboardInterrupt
-    chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
-    return _outcome(problem, budget, found, chosen, min_gain)
+    chosen = placer_name if placer_name in results else min(results, key=lambda n: results[n][0])
+    score, placement = results[chosen]
+    if score.lacking_bytes:
+        peaks = budget.ledger.peaks(placement)
+        device = int((peaks - problem.capacities).argmax())
+        if peaks[device] > problem.capacities[device]:
+            name = problem.machine.device_names[device]
+            raise OutOfMemoryError(name, int(peaks[device]), int(problem.capacities[device]))
+        reason = (
+            "leaves a device and comes back to it" if problem.contiguous else "waits for itself"
+        )
+        raise InfeasibleError(
+            f"no plan was found: every one that was tried {reason}; give it a larger budget, fewer "
+            "pins, or --placer exact"
+        )
+
+    # If additional devices gain too little, the best plan with fewer devices is returned instead.
+    notes: list[str] = []
+    if min_gain:
+        kept = simplest(problem, budget, (score, placement), min_gain)
+        if kept.devices < kept.best_devices:
+            score, placement = kept.score, kept.placement
+            same = (n for n, (_, other) in results.items() if np.array_equal(other, placement))
+            chosen = next(same, FEWER)
+            if chosen == FEWER:
+                budget.note(FEWER, score, placement)
+                results[FEWER] = (score, placement)
+        gain = 1 - kept.best_value / kept.score.value if kept.score.value else 0.0
+        if kept.devices < kept.best_devices and gain > CLOSED_GAP:
+            notes.append(
+                f"{_count(kept.devices)}: {_count(kept.best_devices)} would gain {100 * gain:.2g} "
+                f"%, less than the smallest gain of {100 * min_gain:.3g} %; --min-gain 0 takes them"
+            )
+        computing = sum(device.kind != "host" for device in problem.machine.devices)
+        if kept.devices == 1 and computing > 1 and gain < HELPS and problem.objective == "step":
+            towers = ", or data-parallel towers with --replicas" if problem.graph.training else ""
+            notes.append(
+                "placement does not help one step here; for more samples a second use --objective "
+                f"load, a pipeline over the devices{towers}"
+            )
+    if budget.progress is not None:
+        budget.progress(1.0, score.value)
+    return PlacerOutcome(
+        placement=normalise(problem.spread(placement), problem.graph, problem.machine),
+        value=score.value,
+        peak_memory_bytes=budget.ledger.peaks(placement),
+        placer=chosen,
+        baselines={
+            name: None if score.lacking_bytes else score.value
+            for name, (score, _) in results.items()
+        },
+        found_seconds={name: budget.ledger.result_seconds[name] for name in results},
+        bound=budget.ledger.bound,
+        evaluations=budget.evaluated,
+        seconds=budget.spent_seconds,
+        interrupted=budget.interrupted,
+        notes=tuple(notes),
+    )
 
 
-def _run(
+def _search(
     problem: PlacementProblem,
     placer_name: str,
     budget: Budget,
     method: Placer | None,
     min_gain: float,
 ) -> None:
-    """Enter what the baselines and the method return into `budget.found`."""
+    """Enter what the baselines and the method return into the ledger."""
+    if problem.chain is not None:
+        if placer_name not in ("single", "auto"):
+            detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
+            raise UsageError("placer", detail)
+        methods = dict(CHAIN_METHODS)
+        if method is not None and placer_name == "auto":
+            methods["auto"] = method
+        for name, run in methods.items():
+            attempt(name, run, problem, budget)
+        return
     # Where groups may be split, `auto` runs the baselines on the coarsest units.
     if not (problem.coarser and placer_name == "auto" and method is None):
         try_baselines(problem, budget)
     if min_gain:
         # The rest of the budget is for plans with fewer devices.
-        share = 1 - SEARCH_SHARE
-        evaluations = max(1.0, float(np.floor(share * budget.evaluations)))
-        budget = budget.slice(seconds=share * budget.seconds, evaluations=evaluations)
+        budget = budget.share(1 - SEARCH_SHARE)
     if placer_name == "auto" and method is None:
         try:
-            # `auto` enters what its methods return into the budget, each under its own name.
+            # `auto` enters what its methods return into the ledger, each under its own name.
             auto(problem, budget)
         except KeyboardInterrupt:
             budget.interrupted = True
-            if not budget.found:
+            if not budget.ledger.results:
                 raise
     elif placer_name not in BASELINES:
         attempt(placer_name, method or PLACERS[placer_name].load(), problem, budget)
-
-
-def _run_along_chain(
-    problem: PlacementProblem, placer_name: str, budget: Budget, method: Placer | None
-) -> None:
-    """Enter what the methods for a chain return into `budget.found`."""
-    if placer_name not in ("single", "auto"):
-        detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
-        raise UsageError("placer", detail)
-    methods = dict(CHAIN_METHODS)
-    if method is not None and placer_name == "auto":
-        methods["auto"] = method
-    for name, run in methods.items():
-        attempt(name, run, problem, budget)
-
-
-def _named(found: Mapping[str, ScoredPlacement]) -> dict[str, ScoredPlacement]:
-    """Return all results but that of "auto", unless it is the best one.
-
-    A method that runs under the name "auto" may itself run methods that enter their results into
-    the budget, as the one of `pipeline.phases` does. Its own result is then one of theirs.
-    """
-    named = {name: pair for name, pair in found.items() if name != "auto"}
-    if "auto" in found and found["auto"][0] < min(score for score, _ in named.values()):
-        named["auto"] = found["auto"]
-    return named
-
-
-def _outcome(
-    problem: PlacementProblem,
-    budget: Budget,
-    found: dict[str, ScoredPlacement],
-    chosen: str,
-    min_gain: float,
-) -> PlacerOutcome:
-    """Return the plan of the method `chosen` with the values of all methods. If its additional
-    devices gain too little, return the best plan with fewer devices instead.
-
-    Raises `InfeasibleError`, or `OutOfMemoryError`, which is one.
-    """
-    score, placement = found[chosen]
-    if score.lacking_bytes:
-        raise _infeasible(problem, budget.peaks(placement))
-    notes: tuple[str, ...] = ()
-    if min_gain:
-        kept = simplest(problem, budget, (score, placement), min_gain)
-        if kept.devices < kept.best_devices:
-            score, placement, chosen = kept.score, kept.placement, _name_of(found, kept.placement)
-            if chosen == FEWER:
-                budget.note(FEWER, score, placement)
-                found = {**found, FEWER: (score, placement)}
-        notes = _why(problem, kept, min_gain)
-    if budget.progress is not None:
-        budget.progress(1.0, score.value)
-    return PlacerOutcome(
-        placement=normalise(problem.spread(placement), problem.graph, problem.machine),
-        value=score.value,
-        peak_memory_bytes=budget.peaks(placement),
-        placer=chosen,
-        baselines={
-            name: None if score.lacking_bytes else score.value for name, (score, _) in found.items()
-        },
-        found_seconds={name: budget.found_seconds[name] for name in found},
-        bound=budget.bound,
-        evaluations=budget.evaluated,
-        seconds=budget.spent_seconds,
-        interrupted=budget.interrupted,
-        notes=notes,
-    )
-
-
-def _infeasible(problem: PlacementProblem, peaks: NDArray[np.int64]) -> InfeasibleError:
-    """Return an error that names the device that lacks most bytes; if memory is enough, one that
-    says what else made every plan infeasible."""
-    device = int((peaks - problem.capacities).argmax())
-    if peaks[device] <= problem.capacities[device]:
-        reason = (
-            "leaves a device and comes back to it" if problem.contiguous else "waits for itself"
-        )
-        return InfeasibleError(
-            f"no plan was found: every one that was tried {reason}; give it a larger budget, fewer "
-            "pins, or --placer exact"
-        )
-    name = problem.machine.device_names[device]
-    return OutOfMemoryError(name, int(peaks[device]), int(problem.capacities[device]))
-
-
-def _name_of(found: Mapping[str, ScoredPlacement], placement: GroupPlacement) -> str:
-    """Return the first method that returned this placement, or `FEWER` if none did."""
-    same = (name for name, (_, other) in found.items() if np.array_equal(other, placement))
-    return next(same, FEWER)
-
-
-def _why(problem: PlacementProblem, kept: "SimplestPlan", min_gain: float) -> tuple[str, ...]:
-    """Return the notes on the number of devices of the plan."""
-    notes = []
-    gain = 1 - kept.best_value / kept.score.value if kept.score.value else 0.0
-    if kept.devices < kept.best_devices and gain > CLOSED_GAP:
-        notes.append(
-            f"{_count(kept.devices)}: {_count(kept.best_devices)} would gain {100 * gain:.2g} %, "
-            f"less than the smallest gain of {100 * min_gain:.3g} %; --min-gain 0 takes them"
-        )
-    computing = sum(device.kind != "host" for device in problem.machine.devices)
-    if kept.devices == 1 and computing > 1 and gain < HELPS and problem.objective == "step":
-        towers = ", or data-parallel towers with --replicas" if problem.graph.training else ""
-        notes.append(
-            "placement does not help one step here; for more samples a second use --objective "
-            f"load, a pipeline over the devices{towers}"
-        )
-    return tuple(notes)
 
 
 def _count(devices: int) -> str:
@@ -289,11 +247,73 @@ def simplest(
     Going up from one device, a plan on more devices is taken only if its value is below that of the
     plan taken so far by more than the share `min_gain`. Plans that lack memory are skipped.
     """
-    by_count = _with_devices_emptied(problem, budget, best)
-    # Local search knows no chain: its moves would break it and give infeasible plans.
+    placement = best[1]
+    count = best_devices = devices_of(problem, placement)
+    # Number of devices -> the best plan that runs something on so many.
+    by_count = {count: best}
+    alone = single(problem, budget)
+    alone_score = budget.score(problem, alone[None], always=True)[0]
+    _keep_better(by_count, devices_of(problem, alone), (alone_score, alone))
+
+    # 1. Plans with ever more devices emptied. A device with little work hands all to another one
+    # that is in use, unless a group may not go there.
+    groups = np.flatnonzero(problem.running)
+    while count > 2 and not budget.interrupted:
+        used = np.unique(placement[groups])
+        seconds = problem.work_seconds[groups, placement[groups]]
+        work = np.bincount(placement[groups], weights=seconds, minlength=problem.devices)
+        candidates = []
+        for device in sorted(used.tolist(), key=lambda d: (work[d], d))[:EMPTIED]:
+            for other in used.tolist():
+                moved = np.where(placement == device, other, placement).astype(np.int32)
+                if other != device and problem.allowed[groups, moved[groups]].all():
+                    candidates.append(moved)
+        if not candidates:
+            break
+        scores = budget.score(problem, np.stack(candidates), always=True)
+        best_index = min(range(len(scores)), key=scores.__getitem__)
+        placement = candidates[best_index]
+        count -= 1
+        _keep_better(by_count, count, (scores[best_index], placement))
+
+    # 2. Those near the best are improved. Local search knows no chain: its moves would break it
+    # and give infeasible plans.
     if problem.chain is None and not budget.interrupted:
-        _improve(problem, budget, by_count, best[0].value)
-    for count, scored in budget.fewest.items():
+        most = max(by_count)
+        near = sorted(
+            count
+            for count, (score, _) in by_count.items()
+            if 1 < count < most and not score.lacking_bytes and score.value <= NEAR * best[0].value
+        )
+        for i, count in enumerate(near):
+            if budget.exhausted:
+                break
+            score, placement = by_count[count]
+            is_used = np.zeros(problem.devices, dtype=bool)
+            is_used[placement[groups]] = True
+            allowed = problem.allowed & is_used
+            # A group that may be on none of these devices keeps its choice, or it would have none.
+            homeless = ~allowed.any(axis=1)
+            allowed[homeless] = problem.allowed[homeless]
+            # Each search gets an equal part of what is left, and at least something to begin with.
+            # It has a separate budget, because a search starts from what its budget holds: the
+            # main budget holds the best plan, which is on more devices.
+            part = 1 / (len(near) - i)
+            part_budget = Budget(
+                max(part * budget.left_seconds, 1e-3) if budget.timed else np.inf,
+                max(1, part * budget.left),
+                budget.clock,
+                threads=budget.threads,
+            )
+            part_budget.note("emptied", score, placement)
+            improved = local_search(replace(problem, allowed=allowed), part_budget)
+            budget.charge(part_budget.spent)
+            improved_score = budget.score(problem, improved[None], always=True)[0]
+            if improved_score < score and devices_of(problem, improved) <= count:
+                by_count[count] = (improved_score, improved)
+
+    # 3. The plan with the fewest devices that none with more devices beats by the gain.
+    for count, scored in budget.ledger.fewest.items():
         _keep_better(by_count, count, scored)
     kept: tuple[int, ScoredPlacement] | None = None
     for count, scored in sorted(by_count.items(), key=lambda entry: entry[0]):
@@ -303,7 +323,7 @@ def simplest(
             kept = count, scored
     assert kept is not None, "the best plan fits"
     count, (score, placement) = kept
-    return SimplestPlan(score, placement, count, best[0].value, devices_of(problem, best[1]))
+    return SimplestPlan(score, placement, count, best[0].value, best_devices)
 
 
 def devices_of(problem: PlacementProblem, placement: GroupPlacement) -> int:
@@ -315,86 +335,3 @@ def _keep_better(by_count: dict[int, ScoredPlacement], count: int, scored: Score
     """Enter the placement on so many devices, unless there is one as good."""
     if count not in by_count or scored[0] < by_count[count][0]:
         by_count[count] = scored
-
-
-def _with_devices_emptied(
-    problem: PlacementProblem, budget: Budget, best: ScoredPlacement
-) -> dict[int, ScoredPlacement]:
-    """Return number of devices -> (score, plan): `best`, plans with ever more of its devices
-    emptied, and the best single device."""
-    placement = best[1]
-    count = devices_of(problem, placement)
-    by_count = {count: best}
-    alone = single(problem, budget)
-    alone_score = budget.score(problem, alone[None], always=True)[0]
-    _keep_better(by_count, devices_of(problem, alone), (alone_score, alone))
-    while count > 2 and not budget.interrupted:
-        candidates = _with_one_less(problem, placement)
-        if not len(candidates):
-            break
-        scores = budget.score(problem, candidates, always=True)
-        best_index = min(range(len(scores)), key=scores.__getitem__)
-        placement = candidates[best_index]
-        count -= 1
-        _keep_better(by_count, count, (scores[best_index], placement))
-    return by_count
-
-
-def _with_one_less(problem: PlacementProblem, placement: GroupPlacement) -> NDArray[np.int32]:
-    """Return [candidates, groups] plans in which one device with little work hands all to another
-    device that is in use.
-
-    A candidate is dropped if a group may not go to the other device.
-    """
-    groups = np.flatnonzero(problem.running)
-    used = np.unique(placement[groups])
-    seconds = problem.work_seconds[groups, placement[groups]]
-    work = np.bincount(placement[groups], weights=seconds, minlength=problem.devices)
-    candidates = []
-    for device in sorted(used.tolist(), key=lambda d: (work[d], d))[:EMPTIED]:
-        for other in used.tolist():
-            moved = np.where(placement == device, other, placement).astype(np.int32)
-            if other != device and problem.allowed[np.arange(len(moved)), moved][groups].all():
-                candidates.append(moved)
-    return np.array(candidates, dtype=np.int32).reshape(-1, len(placement))
-
-
-def _improve(
-    problem: PlacementProblem,
-    budget: Budget,
-    by_count: dict[int, ScoredPlacement],
-    best_value: float,
-) -> None:
-    """Improve the emptied plans that are near the best, by local search on their own devices."""
-    most = max(by_count)
-    near = sorted(
-        count
-        for count, (score, _) in by_count.items()
-        if 1 < count < most and not score.lacking_bytes and score.value <= NEAR * best_value
-    )
-    for i, count in enumerate(near):
-        if budget.exhausted:
-            return
-        score, placement = by_count[count]
-        used = np.zeros(problem.devices, dtype=bool)
-        used[placement[problem.running]] = True
-        allowed = problem.allowed & used
-        # A group that may be on none of these devices keeps its choice, or it would have none.
-        homeless = ~allowed.any(axis=1)
-        allowed[homeless] = problem.allowed[homeless]
-        # Each search gets an equal part of what is left, and at least something to begin with. It
-        # has a separate budget, because a search starts from what its budget holds: the main budget
-        # holds the best plan, which is on more devices.
-        part = 1 / (len(near) - i)
-        part_budget = Budget(
-            max(part * budget.left_seconds, 1e-3) if budget.timed else np.inf,
-            max(1, part * budget.left),
-            budget.clock,
-            threads=budget.threads,
-        )
-        part_budget.note("emptied", score, placement)
-        improved = local_search(replace(problem, allowed=allowed), part_budget)
-        budget.charge(part_budget.spent)
-        improved_score = budget.score(problem, improved[None], always=True)[0]
-        if improved_score < score and devices_of(problem, improved) <= count:
-            by_count[count] = (improved_score, improved)

@@ -155,7 +155,7 @@ def test_an_interrupt_in_the_policy_keeps_what_was_drawn(name, monkeypatch):
     problem, budget = random_problem(1, GROUPS), Budget(evaluations=1000)
     placement = PLACERS[name](problem, budget)
     assert budget.interrupted
-    assert budget.best[1].tolist() == placement.tolist()
+    assert budget.ledger.best[1].tolist() == placement.tolist()
 
 
 def test_a_policy_that_draws_nothing_new_ends_before_its_budget():
@@ -177,7 +177,7 @@ def test_training_ends_once_every_placement_is_known():
     view, judge = look(problem), BudgetJudge(problem, budget)
     policy = make_policy("seq2seq", view, **OPTIONS["seq2seq"])
     learner = placing.train(policy, view, judge, settings_of("seq2seq"), 0)
-    assert budget.distinct == problem.placements == 4
+    assert len(budget.ledger) == problem.placements == 4
     assert learner.updates < 5
 
 
@@ -227,7 +227,7 @@ def test_zero_shot_is_no_worse_than_any_advice(tmp_path, seed):
     found = problem.evaluate(problem.spread(cut_placements(look(problem))))
     budget = Budget(evaluations=1000)
     placing.make_gdp(path, 0)(problem, budget)
-    assert budget.best[0].value <= found.values[found.feasible].min()
+    assert budget.ledger.best[0].value <= found.values[found.feasible].min()
 
 
 def test_training_begins_with_the_best_that_was_judged_before():

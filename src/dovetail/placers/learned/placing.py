@@ -112,7 +112,7 @@ def train(
         learner.best[""] = BestPlacement(judge.best[1], judge.best[0].value, 0)
     budget, idle = judge.budget, 0
     while idle < IDLE_UPDATES and learner.updates != updates:
-        if budget.exhausted or budget.distinct >= judge.problem.placements:
+        if budget.exhausted or len(budget.ledger) >= judge.problem.placements:
             break
         spent = budget.spent
         learner.step()
