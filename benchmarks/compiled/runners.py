@@ -24,8 +24,8 @@ from dovetail.executors import run as execute
 from dovetail.executors.stages.choosing import measure
 from dovetail.frontends import Captured
 from dovetail.pipeline import planned, resolve_model
-from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.sources import silent
 from dovetail.runtime.native import SWITCH, build_native
 

@@ -23,8 +23,8 @@ from dovetail.costs import CostCache, measured_costs
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.pipeline import costs_of, resolve_machine, resolve_model
-from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.sources import silent
 from dovetail.simulator import Simulator
 from dovetail.transforms import duplicate

@@ -22,8 +22,8 @@ from dovetail.costs import analytic_costs
 from dovetail.executors import Workers, run
 from dovetail.frontends import SGD, Adam, example_values, initial_values, resolve, run_step
 from dovetail.machine import parse_machine
-from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.sources import silent
 from dovetail.plans import normalise
 from dovetail.runtime.files import write_atomically

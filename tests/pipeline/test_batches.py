@@ -16,15 +16,14 @@ from dovetail.frontends import initial_values, run_step
 from dovetail.graph.copies import tower_count, towers_of
 from dovetail.machine import parse_machine
 from dovetail.machine.local import local_machine
-from dovetail.pipeline import batches
-from dovetail.pipeline.batches import SHARED, WHOLE, Sharing, _TriedSharings, sharings
+from dovetail.pipeline import ways
+from dovetail.pipeline.candidates import WHOLE, Candidate, Sharing, Tried, sharings
 from dovetail.pipeline.opening import open_plan, verify
 from dovetail.pipeline.pipelining import plan_pipeline, towers_devices
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import silent
 from dovetail.placers import Budget, keeping_interrupts
 from dovetail.plans import load_plan
-from dovetail.schedulers.results import SEQUENTIAL
 from dovetail.transforms import MicroBatches, Parts, Towers, applied, batch_of, the, without
 from tests.support.placing import plan_for
 
@@ -79,6 +78,12 @@ def piped(step, towers, micro_batches, machine):
         budget="20e",
     )
     return plan_pipeline(request, replicas=towers)
+
+
+def add(tried, sharing, plan_it):
+    """Try a way to share a batch, whose plan a function makes."""
+    search = lambda *_: plan_it()  # noqa: E731
+    tried.add(Candidate(str(sharing), lambda: None, search, sharing.parts), silent)
 
 
 # What is tried
@@ -155,26 +160,26 @@ def test_micro_batches_are_taken_where_memory_is_short():
 
 
 def test_of_nearly_equal_plans_the_one_with_fewest_parts_is_taken():
-    tried = _TriedSharings()
+    tried = Tried()
     one = dt.plan(captured(), "1 x k80 + haswell", placer="single", budget="1e")
     for sharing, value in ((WHOLE, 1.0), (Sharing(2), 0.6), (Sharing(4), 0.592), (Sharing(8), 0.5)):
-        tried.add(sharing, lambda value=value: replace(one, value=value, lower_bound=value / 2))
-    assert tried.simplest(0.0) == Sharing(8)
-    assert tried.simplest(0.18) == Sharing(2)
-    assert tried.told(Sharing(4)).lower_bound == 0.25
-    assert tried.told(Sharing(8)).bound_proof == one.bound_proof
+        add(tried, sharing, lambda value=value: replace(one, value=value, lower_bound=value / 2))
+    assert tried.best(0.0) == str(Sharing(8))
+    assert tried.best(0.18) == str(Sharing(2))
+    assert tried.told(str(Sharing(4))).lower_bound == 0.25
+    assert tried.told(str(Sharing(8))).bound_proof == one.bound_proof
 
 
 def test_a_bound_of_another_candidate_is_not_demanded_of_the_plans_own_graph(tmp_path):
     """A search's bound of the whole batch is above what opening proves again, and so may be that of
     another candidate."""
-    step, tried = captured(), _TriedSharings()
+    step, tried = captured(), Tried()
     whole = dt.plan(step, "2 x k80 + haswell", budget="60e")
     higher = replace(whole, lower_bound=whole.value, bound_proof="CP-SAT")
-    tried.add(WHOLE, lambda: higher)
+    add(tried, WHOLE, lambda: higher)
     between = 0.999 * whole.value
-    tried.add(Sharing(2), lambda: replace(whole, lower_bound=between, bound_proof="critical path"))
-    plan = tried.told(WHOLE)
+    add(tried, Sharing(2), lambda: replace(whole, lower_bound=between, bound_proof="critical path"))
+    plan = tried.told(str(WHOLE))
     assert plan.lower_bound == between
     verify(plan, plan.graph)
 
@@ -187,17 +192,17 @@ def test_options_of_pipelines_hold_for_the_candidates_that_have_them(flags):
 
 
 def test_ctrl_c_in_a_search_that_finds_nothing_ends_the_others():
-    tried = _TriedSharings()
+    tried = Tried()
     one = dt.plan(captured(), "1 x k80 + haswell", placer="single", budget="1e")
-    tried.add(WHOLE, lambda: one)
+    add(tried, WHOLE, lambda: one)
 
     def interrupted():
         error = InfeasibleError("nothing fits")
         error.interrupted = True
         raise error
 
-    tried.add(Sharing(2), interrupted)
-    assert tried.interrupted and tried.told(WHOLE).interrupted
+    add(tried, Sharing(2), interrupted)
+    assert tried.interrupted and tried.told(str(WHOLE)).interrupted
 
 
 def test_a_search_says_that_it_was_interrupted_where_nothing_fits():
@@ -265,21 +270,28 @@ def test_towers_of_stages_run_here(tmp_path):
         assert torch.allclose(trained[name], value, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_here_a_shared_batch_is_measured_beside_the_whole_one(monkeypatch, is_faster):
-    def fastest(timers, _rounds, _tell):
-        return (SHARED if is_faster else SEQUENTIAL), {n: (t(),) for n, t in timers.items()}
+@pytest.mark.parametrize("fastest", ["this plan", "a plan for the whole batch", "eager"])
+def test_here_a_shared_batch_is_measured_beside_the_whole_one(monkeypatch, fastest):
+    def measure(timers, rounds, _tell, **_options):
+        return {n: (0.1 if n.startswith(fastest) else 0.2,) * rounds for n in timers}
 
-    monkeypatch.setattr(batches, "fastest", fastest)
-    step, tried = captured(), _TriedSharings()
+    monkeypatch.setattr(ways, "measure", measure)
+    step = captured()
     shared = applied(step, (Parts(2), Towers(2)))
     machine, of_towers = local_machine("here/2"), np.maximum(towers_of(shared.graph), 0)
-    tried.add(WHOLE, lambda: plan_for(step, 0, machine=machine))
-    tried.add(Sharing(2), lambda: plan_for(shared, of_towers, machine=machine))
-    chosen = batches._measured_best(tried, Sharing(2), step, silent)
-    assert chosen == (Sharing(2) if is_faster else WHOLE)
-    plan = tried.told(chosen)
-    assert "measured side by side: whole batch" in " ".join(plan.notes)
+    whole = plan_for(step, 0, machine=machine)
+    of_shared = replace(plan_for(shared, of_towers, machine=machine), transforms=shared.transforms)
+    plan = ways.fastest_way(
+        (of_shared, of_shared), step, parse_machine("here/1"),
+        rivals={str(WHOLE): (whole, whole)}, whole=whole,
+        replaces=True, compile_seconds=0.0, progress=silent,
+    )  # fmt: skip
+    assert "this plan 200 ms, a plan for the whole batch" in " ".join(plan.notes) or (
+        fastest == "this plan"
+    )
+    graph = shared.graph if fastest == "this plan" else step.graph
+    assert plan.graph_fingerprint == graph.fingerprint
+    assert plan.way == ("eager" if fastest == "eager" else "placed")
     inputs, targets = examples()
     with dt.run(plan, step) as placed:
         assert float(placed.step(inputs, targets)) == pytest.approx(plain_training()[0][0])

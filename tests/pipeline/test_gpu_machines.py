@@ -84,11 +84,11 @@ def test_stages_on_a_gpu_are_predicted_and_then_measured(cache):
 
 
 def test_a_recurrent_kernel_of_cpus_stays_on_a_cpu(cache):
-    from dovetail.frontends.capturing import recaptured
+    from dovetail.transforms import Form
 
     torch.manual_seed(0)
     step = capture(torch.nn.LSTM(8, 8), torch.randn(4, 2, 8))
-    fused = recaptured(step, chunks=1)
+    fused = Form(1).apply(step)
     kernels = [op for op, kind in enumerate(fused.graph.kinds) if "mkldnn" in kind]
     assert kernels and not fused.graph.runs_on("gpu")[kernels].any()
     plan = dt.plan(fused, machine(cpu(0), gpu(0)), budget="50e")
@@ -170,21 +170,21 @@ def test_a_plan_is_searched_until_what_arrives_on_a_gpu_fits(cache, monkeypatch)
     from dataclasses import replace
 
     from dovetail.executors.shares import most_bytes, share_out
-    from dovetail.pipeline import planning
+    from dovetail.pipeline import searching
 
     step = resolve_model("zoo:gpt2?layers=4&batch=1&context=8&hidden=64&heads=2&vocabulary=50")
     weights = sum(p.numel() * 4 for p in step.module.parameters())
     quick = replace(gpu(0), memory_bytes=weights // 2, flops_per_second={"float32": 1e15})
     box = machine(cpu(0), quick)
     costs = dt.costs.analytic_costs(step.graph, box)
-    monkeypatch.setattr(planning, "costs_of", lambda *_args: costs)
+    monkeypatch.setattr(searching, "costs_of", lambda *_args: costs)
     plan = dt.plan(step, box, budget="500e")
     for share in share_out(plan, step.graph).shares:
         device = plan.machine.devices[share.device]
         assert most_bytes(share, step.graph, step.program) <= device.memory_bytes
     assert len(plan.orders[1]) > 0
     assert not plan.caps and "less memory on GPUs" in plan.notes[-1]
-    monkeypatch.setattr(planning, "MOST_SEARCHES", 0)
+    monkeypatch.setattr(searching, "MOST_SEARCHES", 0)
     plan = dt.plan(step, box, budget="500e")
     share = share_out(plan, step.graph).shares[1]
     assert most_bytes(share, step.graph, step.program) > quick.memory_bytes

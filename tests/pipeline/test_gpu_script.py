@@ -111,7 +111,7 @@ def largest(monkeypatch, tmp_path):
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(SWITCH, "python")  # a C++ runner would have to be built there first
     monkeypatch.setattr(
-        "dovetail.pipeline.planning.costs_of",
+        "dovetail.pipeline.searching.costs_of",
         lambda step, machine, _progress, _notes: analytic_costs(step.graph, machine),
     )
     with benchmark_scripts("gpu", "largest") as scripts:

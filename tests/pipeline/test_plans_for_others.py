@@ -10,7 +10,7 @@ import torch
 import dovetail as dt
 from dovetail.errors import ExportError, FileFormatError, SplitModuleError, UsageError
 from dovetail.exports import DeviceMap
-from dovetail.pipeline import opening, planned, planning, verify
+from dovetail.pipeline import opening, planned, prices, verify
 from dovetail.plans import check
 from tests.support.transformer_models import MODELS, Decoder, LentTable, captured_model, tokens
 
@@ -202,7 +202,7 @@ def test_training_steps_have_plans_for_formats_too():
 def test_weights_that_accelerate_leaves_on_a_host_that_is_no_device_have_no_price(
     step, monkeypatch
 ):
-    monkeypatch.setattr(planning, "accelerates_own", lambda *_: {"layers": 0, "head": "cpu"})
+    monkeypatch.setattr(prices, "accelerates_own", lambda *_: {"layers": 0, "head": "cpu"})
     plan = dt.plan(step, "2 x p100", place={"": 1}, budget="20e")
     assert plan.baselines["accelerate auto"] is None
     assert plan.baselines["given map"] is not None

@@ -11,9 +11,9 @@ from dovetail.graph.kernels import fuse
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import schedules
 from dovetail.pipeline.opening import verify
-from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of, with_batch
+from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.staging import plan_of_stages
 
 TINY = "zoo:squeezenet_1_1?size=64&batch=1"

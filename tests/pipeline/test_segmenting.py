@@ -24,7 +24,7 @@ from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.frontends.optimizers import update_sgd
 from dovetail.graph import Phase
 from dovetail.machine import local_machine
-from dovetail.pipeline import planning, segmenting
+from dovetail.pipeline import planning, searching, segmenting
 from dovetail.pipeline.opening import verify
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.segmenting import compiled_seconds, with_segments
@@ -369,8 +369,8 @@ def placed_again(step, monkeypatch, placement):
         return replace(found, compute_seconds=costs.compute_seconds)
 
     monkeypatch.setattr(planning, "search_plan", search_plan)
-    request = PlanRequest(step, "here/1")
-    found = planning._placed_as_compiled(chosen, before, request, 9.0, lambda *_: None)
+    request = PlanRequest(step, "here/2")
+    found = planning.with_compiled(chosen, request, 9.0, lambda *_: None, limits=request.limits)
     assert len(asked) == 1
     assert (asked[0] < 1).any()
     return before, found
@@ -427,8 +427,8 @@ def test_ops_that_are_pinned_apart_are_no_kernel():
     step = capture(Sides(), torch.randn(4, 8))
     pins = [("left", "cpu0"), ("right", "cpu1")]
     request = PlanRequest(step, "here/2", budget="20e", pins=pins)
-    costs = planning.costs_of(step, local_machine("here/2"))
-    found = planning.search_plan(request, lambda *_: None, costs, compiled=True)
+    costs = searching.costs_of(step, local_machine("here/2"))
+    found = searching.search_plan(request, lambda *_: None, costs, compiled=True)
     for name, device in pins:
         of_module = [op for op, module in enumerate(step.graph.modules) if module.startswith(name)]
         assert of_module

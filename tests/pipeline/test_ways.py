@@ -18,8 +18,8 @@ from dovetail.machine import parse_machine
 from dovetail.machine.local import local_machine
 from dovetail.pipeline import open_plan, planning, segmenting, ways
 from dovetail.pipeline.opening import verify
-from dovetail.pipeline.planning import search_plan
 from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.searching import search_plan
 from dovetail.plans import COMPILED, EAGER, PLACED, REDUCED, load_plan
 from dovetail.transforms import towers
 from dovetail.units import HERE, format_seconds
@@ -174,8 +174,8 @@ def test_a_plan_for_all_cores_as_one_device_is_a_rival(step, timed, of_plan, of_
     single = search_plan(PlanRequest(step, "here", placer="single"), lambda *_: None)
     single = replace(single, placer=HERE)
     plan = ways.fastest_way(
-        (several, several), step, parse_machine("here"), rival=(single, single), replaces=True,
-        compile_seconds=5.0, progress=lambda *_: None,
+        (several, several), step, parse_machine("here"), rivals={HERE: (single, single)},
+        replaces=True, compile_seconds=5.0, progress=lambda *_: None,
     )  # fmt: skip
     assert f"a plan for all cores as one device {format_seconds(of_rival)}" in told(plan)
     assert plan.way == (COMPILED if chosen == COMPILED else PLACED)

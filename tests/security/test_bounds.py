@@ -27,7 +27,7 @@ from dovetail.instances import load_instance
 from dovetail.machine import files as machine_files
 from dovetail.machine import load_machine, parse_machine
 from dovetail.machine.records import MOST_DEVICES
-from dovetail.pipeline.planning import read_place
+from dovetail.pipeline.prices import read_place
 from dovetail.placers.learned import files as policy_files
 from dovetail.placers.learned.files import load_policy
 from dovetail.plans import load_plan, save_plan

@@ -35,7 +35,8 @@ def plan_for(captured, placement, orders="by index", machine=None):
             tuple(np.flatnonzero((placement == d) & ~graph.is_source).tolist())
             for d in range(len(machine.devices))
         )
-    return plan_by_hand(graph, machine, placement, source=captured.source, orders=orders)
+    made = {"source": captured.source, "transforms": captured.transforms}
+    return plan_by_hand(graph, machine, placement, orders=orders, **made)
 
 
 def random_placement(graph, seed, devices=2):

@@ -102,7 +102,7 @@ def _with_step(request: ScheduleRequest) -> ScheduleRequest:
 
 
 def _save_plan(request: ScheduleRequest, found: Any, out: Path, progress: Any) -> None:
-    from dovetail.pipeline.planning import search_plan
+    from dovetail.pipeline.searching import search_plan
     from dovetail.pipeline.staging import plan_of_stages
 
     ((scheduled,),) = (of_device.results for of_device in found)

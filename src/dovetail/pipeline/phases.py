@@ -43,7 +43,6 @@ from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
 from dovetail.methods import PLACERS
 from dovetail.pipeline.opening import bound_of, with_copies
-from dovetail.pipeline.planning import fixed_ops, problem_of, to_plan
 from dovetail.pipeline.requests import (
     OF_PHASES,
     PLAN_FIELDS,
@@ -52,6 +51,7 @@ from dovetail.pipeline.requests import (
     check_name,
     with_fields_of,
 )
+from dovetail.pipeline.searching import fixed_ops, problem_of, to_plan
 from dovetail.pipeline.sources import (
     Notes,
     TellProgress,

@@ -1,9 +1,9 @@
 """Compares a plan with what its user would run without one, and keeps the fastest.
 
     the plan, op by op and with compiled segments  ─┐
-    one for all cores as one device, likewise  ├─ a few steps each, in turn ─► medians ─► the plan
-    eager            all cores, best threads   │
-    torch.compile    all cores, best threads  ─┘
+    a rival: all cores as one, or the whole batch   ├─ some steps each, in turn ─► medians ─► plan
+    eager            all cores, best threads        │
+    torch.compile    all cores, best threads       ─┘
 
 All are measured in the same rounds and on the same cores, as calls of a program that works between
 its steps (`executors.placed.seconds_of_call`): the plan's by this process, as a user calls them,
@@ -60,11 +60,11 @@ _LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to run the step, on so many threads. `PLACED` and `HERE` have 0.
+    """One way to run the step, on so many threads. Plans have 0.
 
     threads     0 on a GPU too
-    way         `PLACED` is the plan, `HERE` the one for all cores as one device
-    segmented   of these two: with compiled segments
+    way         `PLACED` is the plan; a rival has its own name, such as `HERE`
+    segmented   of plans: with compiled segments
     """
 
     way: str
@@ -72,8 +72,9 @@ class _Way:
     segmented: bool = False
 
     def __str__(self) -> str:
-        if self.way in (PLACED, HERE):
-            name = "this plan" if self.way == PLACED else "a plan for all cores as one device"
+        if self.way not in MODES:
+            names = {PLACED: "this plan", HERE: "a plan for all cores as one device"}
+            name = names.get(self.way, f"a plan for the {self.way}")
             return name + " with compiled segments" * self.segmented
         if not self.threads:
             return f"{self.way} (on a GPU)"
@@ -85,7 +86,8 @@ def fastest_way(
     step: Captured,
     machine: Machine,
     *,
-    rival: tuple[Plan, Plan] | None = None,
+    rivals: Mapping[str, tuple[Plan, Plan]] | None = None,
+    whole: Plan | None = None,
     replaces: bool,
     compile_seconds: float,
     progress: TellProgress,
@@ -96,8 +98,10 @@ def fastest_way(
     machine          one device, whose cores the user's own ways have, or a GPU
     plans            the plan op by op, and with compiled segments; the same object for both if no
                      segment is compiled
-    rival            the same of a plan for `machine`, where `plans` use several devices; it is
-                     returned if it is faster and `replaces`
+    rivals           the same of other plans, by name: for `machine`, where `plans` use several
+                     devices, or of the whole batch, where these share it. One is returned if it is
+                     faster and `replaces`
+    whole            a plan of `step`, where `plans` are of parts of its batch; None: they are of it
     compile_seconds  limit of all compilations together; 0: nothing is compiled
 
     The plan's notes say what was measured, what was not, and why not. Where the comparison fails or
@@ -106,6 +110,7 @@ def fastest_way(
     comparison so, `interrupted`.
     """
     plan = plans[0]
+    whole = whole or plan
     if step.plain is None:
         why = "the step has several towers, scales its gradients or writes over its inputs"
         return _noted(plan, f"eager was not measured: {why}")
@@ -115,11 +120,15 @@ def fastest_way(
             return _noted(plan, f"eager was not measured: {why}")
         note = f"this plan was not measured beside the module as it is, so that runs: {why}"
         cores = len(machine.devices[0].cores)
-        return _plan_of(_Way(EAGER), _noted(plan, note), step, with_threads(machine, cores))
+        return _plan_of(_Way(EAGER), _noted(whole, note), step, with_threads(machine, cores))
 
     # At the same time there are the plan, with and without segments, the eager step, and the step
     # compiled for up to two numbers of threads, or in two modes.
-    placed = _placed(plans, rival)
+    placed: dict[_Way, Plan] = {}
+    for name, pair in {PLACED: plans, **(rivals or {})}.items():
+        for segmented, candidate in enumerate(pair):
+            if all(candidate is not other for other in placed.values()):
+                placed[_Way(name, segmented=bool(segmented))] = candidate
     held = 1 + len(placed) + (2 if compile_seconds else 0)
     needed = sum(plan.peak_memory_bytes) * held
     (own_device,) = machine.devices
@@ -150,17 +159,7 @@ def fastest_way(
     except (DovetailError, OSError) as error:
         _log.error("%s cannot be measured: %s", step.source.model or "the step", error)
         return uncompared(_cause_of(error))
-    return _decide(placed, step, machine, seconds, replaces, notes)
-
-
-def _placed(plans: tuple[Plan, Plan], rival: tuple[Plan, Plan] | None) -> dict[_Way, Plan]:
-    """The plans by the ways that they are."""
-    found: dict[_Way, Plan] = {}
-    for name, pair in ((PLACED, plans), (HERE, rival)):
-        for segmented, plan in enumerate(pair or ()):
-            if all(plan is not other for other in found.values()):
-                found[_Way(name, segmented=bool(segmented))] = plan
-    return found
+    return _decide(placed, step, machine, seconds, whole, notes, replaces=replaces)
 
 
 def _measured(
@@ -271,19 +270,19 @@ def _decide(
     step: Captured,
     machine: Machine,
     seconds: Mapping[_Way, tuple[float, ...]],
-    replaces: bool,
+    whole: Plan,
     notes: Sequence[str],
+    *,
+    replaces: bool,
 ) -> Plan:
-    """The plan, the one for all cores as one device, or one that runs the fastest of the user's
-    own ways."""
+    """The plan, a rival, or a plan that runs the fastest of the user's own ways."""
     medians = {way: median(of_way) for way, of_way in seconds.items()}
 
-    def fastest(*names: str) -> _Way | None:
-        return min((w for w in medians if w.way in names), key=lambda w: medians[w], default=None)
+    def fastest(*names: str) -> _Way:
+        return min((w for w in medians if w.way in names), key=lambda w: medians[w])
 
-    own, placed, rival = fastest(*MODES), fastest(PLACED), fastest(HERE)
-    assert own is not None and placed is not None, "both are always measured"
-    plan = placed_ways[placed]
+    own, placed = fastest(*MODES), fastest(PLACED)
+    plan, stands_for = placed_ways[placed], PLACED
     # A plan on several devices must win by the least gain that the user asks of such a plan.
     several = sum(map(bool, plan.orders or ())) > 1
     worth = 1 - plan.min_gain if several else 1.0
@@ -291,18 +290,27 @@ def _decide(
     for way, value in medians.items():
         best_of[way.way] = min(value, best_of.get(way.way, value))
     told = ", ".join(f"{way} {format_seconds(value)}" for way, value in medians.items())
-    notes_without_segments = placed_ways[_Way(PLACED)].notes
-    if rival and replaces and median(ratios_of(seconds[placed], seconds[rival])) >= worth:
+    rivals = dict.fromkeys(way.way for way in placed_ways if way.way != PLACED)
+    for name in rivals if replaces else ():
+        rival = fastest(name)
+        if median(ratios_of(seconds[placed], seconds[rival])) >= worth:
+            placed, plan, worth, stands_for = rival, placed_ways[rival], 1.0, name
+    if stands_for != PLACED:
         # It takes the plan's place, and what is said of the plan is said of it.
-        best_of[PLACED] = best_of.pop(HERE)
-        placed, plan, worth = rival, placed_ways[rival], 1.0
-        notes_without_segments = placed_ways[_Way(HERE)].notes
+        best_of[PLACED] = best_of.pop(stands_for)
     baselines = {name: value for name, value in best_of.items() if name != PLACED}
-    plan = replace(plan, baselines={**plan.baselines, **baselines}, measured=best_of)
+    rows = {**placed_ways[_Way(PLACED)].baselines, **plan.baselines, **baselines}
+    plan = replace(plan, baselines=rows, measured=best_of)
     said = (f"measured side by side: {told}", *notes)
     if not replaces or median(ratios_of(seconds[placed], seconds[own])) < worth:
         return replace(plan, notes=(*plan.notes, *said))
-    noted = replace(plan, notes=(*notes_without_segments, *said))
+    of_step = whole if plan.graph_fingerprint != whole.graph_fingerprint else plan
+    noted = replace(
+        of_step,
+        baselines=rows,
+        measured=best_of,
+        notes=(*placed_ways[_Way(stands_for)].notes, *said),
+    )
     return _plan_of(own, noted, step, with_threads(machine, own.threads))
 
 

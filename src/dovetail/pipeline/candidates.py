@@ -1,0 +1,453 @@
+"""Lists what can be planned for a request, and keeps what was found.
+
+    candidate                   applies                  its step
+    as it is                    always, but for these:   as it was captured
+    pipeline                    objective pipeline       micro-batches in stages
+    whole batch, 2 towers, ...  `replicas` auto          parts of the batch
+    with channels last, ...     `auto` on cores here     captured again in another form
+    here                        the text here/n          the best of these, on all cores as one
+
+All have one budget together (`Shares`). What the step takes in compiled code, and what its user
+would run without a plan, is known only where it is measured: see `planning`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from dovetail.errors import DovetailError, InfeasibleError, UsageError
+from dovetail.frontends import Captured
+from dovetail.graph import Phase
+from dovetail.graph.kernels import CONVOLUTION
+from dovetail.graph.source import Transform
+from dovetail.machine import Machine, names_here, parse_machine
+from dovetail.pipeline.pipelining import computing_devices, plan_pipeline, towers_devices
+from dovetail.pipeline.requests import AUTO, PlanRequest
+from dovetail.pipeline.searching import has_gpus, prefixed, search_to_fit
+from dovetail.pipeline.sources import TellProgress, replicated
+from dovetail.placers import Limits
+from dovetail.plans import Plan
+from dovetail.transforms import Form, Parts, applied, batch_of, the
+from dovetail.transforms.copying import Replica
+from dovetail.units import HERE, HERE_CPU, format_seconds
+
+AS_IT_IS = "as it is"
+CHUNKS = (1, 4, 8)
+"""The numbers of chunks of time steps in which fused recurrent kernels are tried on several
+devices. On one device a layer is one kernel."""
+FILLS = (1, 2, 4)
+"""A pipeline on D devices is tried with D times so many micro-batches: the share of its fill and
+drain is about (D - 1) / (micro-batches + D - 1)."""
+ON_ONE_DEVICE = (2, 4, 8)
+"""Numbers of micro-batches that are tried on one device for each tower, where whole parts need more
+memory than there is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Something that can be planned for a request.
+
+    name      what rows and notes call it
+    request   makes the request that is searched. It may capture the step again, and raise
+    search    finds the plan of that request
+    parts     the number of parts of the batch: of nearly equal plans that with fewest is taken
+    rival     it stands beside the best of the others, and is not among them
+    """
+
+    name: str
+    request: Callable[[], PlanRequest]
+    search: Callable[[PlanRequest, TellProgress], Plan] = search_to_fit
+    parts: int = 1
+    rival: bool = False
+
+
+class Tried:
+    """The candidates that were planned. A Ctrl-C leaves the best of these.
+
+    plans         name -> plan; None: it does not fit
+    candidates    name -> the candidate that was planned last
+    requests      name -> the request of the plan
+    failures      name -> why it could not be planned
+    interrupted   a Ctrl-C arrived
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[str, Plan | None] = {}
+        self.candidates: dict[str, Candidate] = {}
+        self.requests: dict[str, PlanRequest] = {}
+        self.failures: dict[str, str] = {}
+        self.interrupted = False
+        self._error: DovetailError | None = None
+
+    def add(self, candidate: Candidate, progress: TellProgress) -> None:
+        """Plan a candidate. A plan that it had is replaced by one that is no worse."""
+        name = candidate.name
+        tell = progress if name == AS_IT_IS else prefixed(f"{name}: ", progress)
+        self.candidates[name] = candidate
+        try:
+            tell("capturing its step", 0.0, None)
+            request = candidate.request()
+            plan = candidate.search(request, tell)
+        except InfeasibleError as error:
+            self._error, self.interrupted = self._error or error, error.interrupted
+            self.plans.setdefault(name, None)
+            return
+        # It fails in this candidate only, such as a pin on an op that another form does not have.
+        except DovetailError as error:
+            self._error = self._error or error
+            self.failures[name] = str(error).splitlines()[0]
+            return
+        except KeyboardInterrupt:
+            if not any(self.plans.values()):
+                raise
+            self.interrupted = True
+            return
+        self.interrupted = plan.interrupted
+        before = self.plans.get(name)
+        if before is None or plan.value <= before.value:
+            self.plans[name], self.requests[name] = plan, request
+
+    def plan(self, name: str) -> Plan | None:
+        """The plan of a candidate; None if there is none."""
+        return self.plans.get(name)
+
+    def best(self, gain: float) -> str:
+        """The name of the candidate with fewest parts that is within this share of the best.
+        Raises the first error if there is no plan."""
+        values = {
+            name: plan.value
+            for name, plan in self.plans.items()
+            if plan is not None and not self.candidates[name].rival
+        }
+        if not values:
+            assert self._error is not None, "there is a candidate, and it failed"
+            raise self._error
+        parts = {name: self.candidates[name].parts for name in values}
+        # Forms of one step have equally many parts, and the fastest is taken.
+        several = len(set(parts.values())) > 1
+        worth = min(values.values()) / (1 - gain if several else 1)
+        return min(
+            (name for name, value in values.items() if value <= worth),
+            key=lambda name: (parts[name], values[name]),
+        )
+
+    def told(self, best: str) -> Plan:
+        """The best candidate's plan, with what the user should know of the others.
+
+        Ways to share a batch are rows, and the bound is the least of theirs. The bound of another
+        one is proven again only by planning all of them.
+        """
+        chosen = self.plans[best]
+        assert chosen is not None, "it is the best"
+        chosen = replace(chosen, interrupted=chosen.interrupted or self.interrupted)
+        among = [name for name in self.candidates if not self.candidates[name].rival]
+        if len(among) == 1:
+            return chosen
+        if all(self.candidates[name].parts == 1 for name in among):
+            texts = []
+            for name in among:
+                plan = self.plan(name)
+                value = "does not fit" if plan is None else format_seconds(plan.value)
+                failed = self.failures.get(name)
+                texts.append(f"{name} {value}" if failed is None else f"{name}: {failed}")
+            note = f"the step as predicted: {', '.join(texts)}"
+            return replace(chosen, notes=(*chosen.notes, note))
+        plans = [plan for plan in self.plans.values() if plan is not None]
+        weakest = min(plans, key=lambda plan: plan.lower_bound)
+        rows = {
+            name: None if plan is None else plan.value
+            for name, plan in self.plans.items()
+            if not self.candidates[name].rival
+        }
+        notes = [f"{name}: {failed}" for name, failed in self.failures.items()]
+        parts = self.candidates[best].parts
+        if parts > 1:
+            notes.append(
+                f"the batch is shared by {best}: loss and gradients are the means of its {parts} "
+                "parts"
+            )
+        return replace(
+            chosen,
+            baselines={**chosen.baselines, **rows},
+            lower_bound=weakest.lower_bound,
+            bound_proof=(
+                chosen.bound_proof if weakest is chosen else "every way to share the batch"
+            ),
+            notes=(*chosen.notes, *notes),
+        )
+
+
+def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+    """Yield what can be planned for a request, in the order in which it is tried.
+
+    tried   what was found of those before; later ones follow from it
+
+    Raises `UsageError` for a batch that is to be shared and cannot be split.
+    """
+    if request.replicas:
+        yield from _shared(request, tried)
+    elif request.resolved_objective == "pipeline":
+        yield Candidate("pipeline", lambda: request, plan_pipeline)
+        return
+    else:
+        first = replace(request, budget=Shares.of(request).first)
+        yield Candidate(AS_IT_IS, lambda: first)
+        yield from _in_other_forms(request, tried, AS_IT_IS)
+    yield from _on_all_cores(request, tried)
+
+
+def machine_asked(request: PlanRequest) -> Machine:
+    """The machine that the request names, without the rates that are measured."""
+    if isinstance(request.machine, str):
+        return parse_machine(request.machine or HERE)
+    return request.machine
+
+
+def is_here(request: PlanRequest) -> bool:
+    """True if the request is for a text here or here/n, and not for a machine that was described
+    otherwise."""
+    return isinstance(request.machine, str) and names_here(request.machine or HERE)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How one budget is divided: of the step as it is, of each other form, and of the search with
+    the costs of compiled code. Where there is nothing else, the first has all of it."""
+
+    first: Limits
+    form: Limits
+    compiled: Limits
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> "Shares":
+        """The shares of a request: the first search has two parts, what else there is one each."""
+        forms, limits = forms_of(request), request.limits
+        parts = 2 + bool(forms) + searches_as_compiled(request)
+        if parts == 2:
+            return cls(limits, limits, limits)
+        form = limits.divided(parts * max(1, len(forms)))
+        return cls(limits.share(2 / parts), form, limits.divided(parts))
+
+
+def searches_as_compiled(request: PlanRequest) -> bool:
+    """True if a placement is searched for with the costs of compiled segments too: by `auto` for
+    several devices of this machine, where segments are compiled."""
+    step = request.step
+    by_auto = request.placer == "auto" and request.method is None and not request.contiguous
+    return (
+        by_auto
+        and isinstance(step, Captured)
+        and is_here(request)
+        and len(machine_asked(request).devices) > 1
+        and request.compile_seconds > 0
+        and request.resolved_objective == "step"
+        and not (request.stages or request.format)
+    )
+
+
+# --- Other forms of the same step ---
+
+
+def forms_of(request: PlanRequest) -> dict[str, Form]:
+    """The forms in which the step is tried beside its own, by name.
+
+    Recurrent layers have the form of their fused kernels, networks with convolutions that of
+    channels last in memory. What a step costs in another form is known where it is measured, and
+    the other forms are of kernels of CPUs. Plans with stages, for a format and of a given placement
+    are of the step as it was captured.
+    """
+    step, machine = request.step, machine_asked(request)
+    by_auto = request.placer == "auto" and request.method is None and not request.contiguous
+    given = request.stages or request.format or request.place is not None or request.per_op
+    if not isinstance(step, Captured) or step.plain is None or the(Form, step.transforms):
+        return {}
+    if not by_auto or given or not machine.local or has_gpus(machine):
+        return {}
+    forms: dict[str, Form] = {}
+    several = len(machine.devices) > 1
+    most = step.fused_steps if several else min(1, step.fused_steps)
+    for count in CHUNKS:
+        if count <= most:
+            of_each = "one fused kernel" if count == 1 else f"{count} fused kernels"
+            forms[f"with {of_each} a recurrent layer"] = Form(recurrent_chunks=count)
+    graph = step.graph
+    has_images = any(
+        kind == CONVOLUTION and any(len(graph.shapes[t]) == 4 for t in graph.inputs_of(op))
+        for op, kind in enumerate(graph.kinds)
+    )
+    if has_images:
+        forms["with channels last"] = Form(channels_last=True)
+    return forms
+
+
+def _in_other_forms(request: PlanRequest, tried: Tried, name: str) -> Iterator[Candidate]:
+    """Yield the forms of a step whose own plan has this name."""
+    plan, step = tried.plan(name), request.planned_step
+    if plan is None:
+        return
+    # On one device the number of threads is chosen for each form.
+    machine = plan.machine if len(plan.machine.devices) > 1 else request.machine
+    share = Shares.of(request).form
+
+    def in_form(form: Transform) -> PlanRequest:
+        return replace(request, step=form.apply(step), machine=machine, budget=share)
+
+    for of_form, form in forms_of(request).items():
+        yield Candidate(of_form, partial(in_form, form))
+
+
+# --- Ways to share a batch ---
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a batch is shared; `str()` is the name of a plan's row."""
+
+    towers: int = 1
+    micro_batches: int = 1
+
+    @property
+    def parts(self) -> int:
+        """The number of equal parts of the batch."""
+        return self.towers * self.micro_batches
+
+    def __str__(self) -> str:
+        words = [f"{self.towers} towers"] if self.towers > 1 else []
+        if self.micro_batches > 1:
+            words.append(f"{self.micro_batches} micro-batches")
+        return " of ".join(words) or "whole batch"
+
+
+WHOLE = Sharing()
+
+
+def sharings(step: Captured, batch: int, machine: Machine) -> Iterator[Sharing]:
+    """The ways that are tried to share a step's batch on a machine, the whole batch first.
+
+    There are up to as many towers as devices. With several micro-batches each tower has an equal
+    number of like devices, two or more. A step that writes buffers has no several towers of several
+    micro-batches: micro-batches write them one after another, and towers at once.
+    """
+    devices = len(computing_devices(machine))
+    writes = bool(Replica(step.graph).buffer_updates.any())
+
+    def splits(towers: int) -> bool:
+        try:
+            towers_devices(machine, towers)
+        except UsageError:
+            return False
+        return True
+
+    for towers in range(1, devices + 1):
+        if batch % towers:
+            continue
+        yield Sharing(towers)
+        each = devices // towers
+        if each < 2 or not splits(towers) or (writes and towers > 1):
+            continue
+        for fill in FILLS:
+            if batch % (towers * each * fill) == 0:
+                yield Sharing(towers, each * fill)
+
+
+def _shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+    """Yield all ways to share the batch, which have half of the budget together; then the best of
+    them again, with the other half.
+
+    All plans are of the same examples, so their seconds of a step compare. What differs from the
+    whole batch: the loss is the mean of the parts' losses, batch norm takes the statistics of a
+    part, and random draws are a part's own, as in every data-parallel training.
+    """
+    step = request.planned_step
+    assert isinstance(step, Captured), "the request has checked that"
+    machine, batch = machine_asked(request), batch_of(step)
+    waiting = list(sharings(step, batch, machine))
+    most_towers = waiting[-1].towers
+    if len(waiting) > 1:
+        # A step that cannot be split is refused before anything is searched.
+        _part_of(step, waiting[1].parts)
+    share, again = request.limits.divided(2 * len(waiting)), request.limits.divided(2)
+    named: dict[str, Sharing] = {}
+    while waiting:
+        sharing = named.setdefault(str(waiting[0]), waiting.pop(0))
+        yield _sharing_candidate(request, step, sharing, share)
+        if sharing == Sharing(most_towers) and not _fits_alone(tried.plan(str(sharing))):
+            counts = [count for count in ON_ONE_DEVICE if batch % (most_towers * count) == 0]
+            waiting += [Sharing(most_towers, count) for count in counts]
+    best = named[tried.best(request.resolved_gain)]
+    yield _sharing_candidate(request, step, best, again)
+    if best == WHOLE:
+        yield from _in_other_forms(replace(request, replicas=""), tried, str(WHOLE))
+
+
+def _part_of(step: Captured, parts: int) -> Captured:
+    """The step of one of so many parts of the batch."""
+    if parts == 1:
+        return step
+    return applied(step, (*(t for t in step.transforms if isinstance(t, Form)), Parts(parts)))
+
+
+def _sharing_candidate(
+    request: PlanRequest, step: Captured, sharing: Sharing, limits: Limits
+) -> Candidate:
+    """The candidate of one way to share the batch: its towers' graph is placed as any other, and
+    with micro-batches each tower is a pipeline on its own devices."""
+
+    def placed() -> PlanRequest:
+        shared = replicated(_part_of(step, sharing.parts), sharing.towers)
+        return replace(
+            request, step=shared, replicas="", schedule=AUTO, recompute=AUTO, budget=limits
+        )
+
+    def piped() -> PlanRequest:
+        return replace(
+            request, step=_part_of(step, sharing.parts), replicas="", budget=limits,
+            micro_batches=sharing.micro_batches, objective="pipeline", gap=0.0, min_gain=None,
+        )  # fmt: skip
+
+    if sharing.micro_batches == 1:
+        return Candidate(str(sharing), placed, parts=sharing.parts)
+    search = partial(plan_pipeline, replicas=sharing.towers)
+    return Candidate(str(sharing), piped, search, sharing.parts)
+
+
+def _fits_alone(plan: Plan | None) -> bool:
+    """True for a plan whose forward ops are on GPUs where there are some."""
+    if plan is None or plan.graph is None:
+        return False
+    forward = plan.graph.phases == Phase.FORWARD
+    return bool(np.isin(plan.placement[forward], computing_devices(plan.machine)).all())
+
+
+# --- All cores as one device ---
+
+
+def _on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+    """Yield the rival of a plan on several devices of cores: the same step on all cores as one
+    device. Pins and caps name the devices, so then there is none."""
+    machine = machine_asked(request)
+    named = request.pins or request.caps
+    if named or not is_here(request) or len(machine.devices) == 1 or has_gpus(machine):
+        return
+    best = tried.best(request.resolved_gain)
+    if tried.candidates[best].parts > 1:
+        return
+    asked = tried.requests[best]
+    yield Candidate(
+        HERE,
+        lambda: PlanRequest(
+            asked.step,
+            HERE_CPU,
+            placer="single",
+            objective=asked.resolved_objective,
+            contiguous=asked.contiguous,
+            seed=asked.seed,
+            whole=asked.whole,
+            format=asked.format,
+            stages=asked.stages,
+            model=asked.model,
+        ),
+        rival=True,
+    )
