@@ -5,6 +5,7 @@
     pipeline                    objective pipeline       micro-batches in stages
     whole batch, 2 towers, ...  `replicas` auto          parts of the batch
     with channels last, ...     `auto` on cores here     captured again in another form
+    contiguous                  `auto`, objective load   as it is; a stricter question
     here                        the text here/n          the best of these, on all cores as one
 
 All have one budget together (`Shares`). What the step takes in compiled code, and what its user
@@ -84,10 +85,9 @@ class Tried:
     def add(self, candidate: Candidate, progress: TellProgress) -> None:
         """Plan a candidate. A plan that it had is replaced by one that is no worse."""
         name = candidate.name
-        tell = progress if name == AS_IT_IS else prefixed(f"{name}: ", progress)
+        tell = prefixed(f"{name}: ", progress) if self.candidates else progress
         self.candidates[name] = candidate
         try:
-            tell("capturing its step", 0.0, None)
             request = candidate.request()
             plan = candidate.search(request, tell)
         except InfeasibleError as error:
@@ -184,18 +184,22 @@ def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
 
     tried   what was found of those before; later ones follow from it
 
-    Raises `UsageError` for a batch that is to be shared and cannot be split.
+    Raises `UsageError` for a batch that is to be shared and cannot be split, and the first error if
+    a later candidate would follow from a plan and there is none.
     """
+    for makes in CANDIDATES:
+        yield from makes(request, tried)
+
+
+def as_it_is(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
+    """Yield the step as it was captured, or as one micro-batch of a pipeline."""
     if request.replicas:
-        yield from _shared(request, tried)
-    elif request.resolved_objective == "pipeline":
+        return
+    if request.resolved_objective == "pipeline":
         yield Candidate("pipeline", lambda: request, plan_pipeline)
         return
-    else:
-        first = replace(request, budget=Shares.of(request).first)
-        yield Candidate(AS_IT_IS, lambda: first)
-        yield from _in_other_forms(request, tried, AS_IT_IS)
-    yield from _on_all_cores(request, tried)
+    first = replace(request, budget=Shares.of(request).first)
+    yield Candidate(AS_IT_IS, lambda: first)
 
 
 def machine_asked(request: PlanRequest) -> Machine:
@@ -213,18 +217,20 @@ def is_here(request: PlanRequest) -> bool:
 
 @dataclass(frozen=True)
 class Shares:
-    """How one budget is divided: of the step as it is, of each other form, and of the search with
-    the costs of compiled code. Where there is nothing else, the first has all of it."""
+    """How one budget is divided: of the step as it is, of each other form, and of another search of
+    the step as it is: contiguous, or with the costs of compiled code. Where there is nothing else,
+    the first has all of it."""
 
     first: Limits
     form: Limits
-    compiled: Limits
+    again: Limits
 
     @classmethod
     def of(cls, request: PlanRequest) -> "Shares":
         """The shares of a request: the first search has two parts, what else there is one each."""
         forms, limits = forms_of(request), request.limits
-        parts = 2 + bool(forms) + searches_as_compiled(request)
+        again = searches_as_compiled(request) or searches_contiguous(request)
+        parts = 2 + bool(forms) + again
         if parts == 2:
             return cls(limits, limits, limits)
         form = limits.divided(parts * max(1, len(forms)))
@@ -245,6 +251,32 @@ def searches_as_compiled(request: PlanRequest) -> bool:
         and request.resolved_objective == "step"
         and not (request.stages or request.format)
     )
+
+
+def searches_contiguous(request: PlanRequest) -> bool:
+    """True if contiguous plans are searched for too, among which `auto` may find a better one: by
+    objective load, where methods for stages are at their best."""
+    by_auto = request.placer == "auto" and request.method is None and not request.contiguous
+    given = request.format or request.per_op or request.place is not None
+    return by_auto and request.resolved_objective == "load" and not given
+
+
+def contiguous(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+    """Yield contiguous plans, which answer a stricter question."""
+    free = tried.plan(AS_IT_IS)
+    if free is None or not searches_contiguous(request):
+        return
+    stricter = replace(request, contiguous=True, budget=Shares.of(request).again)
+
+    def search(asked: PlanRequest, progress: TellProgress) -> Plan:
+        plan = search_to_fit(asked, progress)
+        # Its own bound may be of contiguous plans alone.
+        bound_seconds = min(free.lower_bound, plan.value)
+        return replace(
+            plan, contiguous=False, lower_bound=bound_seconds, bound_proof=free.bound_proof
+        )
+
+    yield Candidate("contiguous", lambda: stricter, search)
 
 
 # --- Other forms of the same step ---
@@ -282,14 +314,16 @@ def forms_of(request: PlanRequest) -> dict[str, Form]:
     return forms
 
 
-def _in_other_forms(request: PlanRequest, tried: Tried, name: str) -> Iterator[Candidate]:
-    """Yield the forms of a step whose own plan has this name."""
-    plan, step = tried.plan(name), request.planned_step
-    if plan is None:
+def in_other_forms(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+    """Yield the other forms of a step, whose batch is not shared."""
+    name = AS_IT_IS if tried.plan(AS_IT_IS) is not None else str(WHOLE)
+    plan = tried.plan(name)
+    if plan is None or tried.best(request.resolved_gain) != name:
         return
+    request = replace(request, replicas="")
     # On one device the number of threads is chosen for each form.
     machine = plan.machine if len(plan.machine.devices) > 1 else request.machine
-    share = Shares.of(request).form
+    share, step = Shares.of(request).form, request.planned_step
 
     def in_form(form: Transform) -> PlanRequest:
         return replace(request, step=form.apply(step), machine=machine, budget=share)
@@ -352,7 +386,7 @@ def sharings(step: Captured, batch: int, machine: Machine) -> Iterator[Sharing]:
                 yield Sharing(towers, each * fill)
 
 
-def _shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield all ways to share the batch, which have half of the budget together; then the best of
     them again, with the other half.
 
@@ -360,6 +394,8 @@ def _shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     whole batch: the loss is the mean of the parts' losses, batch norm takes the statistics of a
     part, and random draws are a part's own, as in every data-parallel training.
     """
+    if not request.replicas:
+        return
     step = request.planned_step
     assert isinstance(step, Captured), "the request has checked that"
     machine, batch = machine_asked(request), batch_of(step)
@@ -378,8 +414,6 @@ def _shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
             waiting += [Sharing(most_towers, count) for count in counts]
     best = named[tried.best(request.resolved_gain)]
     yield _sharing_candidate(request, step, best, again)
-    if best == WHOLE:
-        yield from _in_other_forms(replace(request, replicas=""), tried, str(WHOLE))
 
 
 def _part_of(step: Captured, parts: int) -> Captured:
@@ -424,12 +458,14 @@ def _fits_alone(plan: Plan | None) -> bool:
 # --- All cores as one device ---
 
 
-def _on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield the rival of a plan on several devices of cores: the same step on all cores as one
     device. Pins and caps name the devices, so then there is none."""
     machine = machine_asked(request)
     named = request.pins or request.caps
     if named or not is_here(request) or len(machine.devices) == 1 or has_gpus(machine):
+        return
+    if not request.replicas and request.resolved_objective == "pipeline":
         return
     best = tried.best(request.resolved_gain)
     if tried.candidates[best].parts > 1:
@@ -451,3 +487,14 @@ def _on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
         ),
         rival=True,
     )
+
+
+CANDIDATES: list[Callable[[PlanRequest, Tried], Iterator[Candidate]]] = [
+    as_it_is,
+    shared,
+    in_other_forms,
+    contiguous,
+    on_all_cores,
+]
+"""What can be planned, in the order in which it is tried. Each function yields its candidates for a
+request, or none where they do not apply."""
