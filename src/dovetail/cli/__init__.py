@@ -99,7 +99,7 @@ def make_app(*names: str) -> typer.Typer:
         else:
             epilog = getattr(module, "EPILOGS", {}).get(name)
             add = app.command(name, short_help=line, epilog=epilog)
-            add(import_module("dovetail.cli.output").command(function))
+            add(import_module("dovetail.cli.options").command(function))
     return app
 
 

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dovetail.cli.arguments import LearningOutputs
 from dovetail.cli.output import (
     LinePace,
     RunBar,
@@ -39,18 +40,6 @@ if TYPE_CHECKING:
 
 CURVES = ("best", "mean", "invalid", "entropy", "loss")
 """The fields of `Point` that TensorBoard shows."""
-
-
-@dataclass(frozen=True)
-class LearningOutputs:
-    """Files and folders to write; None if not asked for. `plans` is a file, or a folder if there
-    are several tasks."""
-
-    plans: Path | None = None
-    policy: Path | None = None
-    curves: Path | None = None
-    report: Path | None = None
-    tensorboard: Path | None = None
 
 
 def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_json: bool) -> None:
@@ -125,7 +114,7 @@ def summary(
             _task_summary(result, i, task.name, plan_path(outputs, tasks, i))
             for i, task in enumerate(tasks)
         ],
-        "policy": _text(outputs.policy),
+        "policy": _text(outputs.policy_out),
         "curves": _text(outputs.curves),
         "report": _text(outputs.report),
         "tensorboard": _text(outputs.tensorboard),
@@ -157,9 +146,9 @@ def _write(
 ) -> None:
     """Write the files that were asked for, and say so. TensorBoard's are written by now."""
     written = []
-    if outputs.policy is not None:
-        result.save_policy(outputs.policy)
-        written.append(outputs.policy)
+    if outputs.policy_out is not None:
+        result.save_policy(outputs.policy_out)
+        written.append(outputs.policy_out)
     for i, plan in enumerate(result.plans):
         path = plan_path(outputs, tasks, i)
         if path is not None and plan is not None:

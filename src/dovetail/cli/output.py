@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -181,21 +180,6 @@ def results_apart() -> Iterator[None]:
             yield
     finally:
         _results = before
-
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def command(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The function of a command, which runs with its results apart."""
-
-    @wraps(function)
-    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-        with results_apart():
-            return function(*arguments, **options)
-
-    return run
 
 
 def results() -> TextIO:

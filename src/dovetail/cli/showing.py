@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.cli.arguments import (
-    MACHINE_HELP,
     Asynchronous,
     Model,
     Replicas,
@@ -17,6 +16,7 @@ from dovetail.cli.arguments import (
 )
 from dovetail.cli.output import progress_bar, say, show
 from dovetail.errors import MachineError, UsageError
+from dovetail.pipeline.requests import MACHINE_HELP
 
 if TYPE_CHECKING:
     from dovetail.machine.gpus import GpuMeasurement

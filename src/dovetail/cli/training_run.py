@@ -51,7 +51,7 @@ from dovetail.training.trainer import train
 from dovetail.units import format_count, format_seconds, printable
 
 if TYPE_CHECKING:
-    from dovetail.cli.training import Setup
+    from dovetail.cli.training import Setup, TrainingOutputs
 
 # --- Progress on standard error ---
 
@@ -251,16 +251,6 @@ def _cells(mine: _Recent) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class TrainingOutputs:
-    """Files and folders to write; None: not asked for."""
-
-    history: Path | None = None
-    tensorboard: Path | None = None
-    report: Path | None = None
-    weights: str | None = None
-
-
 @dataclass
 class _RunSoFar:
     """The rows and events of a run so far, which are kept if it fails."""
@@ -317,7 +307,9 @@ class _RunSoFar:
         )
 
 
-def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_json: bool) -> None:
+def train_and_write(
+    function: str, setup: "Setup", outputs: "TrainingOutputs", as_json: bool
+) -> None:
     """Train, write what was asked for, and print the summary or one JSON object.
 
     If the run fails, its history until then is written as well, and its error is raised.
@@ -390,7 +382,7 @@ def _warnings_said() -> Iterator[None]:
         yield
 
 
-def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
+def _write(history: History, outputs: "TrainingOutputs", model: Any) -> None:
     """Write what was asked for. `model` is None for a run that failed and so has no weights."""
     if outputs.history is not None:
         write = history.to_csv if outputs.history.suffix == ".csv" else history.save
@@ -402,7 +394,7 @@ def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
 
         write_training_page([history], outputs.report, made=typed())
     written: list[Path | str | None] = [outputs.history, outputs.tensorboard, outputs.report]
-    if outputs.weights is not None and model is not None:
+    if outputs.weights and model is not None:
         save_weights(model, outputs.weights)
         written.append(outputs.weights)
     for path in written:
@@ -411,7 +403,7 @@ def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
 
 
 def summary(
-    function: str, history: History, outputs: TrainingOutputs, error: str | None = None
+    function: str, history: History, outputs: "TrainingOutputs", error: str | None = None
 ) -> dict[str, Any]:
     """The object that `train --json` prints. Its keys are stable; what is not known is null."""
     outcome = history.outcome
@@ -452,7 +444,7 @@ def summary(
         "history": _text(outputs.history),
         "tensorboard": _text(outputs.tensorboard),
         "report": _text(outputs.report),
-        "out": _text(outputs.weights),
+        "out": outputs.weights or None,
     }
 
 
