@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from dovetail.cli.arguments import Json, check_folder, check_outputs
 from dovetail.cli.options import Options, OptionsOf
@@ -179,6 +178,7 @@ def train_report(
 
 def _list_rules(as_json: bool) -> None:
     """Print the table of rules, or one JSON object."""
+    from rich.markup import escape
     from rich.table import Column, Table
 
     from dovetail.training.rules import RULES

@@ -8,8 +8,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.output import (
-    LinePace,
-    RunBar,
-    drawn,
+    RunView,
     foreign,
     listed,
     progress_bar,
@@ -42,10 +40,9 @@ from dovetail.training.backends.contract import Watcher
 from dovetail.training.history import History, events_of
 from dovetail.training.modules import parameters_of
 from dovetail.training.monitor import DivergenceWarning
-from dovetail.training.preparing import PreparedTraining, bind_rule, prepare
+from dovetail.training.preparing import bind_rule, prepare
 from dovetail.training.records import Event, Outcome, Row
-from dovetail.training.request import TrainRequest, launched_rank
-from dovetail.training.rules.contract import Rule
+from dovetail.training.request import launched_rank
 from dovetail.training.torch_optimizers import resolve_optimizer
 from dovetail.training.trainer import train
 from dovetail.units import format_count, format_seconds, printable
@@ -67,6 +64,13 @@ STATES = {
     "left": "done",
 }
 """Maps a kind of event to the state of a worker after it, as the table shows it."""
+HAPPENED = {
+    "server_restarted": "was restarted",
+    "restarted": "was restarted",
+    "lost": "was lost",
+    "refused": "had a commit refused",
+}
+"""Maps a kind of event to what is said of it."""
 
 
 @dataclass
@@ -110,7 +114,6 @@ class TrainingProgress:
         worker 1   lost ...
 
     If standard error is no terminal, it writes a line every `LINE_SECONDS`, and one for each event.
-    The run must be given `watcher`.
 
     total    samples over all epochs; None for a stream whose end is not known
     tell     a function that writes a line
@@ -130,16 +133,9 @@ class TrainingProgress:
         self.all.rows = deque(maxlen=RECENT * max(1, workers))
         self.workers = {worker: _Recent() for worker in range(workers)}
         self.figures: dict[str, float] = {}
-        self.live = False
-        self._tell = tell
-        self._bar, self._pace = RunBar(title, clock), LinePace(clock)
+        self.view = RunView(title, self.table, self.line, tell, clock)
         self._news = News()
         self._lock = threading.Lock()
-
-    @property
-    def watcher(self) -> Watcher:
-        """The watcher that hears of the run's rows and events."""
-        return Watcher(rows=self.add, event=self.happened)
 
     def add(self, rows: list[Row]) -> None:
         """Count commits that were applied, and write a line if one is due."""
@@ -150,8 +146,7 @@ class TrainingProgress:
                 mine.add(row)
                 if mine.state == "waiting":
                     mine.state = "working"
-        if not self.live and self._pace.is_due():
-            self._tell(self.line())
+        self.view.moved()
 
     def recount(self, samples: int) -> None:
         """Set how many samples were trained, as some of those that were added are lost."""
@@ -165,7 +160,7 @@ class TrainingProgress:
                 self.workers.setdefault(event.worker, _Recent()).state = STATES[event.kind]
             line = self._news.line(event)
         if line:
-            self._tell(line)
+            self.view.tell(line)
 
     def evaluated(self, figures: dict[str, float]) -> None:
         """Note the figures of the center's last evaluation."""
@@ -175,20 +170,30 @@ class TrainingProgress:
         """The run in one line."""
         parts = [self.title, self._counted()]
         parts += [f"{name} {value:.4g}" for name, value in self._numbers().items()]
-        states = [worker.state for worker in self.workers.values()]
-        lost = states.count("lost")
+        lost = sum(worker.state == "lost" for worker in self.workers.values())
         return ", ".join([*parts, *([f"{lost} lost"] if lost else [])])
 
     def table(self) -> RenderableType:
         """The run, with a row for each worker."""
+        styles = {"lost": "red", "working": "green", "restarted": "yellow"}
         with self._lock:
             share = min(self.all.samples / self.total, 1.0) if self.total else None
             numbers = "  ".join(f"{foreign(k)} {v:.4g}" for k, v in self._numbers().items())
             rows = [
-                (f"worker {worker}", *_cells(mine)) for worker, mine in sorted(self.workers.items())
+                (
+                    f"worker {worker}",
+                    f"[{styles.get(mine.state, 'dim')}]{mine.state}[/]",
+                    f"{mine.samples:,} samples",
+                    ""
+                    if math.isnan(rate := mine.commits_per_second)
+                    else f"{format_count(rate)} commits/s",
+                    "" if math.isnan(tau := mine.staleness) else f"staleness {tau:.2f}",
+                    "" if math.isnan(loss := mine.loss) else f"loss {loss:.4g}",
+                )
+                for worker, mine in sorted(self.workers.items())
             ]
             below = listed(Table.grid(padding=(0, 2)), rows)
-            return Group(self._bar.at(share, self._counted()), numbers, below)
+            return Group(self.view.bar(share, self._counted()), numbers, below)
 
     def _counted(self) -> str:
         seen = f"{self.all.samples:,}"
@@ -217,38 +222,20 @@ class News:
         self._worker, self._refusals = worker, 0
 
     def line(self, event: Event) -> str:
-        """The event in one line; "" for one that is no news, and for refusals after the first
-        `MOST_REFUSALS`, because a diverging run has thousands."""
+        """The event in one line, with the last line of its traceback; "" for one that is no news,
+        and for refusals after the first `MOST_REFUSALS`, because a diverging run has thousands."""
         if event.kind in ("joined", "left"):
             return ""
-        if event.kind != "refused":
-            return _said(event, self._worker)
-        self._refusals += 1
-        if self._refusals > MOST_REFUSALS:
+        self._refusals += event.kind == "refused"
+        if event.kind == "refused" and self._refusals > MOST_REFUSALS:
             return ""
-        is_last = self._refusals == MOST_REFUSALS
-        return _said(event, self._worker) + "; further refusals are not shown" * is_last
-
-
-def _said(event: Event, worker: str) -> str:
-    """An event in one line. Of a traceback it shows the last line."""
-    who = "the server" if event.worker < 0 else f"{worker} {event.worker}"
-    detail = event.detail.strip().splitlines()[-1] if event.detail.strip() else ""
-    what = {"server_restarted": "was restarted", "restarted": "was restarted", "lost": "was lost",
-            "refused": "had a commit refused"}.get(event.kind, event.kind)  # fmt: skip
-    return f"{format_seconds(event.seconds)}: {who} {what}" + (f": {detail}" if detail else "")
-
-
-def _cells(mine: _Recent) -> list[str]:
-    style = {"lost": "red", "working": "green", "restarted": "yellow"}.get(mine.state, "dim")
-    rate = mine.commits_per_second
-    return [
-        f"[{style}]{mine.state}[/]",
-        f"{mine.samples:,} samples",
-        "" if math.isnan(rate) else f"{format_count(rate)} commits/s",
-        "" if math.isnan(mine.staleness) else f"staleness {mine.staleness:.2f}",
-        "" if math.isnan(mine.loss) else f"loss {mine.loss:.4g}",
-    ]
+        who = "the server" if event.worker < 0 else f"{self._worker} {event.worker}"
+        line = f"{format_seconds(event.seconds)}: {who} {HAPPENED.get(event.kind, event.kind)}"
+        if event.detail.strip():
+            line += f": {event.detail.strip().splitlines()[-1]}"
+        if event.kind == "refused" and self._refusals == MOST_REFUSALS:
+            line += "; further refusals are not shown"
+        return line
 
 
 @dataclass
@@ -318,7 +305,11 @@ def train_and_write(
     if launched_rank():
         train(request, setup.dataset, setup.validation)
         return
-    samples = _length(setup.dataset)
+    dataset = setup.dataset
+    samples: int | None = None
+    with UserCode("the length of the data set", dataset), suppress(TypeError):
+        # An iterable has no length.
+        samples = len(dataset[0] if isinstance(dataset, tuple) and dataset else dataset)
     progress = TrainingProgress(
         f"{function} by {request.rule_name}", request.workers, samples and samples * request.epochs
     )
@@ -328,7 +319,7 @@ def train_and_write(
         f"{_name(request.backend)}"
     )
     try:
-        with drawn(progress), _warnings_said():
+        with progress.view.drawn(), _warnings_said():
             history = train(request, setup.dataset, setup.validation, watcher=kept.watcher)
     except DovetailError as error:
         if kept.rows or kept.events:
@@ -344,15 +335,6 @@ def train_and_write(
         show(Text(history.summary()))
     if history.interrupted:
         say("interrupted: this is the best so far")
-
-
-def _length(dataset: Any) -> int | None:
-    """The number of samples in an epoch; None if the data set does not say it."""
-    with UserCode("the length of the data set", dataset):
-        try:
-            return len(dataset[0] if isinstance(dataset, tuple) and dataset else dataset)
-        except TypeError:  # an iterable has no length
-            return None
 
 
 def load(path: Path) -> History:
@@ -429,21 +411,18 @@ def summary(
         "implicit_momentum": _number(history.momentum),
         "expected_momentum": history.expected_momentum,
         **{
-            name: len(events_of(outcome, kind))
-            for name, kind in (
-                ("lost", "lost"),
-                ("restarted", "restarted"),
-                ("server_restarted", "server_restarted"),
-                ("refused", "refused"),
-            )
+            kind: len(events_of(outcome, kind))
+            for kind in ("lost", "restarted", "server_restarted", "refused")
         },
         "diverged": None if divergence is None else divergence.detail,
         "stopped": outcome.stopped,
         "interrupted": history.interrupted,
         "error": error,
-        "history": _text(outputs.history),
-        "tensorboard": _text(outputs.tensorboard),
-        "report": _text(outputs.report),
+        **{
+            name: None if path is None else str(path)
+            for name in ("history", "tensorboard", "report")
+            for path in (getattr(outputs, name),)
+        },
         "out": outputs.weights or None,
     }
 
@@ -454,10 +433,6 @@ def _name(backend: Any) -> str:
 
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def _text(path: Path | str | None) -> str | None:
-    return None if path is None else str(path)
 
 
 # --- `dovetail train --suggest` ---
@@ -483,13 +458,43 @@ def suggest_and_show(
         raise UsageError("--suggest", says)
     request = replace(setup.request, folder=None, resume=False)
     prepared = prepare(request, setup.dataset, setup.validation)
+    assignment = prepared.assignment
+    name = request.backend if isinstance(request.backend, str) else "processes"
+    # The simulated backend has no times of its own that could be measured.
+    if name == "simulated":
+        name = "processes"
+    settings = request.backend_options if name == request.backend else {}
+    cores = None if name == "ray" else len(os.sched_getaffinity(0))
     with progress_bar() as bar:
-        result = _advice(prepared, budget_seconds, lambda what, share: bar(what, share, None))
+        measuring_seconds = advice.MEASURING_SHARE * budget_seconds
+        bar(f"measuring on {name}", 0.0, None)
+        measured = measure(assignment, load_backend(name, **settings), measuring_seconds, cores)
+        # The rules are bound with this optimizer. The request's own rule is bound already.
+        optimizer = resolve_optimizer(request.optimizer, request.lr, parameters_of(request.model))
+        rules = []
+        for suggested in advice.SUGGESTED:
+            try:
+                is_own = suggested == assignment.rule.name
+                rules.append(assignment.rule if is_own else bind_rule(suggested, optimizer))
+            except UsageError as error:
+                say(f"{suggested} is left out: {error}")
+        if assignment.rule.name not in advice.SUGGESTED:
+            rules.append(assignment.rule)
+        result = advice.suggest(
+            assignment,
+            measured,
+            rules=rules,
+            budget_seconds=budget_seconds - measuring_seconds,
+            progress=lambda what, share: bar(what, share, None),
+        )
     options = typed_options(context, with_rule=result.chosen.rule == request.rule_name)
+    chosen = result.chosen
+    words = ["dovetail", "train", function, "--rule", chosen.rule]
+    words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
+    command = shlex.join([*words, *options])
     if as_json:
-        show_json(advice_summary(function, result, options))
+        show_json(advice_summary(function, result, command))
         return
-    measured = result.measured
     if result.against:
         show(Text(result.against))
     say(
@@ -497,51 +502,15 @@ def suggest_and_show(
         f"{format_seconds(measured.transfer_seconds)}"
     )
     show(_table(result))
-    for reason in _reasons(result):
-        show(Text(reason, style="dim"))
-    show(Text(f"{advice.describe(result.chosen)}: {result.why}"))
-    show(Text(printable(command(function, result, options))))
-
-
-def _advice(
-    prepared: PreparedTraining,
-    budget_seconds: float,
-    progress: advice.ReportProgress,
-) -> Advice:
-    """Measures steps and transfers on the backend, then simulates the candidates."""
-    request = prepared.request
-    name = request.backend if isinstance(request.backend, str) else "processes"
-    # The simulated backend has no times of its own that could be measured.
-    if name == "simulated":
-        name = "processes"
-    options = request.backend_options if name == request.backend else {}
-    cores = None if name == "ray" else len(os.sched_getaffinity(0))
-    measuring_seconds = advice.MEASURING_SHARE * budget_seconds
-    progress(f"measuring on {name}", 0.0)
-    assignment = prepared.assignment
-    measured = measure(assignment, load_backend(name, **options), measuring_seconds, cores)
-    return advice.suggest(
-        assignment,
-        measured,
-        rules=_rules(request, assignment.rule),
-        budget_seconds=budget_seconds - measuring_seconds,
-        progress=progress,
-    )
-
-
-def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
-    """The rules that are suggested, bound with this optimizer, and the request's own rule.
-
-    A rule that cannot be bound is left out, and the user is told why.
-    """
-    optimizer = resolve_optimizer(request.optimizer, request.lr, parameters_of(request.model))
-    rules = []
-    for name in advice.SUGGESTED:
-        try:
-            rules.append(given if name == given.name else bind_rule(name, optimizer))
-        except UsageError as error:
-            say(f"{name} is left out: {error}")
-    return rules if given.name in advice.SUGGESTED else [*rules, given]
+    for evidence in result.evidence:
+        what = advice.describe(evidence.candidate)
+        if evidence.diverged:
+            show(Text(f"{what}: diverges: {evidence.diverged}", style="dim"))
+        elif evidence.limit:
+            says = f"{what}: {evidence.limit}, which is known to diverge in longer runs"
+            show(Text(says, style="dim"))
+    show(Text(f"{advice.describe(chosen)}: {result.why}"))
+    show(Text(printable(command)))
 
 
 def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
@@ -565,15 +534,7 @@ def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
     return words
 
 
-def command(function: str, result: Advice, options: Sequence[str]) -> str:
-    """The command that trains as suggested."""
-    chosen = result.chosen
-    words = ["dovetail", "train", function, "--rule", chosen.rule]
-    words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
-    return shlex.join([*words, *options])
-
-
-def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dict[str, Any]:
+def advice_summary(function: str, result: Advice, command: str) -> dict[str, Any]:
     """The object that `train --suggest --json` prints. Its keys are stable; what is not known is
     null."""
     measured, chosen = result.measured, result.chosen
@@ -590,7 +551,7 @@ def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dic
         "window": chosen.window,
         "why": result.why,
         "against": result.against or None,
-        "command": command(function, result, options),
+        "command": command,
         "level": _number(result.level),
         "evidence": [
             {
@@ -609,41 +570,28 @@ def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dic
 
 def _table(result: Advice) -> Table:
     """The candidates: the chosen one first, then the stable ones, then the others, each by time."""
+
+    def place(evidence: Evidence) -> tuple[bool, bool, float, float]:
+        seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
+        rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
+        return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate
+
+    def shown(value: float, form: Callable[[float], str]) -> str:
+        return form(value) if math.isfinite(value) else "-"
+
     level = "time" if math.isnan(result.level) else f"to {result.level:.3g}"
     table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
-    for evidence in sorted(result.evidence, key=lambda evidence: _place(evidence, result)):
+    for evidence in sorted(result.evidence, key=place):
         is_chosen = evidence.candidate == result.chosen
         table.add_row(
             evidence.candidate.rule,
             str(evidence.candidate.workers),
             str(evidence.candidate.window),
-            _shown(evidence.samples_per_second, format_count),
-            _shown(evidence.staleness, "{:.3g}".format),
-            _shown(evidence.loss, "{:.4g}".format),
-            _shown(evidence.seconds, format_seconds),
+            shown(evidence.samples_per_second, format_count),
+            shown(evidence.staleness, "{:.3g}".format),
+            shown(evidence.loss, "{:.4g}".format),
+            shown(evidence.seconds, format_seconds),
             "use" if is_chosen else "" if evidence.stable else "no",
             style="bold" if is_chosen else "" if evidence.stable else "dim",
         )
     return table
-
-
-def _reasons(result: Advice) -> list[str]:
-    """A line for each candidate that should not be used, with the reason."""
-    lines = []
-    for evidence in result.evidence:
-        what = advice.describe(evidence.candidate)
-        if evidence.diverged:
-            lines.append(f"{what}: diverges: {evidence.diverged}")
-        elif evidence.limit:
-            lines.append(f"{what}: {evidence.limit}, which is known to diverge in longer runs")
-    return lines
-
-
-def _place(evidence: Evidence, result: Advice) -> tuple[bool, bool, float, float]:
-    seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
-    rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
-    return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate
-
-
-def _shown(value: float, form: Any) -> str:
-    return str(form(value)) if math.isfinite(value) else "-"

@@ -60,7 +60,16 @@ def run(  # noqa: PLR0917  one argument an option
     from dovetail.plans import PLACED
     from dovetail.reports import run_table
 
-    _check_checkpoint(checkpoint, every, resume)
+    if checkpoint is not None:
+        from dovetail.executors.rank_checkpoints import check_own, latest_in, read_index
+
+        check_folder(checkpoint)
+        check_own(checkpoint, read_index(latest_in(checkpoint)).run if resume else None)
+    elif resume:
+        raise UsageError("--resume", "goes on from --checkpoint DIR; name it as well")
+    elif every is not None:
+        says = "says how often --checkpoint DIR is written; name it as well"
+        raise UsageError("--every", says)
     with launched_ranks() as ranks:
         tells = ranks is None or ranks.rank == 0
         if tells:
@@ -105,21 +114,6 @@ def run(  # noqa: PLR0917  one argument an option
         say(disturbance)
     if missing := pipeline.uncompiled(opened, captured):
         say(missing)
-
-
-def _check_checkpoint(folder: Path | None, every: int | None, resume: bool) -> None:
-    """Refuse options without the folder that they are of, and a folder of somebody else's."""
-    if folder is None:
-        if resume:
-            raise UsageError("--resume", "goes on from --checkpoint DIR; name it as well")
-        if every is not None:
-            says = "says how often --checkpoint DIR is written; name it as well"
-            raise UsageError("--every", says)
-        return
-    from dovetail.executors.rank_checkpoints import check_own, latest_in, read_index
-
-    check_folder(folder)
-    check_own(folder, read_index(latest_in(folder)).run if resume else None)
 
 
 def _keep(placed: object, folder: Path, every: int, resume: bool) -> None:
