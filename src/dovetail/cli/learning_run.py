@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from dovetail.cli.output import (
     say,
     show,
     show_json,
+    write,
 )
 from dovetail.cli.training_run import News, typed
 from dovetail.placers.learned.records import Point
@@ -148,30 +150,22 @@ def _write(
     result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
 ) -> None:
     """Write the files that were asked for, and say so. TensorBoard's are written by now."""
-    written = []
-    if outputs.policy_out is not None:
-        result.save_policy(outputs.policy_out)
-        written.append(outputs.policy_out)
-    for i, plan in enumerate(result.plans):
-        path = plan_path(outputs, tasks, i)
-        if path is not None and plan is not None:
-            plan.save(path)
-            written.append(path)
-    if outputs.curves is not None:
-        from dovetail.placers.learned.curves import save_points
+    from dovetail.placers.learned.curves import save_points
 
-        save_points(result.learned.points, outputs.curves)
-        written.append(outputs.curves)
+    learned = result.learned
+    write(outputs.policy_out, result.save_policy)
+    for i, plan in enumerate(result.plans):
+        if plan is not None:
+            write(plan_path(outputs, tasks, i), plan.save)
+    write(outputs.curves, lambda path: save_points(learned.points, path))
     if outputs.report is not None:
         from dovetail.reports.learning_page import write_learning_page
 
-        names = [task.name for task in tasks]
-        plans = dict(zip(names, result.plans, strict=True))
-        write_learning_page(result.learned, result.card, outputs.report, plans=plans, made=typed())
-        written.append(outputs.report)
-    for path in (*written, outputs.tensorboard):
-        if path is not None:
-            say(f"wrote {path}")
+        plans = dict(zip([task.name for task in tasks], result.plans, strict=True))
+        page = partial(write_learning_page, learned, result.card, plans=plans, made=typed())
+        write(outputs.report, page)
+    if outputs.tensorboard is not None:
+        say(f"wrote {outputs.tensorboard}")
 
 
 def plan_path(outputs: LearningOutputs, tasks: "Sequence[TaskRequest]", index: int) -> Path | None:

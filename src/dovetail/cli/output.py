@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dovetail.units import format_seconds, printable
@@ -47,22 +48,17 @@ def progress_bar(*, is_shown: bool = True) -> "Iterator[TellProgress]":
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield from _progress_lines()
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=1.0)
+
+            def draw(doing: str, fraction: float, best: float | None) -> None:
+                text = doing if best is None else f"{doing}: {format_seconds(best)}"
+                bar.update(task, description=foreign(text), completed=fraction)
+
+            yield draw
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def show(doing: str, fraction: float, best: float | None) -> None:
-            text = doing if best is None else f"{doing}: {format_seconds(best)}"
-            bar.update(task, description=foreign(text), completed=fraction)
-
-        yield show
-
-
-def _progress_lines() -> "Iterator[TellProgress]":
-    """Yields a `TellProgress` that writes a line for each thing that is done."""
     began, lock = time.perf_counter(), threading.Lock()
     current, said = "", ""
 
@@ -73,19 +69,18 @@ def _progress_lines() -> "Iterator[TellProgress]":
                 said = current
                 say(f"{time.perf_counter() - began:5.0f} s  {current}")
 
-    # One thing may take long, so that nobody calls `show` again. The timer says it then.
-    timer = threading.Timer(QUIET_SECONDS, tell)
-    timer.daemon = True
-
-    def show(doing: str, _fraction: float, _best: float | None) -> None:
+    def note(doing: str, _fraction: float, _best: float | None) -> None:
         nonlocal current
         current = doing
         if time.perf_counter() - began >= QUIET_SECONDS:
             tell()
 
+    # One thing may take long, so that nobody calls `note` again. The timer says it then.
+    timer = threading.Timer(QUIET_SECONDS, tell)
+    timer.daemon = True
     timer.start()
     try:
-        yield show
+        yield note
     finally:
         timer.cancel()
 
@@ -216,6 +211,13 @@ def show_limits(plan: "Plan", graph: "Graph", timeline: "Timeline") -> None:
 def show_json(value: dict[str, Any]) -> None:
     """Print one object on one line."""
     results().write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def write(path: Path | None, save: Callable[[Path], object]) -> None:
+    """Have `save` write the file or folder, if one was asked for, and tell the user."""
+    if path is not None:
+        save(path)
+        say(f"wrote {path}")
 
 
 def say(text: str) -> None:

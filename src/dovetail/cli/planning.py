@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from dovetail.cli import arguments
 from dovetail.cli.arguments import Asynchronous, Json, Model, Shape, Train
 from dovetail.cli.options import Options, OptionsOf
-from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
+from dovetail.cli.output import progress_bar, say, show, show_json, show_limits, write
 from dovetail.errors import InfeasibleError, UsageError
 from dovetail.methods import PLACERS, listing
 from dovetail.pipeline.requests import AUTO, OF_PHASES, PlanRequest, is_given
@@ -93,12 +94,8 @@ def plan(
         source = replace(found.source, replicas=count, asynchronous=asynchronous)
         found = replace(found, source=source)
     step = pipeline.planned(found, request.planned_step)
-    if out is not None:
-        found.save(out)
-        say(f"wrote {out}")
-    if report is not None:
-        pipeline.report(found, step, report)
-        say(f"wrote {report}")
+    write(out, found.save)
+    write(report, partial(pipeline.report, found, step))
     if as_json:
         show_json(_found(model, found, step, out))
     else:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from dovetail.cli.arguments import Json, Model, check_outputs
 from dovetail.cli.options import Options, OptionsOf
-from dovetail.cli.output import progress_bar, say, show, show_json
+from dovetail.cli.output import progress_bar, say, show, show_json, write
 from dovetail.errors import UsageError
 from dovetail.methods import SCHEDULERS, listing
 from dovetail.pipeline.requests import CPU, PlanRequest, ScheduleRequest
@@ -66,12 +67,9 @@ def schedule(
 
             ((scheduled,),) = (of_device.results for of_device in found)
             plan = search_plan(PlanRequest(step, HERE_CPU, placer="single"), progress)
-            plan_of_stages(scheduled, step, plan).save(out)
-            say(f"wrote {out}")
+            write(out, plan_of_stages(scheduled, step, plan).save)
     for of_device, path in zip(found, pages, strict=True):
-        if path is not None:
-            write_stages_page(of_device, path, made=typed())
-            say(f"wrote {path}")
+        write(path, partial(write_stages_page, of_device, made=typed()))
         if not as_json:
             show(schedules_table(of_device))
     if as_json:

@@ -14,7 +14,7 @@ from dovetail.cli.arguments import (
     check_outputs,
     resolve,
 )
-from dovetail.cli.output import progress_bar, say, show
+from dovetail.cli.output import progress_bar, say, show, write
 from dovetail.errors import MachineError, UsageError
 from dovetail.pipeline.requests import MACHINE_HELP
 
@@ -80,9 +80,7 @@ def machine(
         show(gpus_table(gpus))
     for note in notes.texts:
         say(note)
-    if out is not None:
-        save_machine(found, out)
-        say(f"wrote {out}")
+    write(out, lambda path: save_machine(found, path))
 
 
 def networks(

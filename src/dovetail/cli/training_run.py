@@ -29,6 +29,7 @@ from dovetail.cli.output import (
     say,
     show,
     show_json,
+    write,
 )
 from dovetail.cli.weights import save_weights
 from dovetail.errors import CallbackError, DovetailError, UsageError
@@ -106,7 +107,7 @@ class _Recent:
 
 
 class TrainingProgress:
-    """Shows a run on standard error, as a table that changes:
+    """Keeps the rows and events of a run, and shows it on standard error, as a table that changes:
 
         agn, 4 workers  ━━━━━━━━━━━╺━━━━━━━  3,400 of 5,600 samples (61 %)  0:00:12
         commits/s 120  loss 0.412  staleness 2.98  validation accuracy 0.91
@@ -132,14 +133,30 @@ class TrainingProgress:
         self.all = _Recent()
         self.all.rows = deque(maxlen=RECENT * max(1, workers))
         self.workers = {worker: _Recent() for worker in range(workers)}
-        self.figures: dict[str, float] = {}
+        self.figures: dict[str, float] = {}  # of the center's last evaluation
+        self.rows: list[Row] = []
+        self.events: list[Event] = []
         self.view = RunView(title, self.table, self.line, tell, clock)
         self._news = News()
         self._lock = threading.Lock()
 
+    @property
+    def watcher(self) -> Watcher:
+        """The watcher that is told of the run."""
+
+        def evaluated(figures: list[dict[str, float]]) -> bool:
+            self.figures = figures[-1]
+            return False
+
+        return Watcher(
+            rows=self.add, resumed=self.add, forgotten=self.forget, event=self.happened,
+            should_stop=evaluated,
+        )  # fmt: skip
+
     def add(self, rows: list[Row]) -> None:
         """Count commits that were applied, and write a line if one is due."""
         with self._lock:
+            self.rows += rows
             for row in rows:
                 self.all.add(row)
                 mine = self.workers.setdefault(row.worker, _Recent())
@@ -148,23 +165,21 @@ class TrainingProgress:
                     mine.state = "working"
         self.view.moved()
 
-    def recount(self, samples: int) -> None:
-        """Set how many samples were trained, as some of those that were added are lost."""
+    def forget(self, kept: int) -> None:
+        """Forget all rows but the first ones, which a server without a log has lost."""
         with self._lock:
-            self.all.samples = samples
+            del self.rows[kept:]
+            self.all.samples = sum(row.samples for row in self.rows)
 
     def happened(self, event: Event) -> None:
         """Note what happened to a worker or to the server, and write a line if it is bad news."""
         with self._lock:
+            self.events.append(event)
             if event.worker >= 0 and event.kind in STATES:
                 self.workers.setdefault(event.worker, _Recent()).state = STATES[event.kind]
             line = self._news.line(event)
         if line:
             self.view.tell(line)
-
-    def evaluated(self, figures: dict[str, float]) -> None:
-        """Note the figures of the center's last evaluation."""
-        self.figures = figures
 
     def line(self) -> str:
         """The run in one line."""
@@ -238,62 +253,6 @@ class News:
         return line
 
 
-@dataclass
-class _RunSoFar:
-    """The rows and events of a run so far, which are kept if it fails."""
-
-    progress: TrainingProgress
-    rows: list[Row] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    @property
-    def watcher(self) -> Watcher:
-        return Watcher(
-            rows=self.add, resumed=self.add, forgotten=self.forget, event=self.happened,
-            should_stop=self.evaluated,
-        )  # fmt: skip
-
-    def add(self, rows: list[Row]) -> None:
-        self.rows += rows
-        self.progress.add(rows)
-
-    def forget(self, kept: int) -> None:
-        """A server without a log has lost all rows but the first ones."""
-        del self.rows[kept:]
-        self.progress.recount(sum(row.samples for row in self.rows))
-
-    def happened(self, event: Event) -> None:
-        self.events.append(event)
-        self.progress.happened(event)
-
-    def evaluated(self, figures: list[dict[str, float]]) -> bool:
-        self.progress.evaluated(figures[-1])
-        return False
-
-    def history(self, setup: "Setup", error: DovetailError) -> History:
-        """The history of a run that failed."""
-        rows = tuple(self.rows)
-        request = setup.request
-        meta = {
-            "rule": request.rule_name,
-            "backend": _name(request.backend),
-            "job": {"workers": request.workers, "batch": request.batch, "epochs": request.epochs},
-            "failed": str(error),
-        }
-        return History(
-            Outcome(
-                theta=np.zeros(0, np.float32),
-                clock=max((row.clock for row in rows), default=0),
-                samples=sum(row.samples for row in rows),
-                seconds=max((row.seconds for row in rows), default=0.0),
-                rows=rows,
-                events=tuple(self.events),
-                stopped=True,
-                meta=meta,
-            )
-        )
-
-
 def train_and_write(
     function: str, setup: "Setup", outputs: "TrainingOutputs", as_json: bool
 ) -> None:
@@ -310,20 +269,35 @@ def train_and_write(
     with UserCode("the length of the data set", dataset), suppress(TypeError):
         # An iterable has no length.
         samples = len(dataset[0] if isinstance(dataset, tuple) and dataset else dataset)
-    progress = TrainingProgress(
-        f"{function} by {request.rule_name}", request.workers, samples and samples * request.epochs
-    )
-    kept = _RunSoFar(progress)
-    say(
-        f"training {function} by {request.rule_name} with {request.workers} workers on "
-        f"{_name(request.backend)}"
-    )
+    backend = request.backend
+    if not isinstance(backend, str):
+        backend = getattr(backend, "__name__", "its own backend")
+    title = f"{function} by {request.rule_name}"
+    say(f"training {title} with {request.workers} workers on {backend}")
+    progress = TrainingProgress(title, request.workers, samples and samples * request.epochs)
     try:
         with progress.view.drawn(), _warnings_said():
-            history = train(request, setup.dataset, setup.validation, watcher=kept.watcher)
+            history = train(request, setup.dataset, setup.validation, watcher=progress.watcher)
     except DovetailError as error:
-        if kept.rows or kept.events:
-            failed = kept.history(setup, error)
+        if progress.rows or progress.events:
+            rows = tuple(progress.rows)
+            job = {"workers": request.workers, "batch": request.batch, "epochs": request.epochs}
+            outcome = Outcome(
+                theta=np.zeros(0, np.float32),
+                clock=max((row.clock for row in rows), default=0),
+                samples=sum(row.samples for row in rows),
+                seconds=max((row.seconds for row in rows), default=0.0),
+                rows=rows,
+                events=tuple(progress.events),
+                stopped=True,
+                meta={
+                    "rule": request.rule_name,
+                    "backend": backend,
+                    "job": job,
+                    "failed": str(error),
+                },
+            )
+            failed = History(outcome)
             _write(failed, outputs, request.model if isinstance(error, CallbackError) else None)
             if as_json:
                 show_json(summary(function, failed, outputs, str(error)))
@@ -366,22 +340,16 @@ def _warnings_said() -> Iterator[None]:
 
 def _write(history: History, outputs: "TrainingOutputs", model: Any) -> None:
     """Write what was asked for. `model` is None for a run that failed and so has no weights."""
-    if outputs.history is not None:
-        write = history.to_csv if outputs.history.suffix == ".csv" else history.save
-        write(outputs.history)
-    if outputs.tensorboard is not None:
-        history.to_tensorboard(outputs.tensorboard)
+    is_csv = outputs.history is not None and outputs.history.suffix == ".csv"
+    write(outputs.history, history.to_csv if is_csv else history.save)
+    write(outputs.tensorboard, history.to_tensorboard)
     if outputs.report is not None:
         from dovetail.reports.training_page import write_training_page
 
-        write_training_page([history], outputs.report, made=typed())
-    written: list[Path | str | None] = [outputs.history, outputs.tensorboard, outputs.report]
+        write(outputs.report, lambda path: write_training_page([history], path, made=typed()))
     if outputs.weights and model is not None:
         save_weights(model, outputs.weights)
-        written.append(outputs.weights)
-    for path in written:
-        if path is not None:
-            say(f"wrote {path}")
+        say(f"wrote {outputs.weights}")
 
 
 def summary(
@@ -425,10 +393,6 @@ def summary(
         },
         "out": outputs.weights or None,
     }
-
-
-def _name(backend: Any) -> str:
-    return backend if isinstance(backend, str) else getattr(backend, "__name__", "its own backend")
 
 
 def _number(value: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from dovetail.cli.arguments import (
     check_outputs,
     executable,
 )
-from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
+from dovetail.cli.output import progress_bar, say, show, show_json, show_limits, write
 from dovetail.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,12 +85,8 @@ def run(  # noqa: PLR0917  one argument an option
                 measurement = placed.measure(steps=steps)
         if not tells:
             return
-    if report is not None:
-        pipeline.report(opened, step, report, measurement=measurement)
-        say(f"wrote {report}")
-    if trace is not None:
-        pipeline.write_trace(opened, step, trace, measurement=measurement)
-        say(f"wrote {trace}")
+    write(report, partial(pipeline.report, opened, step, measurement=measurement))
+    write(trace, partial(pipeline.write_trace, opened, step, measurement=measurement))
     predicted = pipeline.timeline_of(opened, captured.graph)
     is_placed = opened.way == PLACED
     seconds = predicted.step_seconds if is_placed else opened.value
@@ -161,12 +158,8 @@ def report(
 
     check_outputs(out, trace, inputs=[plan, model])
     opened, step = pipeline.open_to_show(plan, model)
-    if out is not None:
-        pipeline.report(opened, step, out)
-        say(f"wrote {out}")
-    if trace is not None:
-        pipeline.write_trace(opened, step, trace)
-        say(f"wrote {trace}")
+    write(out, partial(pipeline.report, opened, step))
+    write(trace, partial(pipeline.write_trace, opened, step))
     if out is None and trace is None:
         graph = pipeline.graph_of(pipeline.planned(opened, step))
         show(plan_table(opened, graph))
