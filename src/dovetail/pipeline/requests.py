@@ -208,6 +208,8 @@ class PlanRequest:
     model: str = ""
 
     def __post_init__(self) -> None:
+        from dovetail.placers import parse_budget
+
         for name in ("pins", "caps", "whole"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_name("placer", self.placer, PLACERS)
@@ -220,8 +222,28 @@ class PlanRequest:
                 "replicas",
                 f"is {self.replicas!r}; use auto, or plan the step of `towers(step, number)`",
             )
-        self._check_numbers()
-        self._check_exclusions()
+        parse_budget(str(self.budget))
+        read_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
+        check_seed(self.seed)
+        if not 0 <= self.gap < math.inf:
+            raise UsageError("gap", f"is {self.gap}; use a share from 0 on: .02 is 2 %")
+        if self.min_gain is not None and not 0 <= self.min_gain < 1:
+            raise UsageError(
+                "min_gain", f"is {self.min_gain}; use a share from 0 to below 1: .02 is 2 %"
+            )
+        if self.finetune < 0:
+            raise UsageError(
+                "finetune", f"is {self.finetune}; use a number of updates, or 0 for none"
+            )
+        for exclusion in EXCLUSIONS:
+            if not exclusion.holds(self):
+                continue
+            for name in exclusion.options:
+                if is_given(name, getattr(self, name)):
+                    detail = exclusion.detail.format(
+                        placer=self.placer, format=self.format, objective=self.resolved_objective
+                    )
+                    raise UsageError("for" if name == "format" else name, detail)
         self._check_step()
         self._check_machine()
         if self.stages:
@@ -267,35 +289,6 @@ class PlanRequest:
     def _is_instance(self) -> bool:
         return is_instance(self.step)
 
-    def _check_numbers(self) -> None:
-        from dovetail.placers import parse_budget
-
-        parse_budget(str(self.budget))
-        read_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
-        check_seed(self.seed)
-        if not 0 <= self.gap < math.inf:
-            raise UsageError("gap", f"is {self.gap}; use a share from 0 on: .02 is 2 %")
-        if self.min_gain is not None and not 0 <= self.min_gain < 1:
-            raise UsageError(
-                "min_gain", f"is {self.min_gain}; use a share from 0 to below 1: .02 is 2 %"
-            )
-        if self.finetune < 0:
-            raise UsageError(
-                "finetune", f"is {self.finetune}; use a number of updates, or 0 for none"
-            )
-
-    def _check_exclusions(self) -> None:
-        """Raise `UsageError` for an option that does not go with what else is asked for."""
-        for exclusion in EXCLUSIONS:
-            if not exclusion.holds(self):
-                continue
-            for name in exclusion.options:
-                if is_given(name, getattr(self, name)):
-                    detail = exclusion.detail.format(
-                        placer=self.placer, format=self.format, objective=self.resolved_objective
-                    )
-                    raise UsageError("for" if name == "format" else name, detail)
-
     def _check_step(self) -> None:
         """Raise `UsageError` where the objective or the format does not suit the step."""
         from dovetail.exports.rules import check_format
@@ -308,9 +301,27 @@ class PlanRequest:
                 "part in one call; for a network use step, the seconds of one step",
             )
         if self.replicas:
-            self._check_whole_batch()
-            return
-        if self.resolved_objective != "pipeline":
+            if self.step is None:
+                return
+            from dovetail.frontends import Captured
+
+            if not isinstance(self.step, Captured):
+                raise UsageError(
+                    "replicas",
+                    "auto captures parts of the batch, so MODEL must be a network; give a file's "
+                    "number of replicas",
+                )
+            if not self.step.graph.training:
+                raise UsageError(
+                    "replicas",
+                    "auto is for training steps, whose towers share an update; use --train",
+                )
+            if self.step.source.repeats > 1 or self.step.source.parts > 1:
+                raise UsageError(
+                    "replicas",
+                    "auto takes the step of the whole batch, and this one is shared already",
+                )
+        if self.replicas or self.resolved_objective != "pipeline":
             return
         if self.micro_batches < 2:
             raise UsageError(
@@ -333,27 +344,6 @@ class PlanRequest:
                     "pipeline is for training steps; capture with --train, or use load for a "
                     "stream of samples",
                 )
-
-    def _check_whole_batch(self) -> None:
-        """Raise `UsageError` unless the step trains on a whole batch, which replicas can share."""
-        from dovetail.frontends import Captured
-
-        if self.step is None:
-            return
-        if not isinstance(self.step, Captured):
-            raise UsageError(
-                "replicas",
-                "auto captures parts of the batch, so MODEL must be a network; give a file's "
-                "number of replicas",
-            )
-        if not self.step.graph.training:
-            raise UsageError(
-                "replicas", "auto is for training steps, whose towers share an update; use --train"
-            )
-        if self.step.source.repeats > 1 or self.step.source.parts > 1:
-            raise UsageError(
-                "replicas", "auto takes the step of the whole batch, and this one is shared already"
-            )
 
     def _check_machine(self) -> None:
         from dovetail.machine import check_local, parse_machine
@@ -634,18 +624,46 @@ class LearnRequest:
     resume: bool = option(False, "Continue the run in the folder")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", self._method())
+        from dovetail.training.checkpoint import check_held
+
         object.__setattr__(self, "tasks", tuple(self.tasks))
+        method = self.method
+        if self.policy is not None:
+            from dovetail.placers.learned.files import load_policy
+
+            # The policy must be one of the method, if that is given.
+            of_policy = load_policy(self.policy, method or None)[0].name
+            method = method or of_policy
+        method = method or LEARNERS[0]
+        check_name("method", method, LEARNERS)
+        object.__setattr__(self, "method", method)
         if self.backend:
             check_name("backend", self.backend, BACKENDS)
             named_backend(self.backend)
         check_seed(self.seed)
-        if len(self.tasks) > 1 and not PLACERS[self.method].carries:
-            raise UsageError("method", f"{self.method} learns one graph; gdp learns many at once")
-        self._check_length()
+        if len(self.tasks) > 1 and not PLACERS[method].carries:
+            raise UsageError("method", f"{method} learns one graph; gdp learns many at once")
+        least = self.learning_settings.trials * self.controllers
+        for name in ("controllers", "evaluators"):
+            if getattr(self, name) < 1:
+                raise UsageError(name, f"is {getattr(self, name)}; use 1 or more")
+        if self.trials is not None and self.seconds is not None:
+            raise UsageError("trials", "give trials or a budget of seconds, not both")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise UsageError("budget", f"is {self.seconds} seconds; use more than 0")
+        for name, trials in (("trials", self.trials), ("simulated_first", self.simulated_first)):
+            if trials is not None and trials < least and (trials or name == "trials"):
+                raise UsageError(
+                    name,
+                    f"is {trials}, but one update of {self.controllers} controllers takes {least}",
+                )
         self._check_device()
         self._check_measured()
-        self._check_folder()
+        if self.resume and self.folder is None:
+            raise UsageError("resume", "needs the folder of the run")
+        # Rank 0 alone opens the folder, perhaps before another rank comes here.
+        if self.folder is not None and not launched_rank():
+            check_held(self.folder, self.resume)
         for task in self.tasks:
             self._check_task(task)
 
@@ -660,6 +678,7 @@ class LearnRequest:
     def learning_settings(self) -> "LearningSettings":
         """The method's settings, changed by those of the request. Raises `UsageError`."""
         from dovetail.placers.learned.catalog import settings_of
+        from dovetail.placers.learned.records import BASELINES, OBJECTIVES, RATIOS
 
         settings = settings_of(self.method, finetuned=self.policy is not None)
         kinds = {field.name: type(getattr(settings, field.name)) for field in fields(settings)}
@@ -670,37 +689,22 @@ class LearnRequest:
             if not (isinstance(value, kind) or number or name == "valid_only_from"):
                 raise UsageError("setting", f"{name} is {value!r}, not {kind.__name__}")
         changed = replace(settings, **self.settings)
-        _check_settings(changed)
+        texts = (("objective", OBJECTIVES), ("baseline", BASELINES), ("ratio", RATIOS))
+        for name, known in texts:
+            value = getattr(changed, name)
+            if value not in known:
+                raise UsageError("setting", f"{name} is {value!r}, not one of {', '.join(known)}")
+        if changed.trials < 1 or not changed.rate > 0:
+            raise UsageError("setting", "trials must be 1 or more, and rate above 0")
+        for name in ("decay_every", "passes"):
+            if getattr(changed, name) < 1:
+                raise UsageError("setting", f"{name} must be 1 or more")
+        first = changed.valid_only_from
+        if first is not None and (
+            isinstance(first, bool) or not isinstance(first, int) or first < 0
+        ):
+            raise UsageError("setting", f"valid_only_from is {first!r}, no number of updates")
         return changed
-
-    def _method(self) -> str:
-        """The method that the request names, else that of its policy file, else the default."""
-        method = self.method
-        if self.policy is not None:
-            from dovetail.placers.learned.files import load_policy
-
-            of_policy = load_policy(self.policy, method or None)[0].name
-            method = method or of_policy
-        method = method or LEARNERS[0]
-        check_name("method", method, LEARNERS)
-        return method
-
-    def _check_length(self) -> None:
-        settings = self.learning_settings
-        for name in ("controllers", "evaluators"):
-            if getattr(self, name) < 1:
-                raise UsageError(name, f"is {getattr(self, name)}; use 1 or more")
-        if self.trials is not None and self.seconds is not None:
-            raise UsageError("trials", "give trials or a budget of seconds, not both")
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise UsageError("budget", f"is {self.seconds} seconds; use more than 0")
-        least = settings.trials * self.controllers
-        for name, trials in (("trials", self.trials), ("simulated_first", self.simulated_first)):
-            if trials is not None and trials < least and (trials or name == "trials"):
-                raise UsageError(
-                    name,
-                    f"is {trials}, but one update of {self.controllers} controllers takes {least}",
-                )
 
     def _check_device(self) -> None:
         if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
@@ -736,16 +740,9 @@ class LearnRequest:
         if self.folder is not None:
             raise UsageError("folder", "is for simulated trials; measured ones cannot be repeated")
 
-    def _check_folder(self) -> None:
-        from dovetail.training.checkpoint import check_held
-
-        if self.resume and self.folder is None:
-            raise UsageError("resume", "needs the folder of the run")
-        # Rank 0 alone opens the folder, perhaps before another rank comes here.
-        if self.folder is not None and not launched_rank():
-            check_held(self.folder, self.resume)
-
     def _check_task(self, task: TaskRequest) -> None:
+        from dovetail.frontends import Captured
+        from dovetail.machine import parse_machine
         from dovetail.pipeline.sources import graph_of
 
         if task.per_op and self.method not in ("gdp", "gdp-paper"):
@@ -767,42 +764,17 @@ class LearnRequest:
             caps=task.caps,
         )
         if self.measured:
-            _check_measurable(task)
+            machine = task.machine
+            if isinstance(machine, str):
+                machine = parse_machine(machine or HERE)
+            if not machine.local or len(machine.devices) < 2:
+                raise UsageError(
+                    "measured", f"{machine.name} has no two devices of this machine; use here/2"
+                )
+            if task.step is not None and not isinstance(task.step, Captured):
+                raise UsageError("measured", "only a network can run; name it instead of a file")
         if task.step is not None:
             graph_of(task.step)
-
-
-def _check_measurable(task: TaskRequest) -> None:
-    """Raise `UsageError` unless the task's step can run on devices of this machine."""
-    from dovetail.frontends import Captured
-    from dovetail.machine import parse_machine
-
-    machine = task.machine
-    if isinstance(machine, str):
-        machine = parse_machine(machine or HERE)
-    if not machine.local or len(machine.devices) < 2:
-        raise UsageError(
-            "measured", f"{machine.name} has no two devices of this machine; use here/2"
-        )
-    if task.step is not None and not isinstance(task.step, Captured):
-        raise UsageError("measured", "only a network can run; name it instead of a file")
-
-
-def _check_settings(settings: "LearningSettings") -> None:
-    from dovetail.placers.learned.records import BASELINES, OBJECTIVES, RATIOS
-
-    for name, known in (("objective", OBJECTIVES), ("baseline", BASELINES), ("ratio", RATIOS)):
-        if getattr(settings, name) not in known:
-            value = getattr(settings, name)
-            raise UsageError("setting", f"{name} is {value!r}, not one of {', '.join(known)}")
-    if settings.trials < 1 or not settings.rate > 0:
-        raise UsageError("setting", "trials must be 1 or more, and rate above 0")
-    for name in ("decay_every", "passes"):
-        if getattr(settings, name) < 1:
-            raise UsageError("setting", f"{name} must be 1 or more")
-    first = settings.valid_only_from
-    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
-        raise UsageError("setting", f"valid_only_from is {first!r}, no number of updates")
 
 
 # --- Schedule ---

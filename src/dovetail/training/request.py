@@ -257,8 +257,18 @@ class TrainRequest:
             raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
         if self.autocast not in ("", "bfloat16"):
             raise UsageError("autocast", f"must be bfloat16 or left out, not {self.autocast!r}")
-        self._check_window()
-        self._check_backend()
+        if isinstance(self.window, str):
+            if self.window != "auto":
+                says = f'must be a whole number, None or "auto", not {self.window!r}'
+                raise UsageError("window", says)
+        elif self.window is not None:
+            options.count("window", self.window)
+        if isinstance(self.backend, str):
+            object.__setattr__(self, "backend", named_backend(self.backend))
+        elif not callable(self.backend):
+            raise UsageError("backend", f"{self.backend!r} is no name, and not callable")
+        elif self.backend_options:
+            raise UsageError("backend_options", "go with a backend's name")
         self._check_folder()
         self.evaluation_times(None)
 
@@ -282,23 +292,6 @@ class TrainRequest:
             return None, float(match[1])
         options.count("validate", self.validate)
         return self.validate, None
-
-    def _check_window(self) -> None:
-        if isinstance(self.window, str):
-            if self.window != "auto":
-                says = f'must be a whole number, None or "auto", not {self.window!r}'
-                raise UsageError("window", says)
-        elif self.window is not None:
-            options.count("window", self.window)
-
-    def _check_backend(self) -> None:
-        if isinstance(self.backend, str):
-            object.__setattr__(self, "backend", named_backend(self.backend))
-            return
-        if not callable(self.backend):
-            raise UsageError("backend", f"{self.backend!r} is no name, and not callable")
-        if self.backend_options:
-            raise UsageError("backend_options", "go with a backend's name")
 
     def _check_folder(self) -> None:
         if self.folder is None:
