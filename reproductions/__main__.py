@@ -12,7 +12,8 @@ import typer
 from dovetail.__main__ import run
 from dovetail.cli import DEBUG, run_app
 from dovetail.cli.arguments import Json, check_outputs
-from dovetail.cli.output import command, progress_bar, say, show, show_json
+from dovetail.cli.options import command
+from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
 from dovetail.interrupts import take_interrupts
 from dovetail.runtime.files import refuse_links, use_own_cache

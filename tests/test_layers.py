@@ -15,7 +15,7 @@ from tests.support.source_files import (
 LAYERS = [
     {"units"},
     {"errors", "interrupts", "methods"},
-    {"runtime"},
+    {"runtime", "request_fields"},
     {"graph", "machine", "timeline", "training", "networks"},
     {"frontends", "integrations"},
     {"transforms"},

@@ -28,14 +28,13 @@ def drawn(progress):
 
 def test_a_table_has_a_line_a_worker_with_its_state():
     progress = TrainingProgress("m:f by agn", 4, 2400)
-    progress.live = True
     for worker in range(3):
         progress.happened(Event("joined", worker, 0.0))
     progress.add(list(make_history(60).outcome.rows))
     progress.happened(Event("lost", 1, 9.0))
     progress.happened(Event("lost", 2, 9.0))
     progress.happened(Event("restarted", 2, 9.5))
-    progress.evaluated({"accuracy": 0.91})
+    progress.watcher.should_stop([{"accuracy": 0.91}])
     lines = drawn(progress).splitlines()
     assert "1,200 of 2,400 samples (50 %)" in lines[0]
     assert "validation accuracy 0.91" in lines[1]
@@ -76,7 +75,7 @@ def test_of_many_refused_commits_the_first_are_told():
 
 def test_foreign_text_does_not_drive_the_terminal():
     progress = TrainingProgress("[bold]\x1b[31mm:f", 1, 10)
-    progress.evaluated({"[red]\x1b": 1.0})
+    progress.watcher.should_stop([{"[red]\x1b": 1.0}])
     shown = drawn(progress)
     assert "[bold]" in shown
     assert "[red]" in shown

@@ -141,16 +141,16 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(train, tmp_path, monkey
 
 
 def test_commits_that_a_server_lost_are_not_counted_twice():
-    from dovetail.cli.training_run import TrainingProgress, _RunSoFar
+    from dovetail.cli.training_run import TrainingProgress
     from tests.support.histories import make_history
 
     rows = list(make_history(30).outcome.rows)
-    kept = _RunSoFar(TrainingProgress("a run", 2, None, tell=lambda _: None))
-    kept.watcher.rows(rows[:20])
-    kept.watcher.forgotten(12)
-    kept.watcher.rows(rows[12:])
-    assert kept.rows == rows
-    assert kept.progress.all.samples == sum(row.samples for row in rows)
+    progress = TrainingProgress("a run", 2, None, tell=lambda _: None)
+    progress.watcher.rows(rows[:20])
+    progress.watcher.forgotten(12)
+    progress.watcher.rows(rows[12:])
+    assert progress.rows == rows
+    assert progress.all.samples == sum(row.samples for row in rows)
 
 
 def test_what_safetensors_cannot_hold_is_told(train, tmp_path):

@@ -52,7 +52,6 @@ def drawn(progress):
 def test_a_table_has_a_line_a_task_and_controller():
     clock = Clock()
     progress = LearningProgress("m by gdp", 100, None, clock=clock)
-    progress.live = True
     for update in range(4):
         progress.add(point(update, mean=4.0 - update))
     progress.add(point(0, controller=1, best=float("inf"), mean=float("nan"), invalid=1.0))

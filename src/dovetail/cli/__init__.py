@@ -72,6 +72,9 @@ FORKING = {
 }
 """A command that starts processes -> what they import. A server that forks them imports it while
 this process imports its own part."""
+NO_MEMORY = ("allocate memory", "failed to map segment", "bad_alloc", "can't start new thread")
+"""What the texts of errors say that the system, its loader, torch and Python raise for want of
+memory."""
 OTHER_BACKENDS = ("threads", "simulated", "ray")
 """Backends of `train` that fork nothing."""
 
@@ -99,7 +102,7 @@ def make_app(*names: str) -> typer.Typer:
         else:
             epilog = getattr(module, "EPILOGS", {}).get(name)
             add = app.command(name, short_help=line, epilog=epilog)
-            add(import_module("dovetail.cli.output").command(function))
+            add(import_module("dovetail.cli.options").command(function))
     return app
 
 
@@ -187,27 +190,16 @@ def _tell(error: BaseException, debug: bool) -> int:
         _say(f"error: {line_of(error)}")
         return 1
     # It may be lacking wherever the command is, also while a library is imported.
-    if lacked := _memory_lacked(error):
-        _say(f"error: there is too little memory: {lacked}; free some, or raise its limit")
-        return 1
-    raise error
-
-
-def _memory_lacked(error: BaseException | None) -> str:
-    """What could not be had, if the error or one that led to it is about memory; else ""."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        told = said(error)
-        if isinstance(error, MemoryError) or any(sign in told for sign in _NO_MEMORY):
-            return told[:200]
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-_NO_MEMORY = ("allocate memory", "failed to map segment", "bad_alloc", "can't start new thread")
-"""What the texts of errors say that the system, its loader, torch and Python raise for want of
-memory."""
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        told = said(cause)
+        if isinstance(cause, MemoryError) or any(sign in told for sign in NO_MEMORY):
+            _say(f"error: there is too little memory: {told[:200]}; free some, or raise its limit")
+            return 1
+        cause = cause.__cause__ or cause.__context__
+    raise error
 
 
 def _say(text: str) -> None:

@@ -1,18 +1,19 @@
-"""Arguments that several commands take, and how their texts are read."""
+"""Arguments that several commands take, and checks of what they name."""
 
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dovetail.cli.output import progress_bar, say
 from dovetail.errors import UnwritableError, UsageError
-from dovetail.pipeline.requests import field_help
+from dovetail.request_fields import documented, option
 from dovetail.runtime.files import UNUSABLE_NAME, check_writable
-from dovetail.units import parse_bytes
 
 if TYPE_CHECKING:
     from dovetail.frontends import Captured
@@ -25,12 +26,6 @@ MODEL_HELP = (
     "loss[, targets]] or what `train` takes, and is looked for in the current folder first); "
     "FILE.onnx; FILE.pt2 of torch.export; or a file (.json, .json.gz) that holds a saved graph or "
     "a published placement instance"
-)
-MACHINE_HELP = (
-    "here (all cores of this machine as one device, and its GPUs), here/cpu, here/gpu, here/1 (one "
-    "core), here/2 (its cores as two devices), here/gpu*2 (each GPU as two devices), "
-    'FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
-    "rl17/4, gdp/2 to gdp/8"
 )
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 PlanModel = Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
@@ -64,12 +59,19 @@ Shape = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
-def option(request: type, name: str, *flags: str, before: str = "", **options: Any) -> Any:
-    """A typer option for a field of a request, whose help is what the record says of the field.
+@documented
+@dataclass(frozen=True)
+class LearningOutputs:
+    """Files and folders that `learn` writes; None if not asked for. `plans` is a file, or a folder
+    if there are several tasks."""
 
-    before   a text before that help. It shows the syntax of an option that is a text here
-    """
-    return typer.Option(*flags, help=before + field_help(request, name), **options)
+    plans: Path | None = option(None, "Write the plan", "--out", kind=Path)
+    policy_out: Path | None = option(None, "Write the policy (.safetensors)", kind=Path)
+    curves: Path | None = option(None, "Write the learning curves (CSV)", kind=Path)
+    report: Path | None = option(None, "Write the run's page (HTML)", kind=Path)
+    tensorboard: Path | None = option(
+        None, "Write event files for TensorBoard into this folder, during the run", kind=Path
+    )
 
 
 def resolve(model: str, train: str = "", shape: Sequence[str] | None = None) -> "Step":
@@ -117,42 +119,18 @@ def executable(plan: "Plan", step: "Step") -> "Captured":
     return step
 
 
-def split_pair(option: str, text: str) -> tuple[str, str]:
-    """Splits "NAME=VALUE" at the last "=". Raises `UsageError` for a text without both parts."""
-    left, equals, right = text.rpartition("=")
-    if not (left and equals and right):
-        raise UsageError(option, f"{text!r} is not of the form NAME=VALUE")
-    return left, right
-
-
-def size_of(option: str, text: str) -> int:
-    """The bytes that a text such as "2GiB" names. Raises `UsageError`."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(option, str(error)) from None
-
-
-def share_of(option: str, text: str) -> float | None:
-    """The share that "2%" or ".02" names; None for "". Raises `UsageError`."""
-    if not text:
-        return None
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise UsageError(option, f"{text!r} is not a share; write 2% or .02")
-    return share
-
-
 def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> None:
     """Raise `UnwritableError` for a path that cannot be written to, that is given twice, or that is
     read as well. Commands call this before the long work, so that its result is not lost.
 
     inputs   the texts that may name files which are read
     """
-    read = {path for name in inputs if (path := _file_named(name)) is not None}
+    read: set[Path] = set()
+    for name in inputs:
+        # A text that cannot be the name of a file names none.
+        with suppress(*UNUSABLE_NAME):
+            if Path(name).is_file():
+                read.add(Path(name).resolve())
     written: set[Path] = set()
     for path in paths:
         if path is None:
@@ -180,14 +158,6 @@ def check_folder(folder: Path | None) -> None:
         os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dovetail."))
     except OSError as error:
         raise UnwritableError(str(folder), error.strerror or str(error)) from error
-
-
-def _file_named(text: str | Path) -> Path | None:
-    """The file that a text names, without links; None if it names none."""
-    try:
-        return Path(text).resolve() if Path(text).is_file() else None
-    except UNUSABLE_NAME:
-        return None
 
 
 def resolved(path: Path) -> Path:

@@ -8,23 +8,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dovetail.cli.arguments import LearningOutputs
 from dovetail.cli.output import (
-    LinePace,
-    RunBar,
-    drawn,
+    RunView,
     foreign,
     listed,
     say,
     show,
     show_json,
+    write,
 )
 from dovetail.cli.training_run import News, typed
 from dovetail.placers.learned.records import Point
@@ -34,23 +35,10 @@ from dovetail.units import format_seconds, printable
 if TYPE_CHECKING:
     from dovetail.pipeline.learning import LearningResult
     from dovetail.pipeline.requests import LearnRequest, TaskRequest
-    from dovetail.pipeline.sources import TellProgress
     from dovetail.training.records import Event
 
 CURVES = ("best", "mean", "invalid", "entropy", "loss")
 """The fields of `Point` that TensorBoard shows."""
-
-
-@dataclass(frozen=True)
-class LearningOutputs:
-    """Files and folders to write; None if not asked for. `plans` is a file, or a folder if there
-    are several tasks."""
-
-    plans: Path | None = None
-    policy: Path | None = None
-    curves: Path | None = None
-    report: Path | None = None
-    tensorboard: Path | None = None
 
 
 def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_json: bool) -> None:
@@ -66,21 +54,42 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
         return
     # A run of so many seconds has no number of trials that it could be a share of.
     total = None if request.seconds else request.most_trials
-    title = f"{_named(request.tasks)} by {request.method}"
+    more = f" and {len(request.tasks) - 1} more" if len(request.tasks) > 1 else ""
+    title = f"{request.tasks[0].name}{more} by {request.method}"
     progress = LearningProgress(title, total, request.seconds)
+    news, told = News("controller"), set[str]()
     say(f"learning {title}, {'measured' if request.measured else 'simulated'} trials")
     with ExitStack() as stack:
-        tensorboard = None
-        if outputs.tensorboard is not None:
-            tensorboard = stack.enter_context(TensorBoardPoints(outputs.tensorboard))
-        stack.enter_context(drawn(progress))
+        stack.enter_context(progress.view.drawn())
+        scalars: dict[int, Any] = {}  # controller -> its file for TensorBoard
 
         def add(point: Point) -> None:
             progress.add(point)
-            if tensorboard is not None:
-                tensorboard.add(point)
+            if outputs.tensorboard is None:
+                return
+            if point.controller not in scalars:
+                from dovetail.training.tensorboard import Scalars
 
-        result = learn_all(request, add, _say_once(), _say_events())
+                folder = outputs.tensorboard / f"controller-{point.controller}"
+                scalars[point.controller] = stack.enter_context(Scalars(folder))
+            for curve in CURVES:
+                value = getattr(point, curve)
+                if math.isfinite(value):
+                    tag = f"{curve}/{point.task}"
+                    scalars[point.controller].add(tag, point.trials, value, time.time())
+
+        def tell(doing: str, _fraction: float, _best: float | None) -> None:
+            # Each thing that is done is said when it begins. Its progress is drawn from points.
+            if doing not in told:
+                told.add(doing)
+                say(doing)
+
+        def happened(event: "Event") -> None:
+            # The summary says by itself that the run was interrupted.
+            if event.kind != "stopped" and (line := news.line(event)):
+                say(line)
+
+        result = learn_all(request, add, tell, happened)
     _write(result, request.tasks, outputs)
     if as_json:
         show_json(summary(result, request.tasks, outputs))
@@ -94,23 +103,34 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
         result.plan  # noqa: B018  without a plan it raises the error that says so
 
 
-def _say_events() -> "Callable[[Event], None]":
-    """A callback that says what happened to a controller or to the server."""
-    news = News("controller")
-
-    def happened(event: "Event") -> None:
-        # The summary says by itself that the run was interrupted.
-        if event.kind != "stopped" and (line := news.line(event)):
-            say(line)
-
-    return happened
-
-
 def summary(
     result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
 ) -> dict[str, Any]:
     """The object that `learn --json` prints. Its keys are stable; what is not known is null."""
     learned, card = result.learned, result.card
+    measured = result.measured[0] if result.measured else None
+    of_tasks: list[dict[str, Any]] = []
+    for i, (task, plan) in enumerate(zip(tasks, result.plans, strict=True)):
+        path = plan_path(outputs, tasks, i)
+        of_tasks.append(
+            {
+                "task": task.name,
+                "machine": None if plan is None else plan.machine.name,
+                "feasible": plan is not None,
+                "value": None if plan is None else plan.value,
+                "lower_bound": None if plan is None else plan.lower_bound,
+                "baselines": None if plan is None else plan.baselines,
+                "groups": None if plan is None else plan.groups,
+                "found": learned.found.get(task.name),
+                "measured_seconds": None if measured is None else measured.median_seconds,
+                "measured_spread": None if measured is None else measured.spread,
+                "plan": None if plan is None or path is None else str(path),
+            }
+        )
+    files = {
+        "policy": outputs.policy_out, "curves": outputs.curves, "report": outputs.report,
+        "tensorboard": outputs.tensorboard,
+    }  # fmt: skip
     return {
         "method": card["method"],
         "reward": card["reward"],
@@ -121,34 +141,8 @@ def summary(
         "seconds": learned.seconds,
         "interrupted": learned.interrupted,
         "failures": len(result.failures),
-        "tasks": [
-            _task_summary(result, i, task.name, plan_path(outputs, tasks, i))
-            for i, task in enumerate(tasks)
-        ],
-        "policy": _text(outputs.policy),
-        "curves": _text(outputs.curves),
-        "report": _text(outputs.report),
-        "tensorboard": _text(outputs.tensorboard),
-    }
-
-
-def _task_summary(
-    result: "LearningResult", index: int, name: str, path: Path | None
-) -> dict[str, Any]:
-    plan = result.plans[index]
-    measured = result.measured[0] if result.measured else None
-    return {
-        "task": name,
-        "machine": None if plan is None else plan.machine.name,
-        "feasible": plan is not None,
-        "value": None if plan is None else plan.value,
-        "lower_bound": None if plan is None else plan.lower_bound,
-        "baselines": None if plan is None else plan.baselines,
-        "groups": None if plan is None else plan.groups,
-        "found": result.learned.found.get(name),
-        "measured_seconds": None if measured is None else measured.median_seconds,
-        "measured_spread": None if measured is None else measured.spread,
-        "plan": None if plan is None else _text(path),
+        "tasks": of_tasks,
+        **{name: None if path is None else str(path) for name, path in files.items()},
     }
 
 
@@ -156,30 +150,22 @@ def _write(
     result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
 ) -> None:
     """Write the files that were asked for, and say so. TensorBoard's are written by now."""
-    written = []
-    if outputs.policy is not None:
-        result.save_policy(outputs.policy)
-        written.append(outputs.policy)
-    for i, plan in enumerate(result.plans):
-        path = plan_path(outputs, tasks, i)
-        if path is not None and plan is not None:
-            plan.save(path)
-            written.append(path)
-    if outputs.curves is not None:
-        from dovetail.placers.learned.curves import save_points
+    from dovetail.placers.learned.curves import save_points
 
-        save_points(result.learned.points, outputs.curves)
-        written.append(outputs.curves)
+    learned = result.learned
+    write(outputs.policy_out, result.save_policy)
+    for i, plan in enumerate(result.plans):
+        if plan is not None:
+            write(plan_path(outputs, tasks, i), plan.save)
+    write(outputs.curves, lambda path: save_points(learned.points, path))
     if outputs.report is not None:
         from dovetail.reports.learning_page import write_learning_page
 
-        names = [task.name for task in tasks]
-        plans = dict(zip(names, result.plans, strict=True))
-        write_learning_page(result.learned, result.card, outputs.report, plans=plans, made=typed())
-        written.append(outputs.report)
-    for path in (*written, outputs.tensorboard):
-        if path is not None:
-            say(f"wrote {path}")
+        plans = dict(zip([task.name for task in tasks], result.plans, strict=True))
+        page = partial(write_learning_page, learned, result.card, plans=plans, made=typed())
+        write(outputs.report, page)
+    if outputs.tensorboard is not None:
+        say(f"wrote {outputs.tensorboard}")
 
 
 def plan_path(outputs: LearningOutputs, tasks: "Sequence[TaskRequest]", index: int) -> Path | None:
@@ -217,61 +203,6 @@ def _show(result: "LearningResult", tasks: "Sequence[TaskRequest]") -> None:
             f"{learned.updates:,} updates"
         )
     )
-
-
-def _named(tasks: "Sequence[TaskRequest]") -> str:
-    if len(tasks) == 1:
-        return tasks[0].name
-    return f"{tasks[0].name} and {len(tasks) - 1} more"
-
-
-def _say_once() -> "TellProgress":
-    """A callback that says each thing that is done, when it begins. Progress with points is drawn
-    elsewhere."""
-    told = set[str]()
-
-    def tell(doing: str, _fraction: float, _best: float | None) -> None:
-        if doing not in told:
-            told.add(doing)
-            say(doing)
-
-    return tell
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-class TensorBoardPoints:
-    """Writes points as TensorBoard's scalars, while they come, for each controller as a run of its
-    own. A context manager: the files are closed at its end."""
-
-    def __init__(self, folder: Path) -> None:
-        from dovetail.training.tensorboard import check_installed
-
-        check_installed()
-        self.folder = folder
-        self._stack = ExitStack()
-        self._writers: dict[int, Any] = {}  # controller -> its file
-
-    def add(self, point: Point) -> None:
-        """Write a point's figures, at the trials of its controller."""
-        from dovetail.training.tensorboard import Scalars
-
-        if point.controller not in self._writers:
-            scalars = Scalars(self.folder / f"controller-{point.controller}")
-            self._writers[point.controller] = self._stack.enter_context(scalars)
-        for curve in CURVES:
-            value = getattr(point, curve)
-            if math.isfinite(value):
-                tag = f"{curve}/{point.task}"
-                self._writers[point.controller].add(tag, point.trials, value, time.time())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
 
 # --- Progress on standard error: a table that changes, or lines ---
@@ -313,7 +244,6 @@ class LearningProgress:
     trials   how many trials the run takes; None if it ends by time
     seconds  how long the run takes; None if it ends by trials
     tell     says a line; `clock` paces the lines
-    live     `table` is drawn again and again, so no lines are said
     """
 
     def __init__(
@@ -325,30 +255,37 @@ class LearningProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.title, self.total, self.seconds = title, trials, seconds
-        self.live = False
-        self.points: list[Point] = []
+        self.view = RunView(title, self.table, self.line, tell, clock)
         self._rows: dict[tuple[str, int], _TaskRow] = {}
-        self._trials: dict[int, int] = {}
-        self._tell, self._clock = tell, clock
-        self._begin = clock()
-        self._bar, self._line_pace = RunBar(title, clock), LinePace(clock)
+        self._trials: dict[int, int] = {}  # controller -> its trials
+        self._clock, self._begin = clock, clock()
         self._lock = threading.Lock()
 
     def add(self, point: Point) -> None:
         """Take the point of a controller's latest update."""
         with self._lock:
-            self.points.append(point)
             key = (point.task, point.controller)
             self._rows.setdefault(key, _TaskRow(point)).add(point)
             self._trials[point.controller] = point.trials
-            line = self._line() if not self.live and self._line_pace.is_due() else ""
-        if line:
-            self._tell(line)
+        self.view.moved()
 
-    @property
-    def trials(self) -> int:
-        """The trials that were judged so far, by all controllers."""
-        return sum(self._trials.values())
+    def line(self) -> str:
+        """The run in one line, with the figures of each task over its controllers."""
+        with self._lock:
+            parts = [self.title, *self._pace()]
+            tasks = sorted({task for task, _ in self._rows})
+            for task in tasks[:MOST_TASKS]:
+                points = [row.last for (name, _), row in self._rows.items() if name == task]
+                means = [point.mean for point in points if math.isfinite(point.mean)]
+                mean = sum(means) / len(means) if means else math.nan
+                invalid = sum(point.invalid for point in points) / len(points)
+                entropy = sum(point.entropy for point in points) / len(points)
+                prefix = f"{task}: " if len(tasks) > 1 else ""
+                parts.append(
+                    f"{prefix}best {_seconds(min(point.best for point in points))}, mean "
+                    f"{_seconds(mean)}, invalid {100 * invalid:.0f} %, entropy {entropy:.3g}"
+                )
+        return ", ".join(parts)
 
     def table(self) -> RenderableType:
         """The line of the run, and below it a row for each task and controller."""
@@ -358,37 +295,29 @@ class LearningProgress:
                 table.add_column(name, overflow="ellipsis", no_wrap=True)
             table.add_column("mean of updates", no_wrap=True)
             rows = [
-                (foreign(task), str(controller), *_cells(row))
+                (
+                    foreign(task),
+                    str(controller),
+                    f"{row.updates:,}",
+                    _seconds(row.last.best),
+                    _seconds(row.last.mean),
+                    f"{100 * row.last.invalid:.0f} %",
+                    f"{row.last.entropy:.3g}",
+                    sparkline(row.means),
+                )
                 for (task, controller), row in sorted(self._rows.items())
             ]
-            bar = self._bar.at(self._share(), self._count(), *self._pace())
+            share = sum(self._trials.values()) / self.total if self.total else None
+            if self.seconds:
+                share = (self._clock() - self._begin) / self.seconds
+            bar = self.view.bar(None if share is None else min(1.0, share), *self._pace())
             return Group(bar, listed(table, rows))
 
-    def _line(self) -> str:
-        """The run in one line."""
-        parts = [self.title, self._count(), *self._pace()]
-        tasks = sorted({task for task, _ in self._rows})
-        for task in tasks[:MOST_TASKS]:
-            points = [row.last for (name, _), row in self._rows.items() if name == task]
-            prefix = f"{task}: " if len(tasks) > 1 else ""
-            parts.append(prefix + _figures(points))
-        return ", ".join(parts)
-
-    def _count(self) -> str:
-        """How many trials were judged, and of how many."""
-        judged = f"{self.trials:,}"
-        return f"{judged} of {self.total:,} trials" if self.total else f"{judged} trials"
-
     def _pace(self) -> list[str]:
-        """The trials per second, if there are any yet."""
-        passed = self._clock() - self._begin
-        return [f"{self.trials / passed:.3g} trials/s"] if self.trials and passed > 0 else []
-
-    def _share(self) -> float | None:
-        """The share of the run that is done; None if its end is not known."""
-        if self.seconds:
-            return min(1.0, (self._clock() - self._begin) / self.seconds)
-        return min(1.0, self.trials / self.total) if self.total else None
+        """How many trials were judged, and of how many; and those per second, if there are any."""
+        judged, passed = sum(self._trials.values()), self._clock() - self._begin
+        count = f"{judged:,} of {self.total:,} trials" if self.total else f"{judged:,} trials"
+        return [count, f"{judged / passed:.3g} trials/s"] if judged and passed > 0 else [count]
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
@@ -403,31 +332,6 @@ def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
-
-
-def _figures(points: Sequence[Point]) -> str:
-    """The figures of a task, from the last update of each controller."""
-    best = min(point.best for point in points)
-    means = [point.mean for point in points if math.isfinite(point.mean)]
-    invalid = sum(point.invalid for point in points) / len(points)
-    entropy = sum(point.entropy for point in points) / len(points)
-    mean = sum(means) / len(means) if means else math.nan
-    return (
-        f"best {_seconds(best)}, mean {_seconds(mean)}, invalid {100 * invalid:.0f} %, "
-        f"entropy {entropy:.3g}"
-    )
-
-
-def _cells(row: _TaskRow) -> list[str]:
-    last = row.last
-    return [
-        f"{row.updates:,}",
-        _seconds(last.best),
-        _seconds(last.mean),
-        f"{100 * last.invalid:.0f} %",
-        f"{last.entropy:.3g}",
-        sparkline(row.means),
-    ]
 
 
 def _seconds(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """Prints what commands say: results on standard output, progress and messages on standard error.
 
-On a terminal, progress is a bar, with or without a table below it. Elsewhere it is lines.
+On a terminal, progress is a bar, with or without a table below it. Elsewhere it is lines. rich is
+imported where something is drawn: its import takes as long as all else that a help needs.
 """
 
 import json
@@ -9,18 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TextIO, TypeVar
-
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dovetail.units import format_seconds, printable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from dovetail.graph import Graph
     from dovetail.pipeline import TellProgress
     from dovetail.plans import Plan
@@ -46,23 +44,21 @@ def progress_bar(*, is_shown: bool = True) -> "Iterator[TellProgress]":
     if not is_shown:
         yield lambda doing, fraction, best: None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield from _progress_lines()
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=1.0)
+
+            def draw(doing: str, fraction: float, best: float | None) -> None:
+                text = doing if best is None else f"{doing}: {format_seconds(best)}"
+                bar.update(task, description=foreign(text), completed=fraction)
+
+            yield draw
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def show(doing: str, fraction: float, best: float | None) -> None:
-            text = doing if best is None else f"{doing}: {format_seconds(best)}"
-            bar.update(task, description=foreign(text), completed=fraction)
-
-        yield show
-
-
-def _progress_lines() -> "Iterator[TellProgress]":
-    """Yields a `TellProgress` that writes a line for each thing that is done."""
     began, lock = time.perf_counter(), threading.Lock()
     current, said = "", ""
 
@@ -73,49 +69,44 @@ def _progress_lines() -> "Iterator[TellProgress]":
                 said = current
                 say(f"{time.perf_counter() - began:5.0f} s  {current}")
 
-    # One thing may take long, so that nobody calls `show` again. The timer says it then.
-    timer = threading.Timer(QUIET_SECONDS, tell)
-    timer.daemon = True
-
-    def show(doing: str, _fraction: float, _best: float | None) -> None:
+    def note(doing: str, _fraction: float, _best: float | None) -> None:
         nonlocal current
         current = doing
         if time.perf_counter() - began >= QUIET_SECONDS:
             tell()
 
+    # One thing may take long, so that nobody calls `note` again. The timer says it then.
+    timer = threading.Timer(QUIET_SECONDS, tell)
+    timer.daemon = True
     timer.start()
     try:
-        yield show
+        yield note
     finally:
         timer.cancel()
 
 
-class Drawable(Protocol):
-    """A run that can be drawn as a table. `drawn` sets `live`, which says whether it is drawn."""
+class RunView:
+    """Shows a run that goes on, on standard error: on a terminal as a table that changes, and
+    elsewhere as a line every `LINE_SECONDS`.
 
-    live: bool
+    table   () -> the run as it is now, below whose title there may be rows
+    line    () -> the same in one line
+    tell    writes a line
+    clock   returns seconds, by which lines are paced
+    """
 
-    def table(self) -> RenderableType:
-        """The run as it is now."""
-        ...
+    def __init__(
+        self,
+        title: str,
+        table: "Callable[[], RenderableType]",
+        line: Callable[[], str],
+        tell: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-
-@contextmanager
-def drawn(progress: Drawable) -> Iterator[None]:
-    """Draws a run on standard error while the block runs, if that is a terminal."""
-    console = Console(stderr=True)
-    progress.live = console.is_terminal
-    if not progress.live:
-        yield
-        return
-    with Live(get_renderable=progress.table, console=console, refresh_per_second=4, transient=True):
-        yield
-
-
-class RunBar:
-    """The first line of a run: title, bar, figures, and the time since it began."""
-
-    def __init__(self, title: str, clock: Callable[[], float]) -> None:
+        self._table, self._line, self.tell, self._clock = table, line, tell, clock
+        self._is_drawn, self._told_seconds = False, clock()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -125,30 +116,38 @@ class RunBar:
         self._bar = Progress(*columns, get_time=clock, auto_refresh=False)
         self._task = self._bar.add_task(foreign(title), total=None, figures="")
 
-    def at(self, share: float | None, *figures: str) -> RenderableType:
-        """The line at this share of the run. A share of None means that the end is not known."""
+    def bar(self, share: float | None, *figures: str) -> "RenderableType":
+        """The first line of the table: title, bar, figures, and the time since the run began. A
+        share of None means that the end is not known."""
         total = None if share is None else 1.0
         self._bar.update(self._task, total=total, completed=share, figures="  ".join(figures))
         return self._bar.get_renderable()
 
-
-class LinePace:
-    """Says when the next line of a run is due."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._told_seconds = clock()
-
-    def is_due(self) -> bool:
-        """True if the last line was said `LINE_SECONDS` ago or longer. The caller then says one."""
+    def moved(self) -> None:
+        """Tell the line if it is due. To be called whenever the run went on."""
         now = self._clock()
-        if now - self._told_seconds < LINE_SECONDS:
-            return False
-        self._told_seconds = now
-        return True
+        if not self._is_drawn and now - self._told_seconds >= LINE_SECONDS:
+            self._told_seconds = now
+            self.tell(self._line())
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Draws the table while the block runs, if standard error is a terminal."""
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(stderr=True)
+        self._is_drawn = console.is_terminal
+        if not self._is_drawn:
+            yield
+            return
+        with Live(
+            get_renderable=self._table, console=console, refresh_per_second=4, transient=True
+        ):
+            yield
 
 
-def listed(table: Table, rows: Sequence[Sequence[str]]) -> Table:
+def listed(table: "Table", rows: Sequence[Sequence[str]]) -> "Table":
     """The table with the first `MOST_LISTED` rows, and a line that counts those left out."""
     for row in rows[:MOST_LISTED]:
         table.add_row(*row)
@@ -159,6 +158,8 @@ def listed(table: Table, rows: Sequence[Sequence[str]]) -> Table:
 
 def foreign(text: str) -> str:
     """A text from elsewhere, escaped so that rich shows its characters and does not obey them."""
+    from rich.markup import escape
+
     return escape(printable(text))
 
 
@@ -183,28 +184,15 @@ def results_apart() -> Iterator[None]:
         _results = before
 
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def command(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The function of a command, which runs with its results apart."""
-
-    @wraps(function)
-    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-        with results_apart():
-            return function(*arguments, **options)
-
-    return run
-
-
 def results() -> TextIO:
     """The file that results go to."""
     return _results or sys.stdout
 
 
-def show(what: RenderableType) -> None:
+def show(what: "RenderableType") -> None:
     """Print a table."""
+    from rich.console import Console
+
     Console(file=results()).print(what)
 
 
@@ -223,6 +211,13 @@ def show_limits(plan: "Plan", graph: "Graph", timeline: "Timeline") -> None:
 def show_json(value: dict[str, Any]) -> None:
     """Print one object on one line."""
     results().write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def write(path: Path | None, save: Callable[[Path], object]) -> None:
+    """Have `save` write the file or folder, if one was asked for, and tell the user."""
+    if path is not None:
+        save(path)
+        say(f"wrote {path}")
 
 
 def say(text: str) -> None:

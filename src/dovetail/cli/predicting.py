@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli.arguments import Json, check_outputs
+from dovetail.cli.options import Options, OptionsOf
 from dovetail.cli.output import results, say, show_json
-from dovetail.cli.training import FUNCTION_HELP, open_setup, parse_metrics, parse_options
+from dovetail.cli.training import FUNCTION_HELP, open_setup
 from dovetail.cli.weights import first_line, load_weights
 from dovetail.errors import FileFormatError, UsageError
 from dovetail.runtime.files import check_archive, files_only, write_atomically
 from dovetail.training.backends import BACKENDS
+from dovetail.training.request import TrainRequest
 
 if TYPE_CHECKING:
     from dovetail.cli.training import Setup
-    from dovetail.training.request import TrainRequest
 
 EPILOGS = {
     "predict": """\
@@ -43,7 +44,18 @@ DATA_HELP = (
 )
 
 
-def predict(  # noqa: PLR0917  one argument an option
+HELPS = (
+    ("metrics", "Figure to print beside the loss: accuracy, or package.module:function"),
+    ("workers", "Workers that compute side by side"),
+    ("batch", "Samples of one call of the model"),
+    ("backend", f"Where workers run: {', '.join(BACKENDS)}; simulated computes in this process"),
+    ("backend_options", "KEY=VALUE, a setting of the backend, e.g. threads=2 of processes"),
+)
+"""The options of a training that predicting takes, and their help."""
+
+
+def predict(
+    *,
     function: Annotated[str, typer.Argument(metavar="FUNCTION", help=FUNCTION_HELP)],
     weights: Annotated[Path, typer.Argument(help="Weights that `train --out` wrote as a file")],
     data: Annotated[str, typer.Argument(help=DATA_HELP)],
@@ -56,27 +68,9 @@ def predict(  # noqa: PLR0917  one argument an option
     evaluate: Annotated[
         bool, typer.Option("--evaluate", help="Print the loss and the metrics; DATA needs targets")
     ] = False,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(help="Figure to print beside the loss: accuracy, or package.module:function"),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Workers that compute side by side", show_default="2")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of one call of the model", show_default="32")
-    ] = None,
-    backend: Annotated[
-        str,
-        typer.Option(
-            help=f"Where workers run: {', '.join(BACKENDS)}; simulated computes in this process",
-            show_default="processes",
-        ),
-    ] = "",
-    backend_option: Annotated[
-        list[str] | None,
-        typer.Option(help="KEY=VALUE, a setting of the backend, e.g. threads=2 of processes"),
-    ] = None,
+    settings: Annotated[
+        Options, OptionsOf(TrainRequest, only=[name for name, _ in HELPS], helps=HELPS)
+    ],
     as_json: Json = False,
 ) -> None:
     """Apply a trained model to a data set with many workers.
@@ -85,19 +79,11 @@ def predict(  # noqa: PLR0917  one argument an option
     """
     if out is None and not evaluate:
         raise UsageError("--out", "name a file for the outputs, or give --evaluate")
-    if metric and not evaluate:
+    if "metrics" in settings and not evaluate:
         raise UsageError("--metric", "goes with --evaluate")
     if out is not None and out.suffix not in OUTPUTS:
         raise UsageError("--out", f"{out} must end in {', '.join(OUTPUTS)}")
     check_outputs(out, inputs=[str(weights), data])
-    given = {
-        "workers": workers,
-        "batch": batch,
-        "backend": backend or None,
-        "metrics": parse_metrics(metric or ()) or None,
-        "backend_options": parse_options("--backend-option", backend_option or ()) or None,
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
     opened = open_setup(function, settings, {})
     load_weights(opened.request.model, weights)
     dataset, is_file = _open_data(opened, function, data)
@@ -107,13 +93,6 @@ def predict(  # noqa: PLR0917  one argument an option
     # A collate function makes batches of the function's own items, which a file does not hold.
     if is_file:
         request = replace(request, collate=None)
-    _compute(request, dataset, out, evaluate, as_json)
-
-
-def _compute(
-    request: "TrainRequest", dataset: Any, out: Path | None, evaluates: bool, as_json: bool
-) -> None:
-    """Compute what was asked for, write it, and print a line each or one JSON object."""
     from dovetail.training import predicting
 
     printed: dict[str, Any] = {"out": None, "shapes": None, "figures": None}
@@ -122,7 +101,7 @@ def _compute(
         _write(named, out)
         printed |= {"out": str(out), "shapes": {key: list(a.shape) for key, a in named.items()}}
         say(f"wrote {out}")
-    if evaluates:
+    if evaluate:
         printed["figures"] = figures = predicting.evaluate(request, dataset)
         if not as_json:
             for name, value in figures.items():
@@ -137,6 +116,8 @@ def _compute(
 def _open_data(setup: "Setup", function: str, text: str) -> tuple[Any, bool]:
     """The data set that a DATA text names, and whether it is a file. Raises `UsageError`,
     `FileFormatError`, `ModelError`."""
+    import torch
+
     from dovetail.runtime.functions import call_function, names_function
 
     if text in OWN:
@@ -151,8 +132,12 @@ def _open_data(setup: "Setup", function: str, text: str) -> tuple[Any, bool]:
         offered = ", ".join((*OWN, "package.module:function", *INPUTS))
         raise UsageError("DATA", f"{text!r} is none of {offered}")
     arrays = _read_csv(path) if path.suffix == ".csv" else _read_arrays(path)
-    first, *targets = arrays
-    return (_as_the_model(setup.request.model, first), *targets), True
+    # Floats are cast to the type of the model's parameters; all else stays as it is.
+    first = torch.as_tensor(arrays[0])
+    kinds = [p.dtype for p in setup.request.model.parameters() if p.is_floating_point()]
+    if first.is_floating_point() and kinds:
+        first = first.to(kinds[0])
+    return (first, *arrays[1:]), True
 
 
 def _read_arrays(path: Path) -> list[Any]:
@@ -215,15 +200,6 @@ def _are_numbers(cells: list[str]) -> bool:
         return False
 
 
-def _as_the_model(model: Any, array: Any) -> Any:
-    """The array as the model's parameters have it: floats in their type, all else as it is."""
-    import torch
-
-    tensor = torch.as_tensor(array)
-    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return tensor.to(kinds[0]) if tensor.is_floating_point() and kinds else tensor
-
-
 # --- The outputs ---
 
 
@@ -250,27 +226,21 @@ def _write(named: dict[str, Any], path: Path) -> None:
     content = io.BytesIO()
     if path.suffix == ".npz":
         np.savez(content, **named)
-    elif len(named) > 1:
-        raise UsageError("--out", f"the model returns {', '.join(named)}; give a .npz file")
-    else:
-        (array,) = named.values()
-        _write_one(content, array, path.suffix)
-    write_atomically(path, content.getvalue())
-
-
-def _write_one(content: io.BytesIO, array: Any, suffix: str) -> None:
-    """Write one array as a .npy file, or as a CSV table with a line a sample."""
-    import numpy as np
-
-    if suffix == ".npy":
-        np.save(content, array, allow_pickle=False)
+        write_atomically(path, content.getvalue())
         return
-    if array.ndim > 2:
-        detail = f"the model returns {array.ndim} axes, and a table has two; give a .npy file"
-        raise UsageError("--out", detail)
-    lines = io.StringIO()
-    # The text of a numpy number reads back as the same number of its type.
-    csv.writer(lines, lineterminator="\n").writerows(
-        [str(value) for value in row] for row in array.reshape(len(array), -1)
-    )
-    content.write(lines.getvalue().encode())
+    if len(named) > 1:
+        raise UsageError("--out", f"the model returns {', '.join(named)}; give a .npz file")
+    (array,) = named.values()
+    if path.suffix == ".npy":
+        np.save(content, array, allow_pickle=False)
+    else:
+        if array.ndim > 2:
+            detail = f"the model returns {array.ndim} axes, and a table has two; give a .npy file"
+            raise UsageError("--out", detail)
+        # A line a sample. The text of a numpy number reads back as the same number of its type.
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows(
+            [str(value) for value in row] for row in array.reshape(len(array), -1)
+        )
+        content.write(lines.getvalue().encode())
+    write_atomically(path, content.getvalue())

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.cli.arguments import (
-    MACHINE_HELP,
     Asynchronous,
     Model,
     Replicas,
@@ -15,8 +14,9 @@ from dovetail.cli.arguments import (
     check_outputs,
     resolve,
 )
-from dovetail.cli.output import progress_bar, say, show
+from dovetail.cli.output import progress_bar, say, show, write
 from dovetail.errors import MachineError, UsageError
+from dovetail.pipeline.requests import MACHINE_HELP
 
 if TYPE_CHECKING:
     from dovetail.machine.gpus import GpuMeasurement
@@ -39,63 +39,48 @@ def machine(
 ) -> None:
     """Show a machine's devices and links. The rates of this machine are measured. Of its GPUs also
     matrix products, copies and peer access are shown, measured each time."""
-    if hosts:
-        _machine_of_hosts(name, out, fresh)
-        return
     from dovetail.machine import save_machine
     from dovetail.pipeline import Notes, resolve_machine
     from dovetail.reports import gpus_table, machine_table
 
-    check_outputs(out, inputs=[name])
     notes = Notes()
     gpus: tuple[GpuMeasurement, ...] = ()
-    with progress_bar() as progress:
-        resolved = resolve_machine(name, progress, fresh=fresh, notes=notes)
-        if any(device.torch_device for device in resolved.devices):
-            # Imported here, because it imports torch.
-            from dovetail.machine.gpu_rates import measure_gpus
+    if hosts:
+        from dovetail.cli.using import launched_ranks
+        from dovetail.pipeline.hosts import machine_of_hosts
 
-            progress("measuring the GPUs", 0.0, None)
-            try:
-                gpus = measure_gpus(resolved)
-            except MachineError as error:  # the machine itself is shown all the same
-                notes.say(f"the GPUs were not measured: {error}")
-    show(machine_table(resolved))
+        with launched_ranks() as ranks:
+            if ranks is None:
+                says = "joins the machines of several ranks; start one on each host by torchrun"
+                raise UsageError("--hosts", says)
+            # Rank 0 alone shows and writes the machine.
+            tells = ranks.rank == 0
+            if tells:
+                check_outputs(out, inputs=[name])
+            with progress_bar(is_shown=tells) as progress:
+                found = machine_of_hosts(name, ranks, progress, fresh=fresh, notes=notes)
+        if not tells:
+            return
+    else:
+        check_outputs(out, inputs=[name])
+        with progress_bar() as progress:
+            found = resolve_machine(name, progress, fresh=fresh, notes=notes)
+            if any(device.torch_device for device in found.devices):
+                # Imported here, because it imports torch.
+                from dovetail.machine.gpu_rates import measure_gpus
+
+                progress("measuring the GPUs", 0.0, None)
+                try:
+                    gpus = measure_gpus(found)
+                except MachineError as error:  # the machine itself is shown all the same
+                    notes.say(f"the GPUs were not measured: {error}")
+    show(machine_table(found))
     if gpus:
         show("")
         show(gpus_table(gpus))
     for note in notes.texts:
         say(note)
-    if out is not None:
-        save_machine(resolved, out)
-        say(f"wrote {out}")
-
-
-def _machine_of_hosts(name: str, out: Path | None, fresh: bool) -> None:
-    """Measure the machine of all ranks; rank 0 shows and writes it."""
-    from dovetail.cli.using import launched_ranks
-    from dovetail.machine import save_machine
-    from dovetail.pipeline import Notes
-    from dovetail.pipeline.hosts import machine_of_hosts
-    from dovetail.reports import machine_table
-
-    notes = Notes()
-    with launched_ranks() as ranks:
-        if ranks is None:
-            says = "joins the machines of several ranks; start one on each host by torchrun"
-            raise UsageError("--hosts", says)
-        if ranks.rank == 0:
-            check_outputs(out, inputs=[name])
-        with progress_bar(is_shown=ranks.rank == 0) as progress:
-            found = machine_of_hosts(name, ranks, progress, fresh=fresh, notes=notes)
-    if ranks.rank != 0:
-        return
-    show(machine_table(found))
-    for note in notes.texts:
-        say(note)
-    if out is not None:
-        save_machine(found, out)
-        say(f"wrote {out}")
+    write(out, lambda path: save_machine(found, path))
 
 
 def networks(

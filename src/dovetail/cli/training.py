@@ -1,20 +1,20 @@
 """`dovetail train` trains a model by a parameter server, and `train-report` compares such runs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from dovetail.cli.arguments import Json, check_folder, check_outputs, split_pair
+from dovetail.cli.arguments import Json, check_folder, check_outputs
+from dovetail.cli.options import Options, OptionsOf
 from dovetail.cli.output import say, show, show_json
 from dovetail.cli.weights import OUT_HELP, check_holds, check_new_folder, is_folder
 from dovetail.errors import ModelError, UsageError
-from dovetail.pipeline.requests import parse_seconds
-from dovetail.training.backends import BACKENDS
-from dovetail.training.request import PARTITIONS, TrainRequest, launched_rank, launched_ranks
+from dovetail.request_fields import documented, read_seconds, read_values
+from dovetail.request_fields import option as option_field
+from dovetail.training.request import TrainRequest, launched_rank, launched_ranks
 
 EPILOGS = {
     "train": """\
@@ -40,134 +40,36 @@ validation may be left out. Or it returns (dovetail Trainer, dataset[, validatio
 here then take the place of the trainer's own.
 """
 }
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(TrainRequest)}
-"""The help shows these defaults. An option that is not given is None or "" in `train`, so that a
-Trainer that the function returns keeps its own setting."""
 FUNCTION_HELP = (
     "package.module:function, looked for in the current folder first; it returns (model, loss, "
     "optimizer, dataset[, validation]) or (Trainer, dataset[, validation])"
 )
 
 
-def _default(name: str) -> str:
-    return str(DEFAULTS[name])
+@documented
+@dataclass(frozen=True)
+class TrainingOutputs:
+    """Files and folders that `train` writes; None: not asked for."""
+
+    history: Path | None = option_field(
+        None, "Write the run's history: .csv, or .json or .json.gz for train-report", kind=Path
+    )
+    tensorboard: Path | None = option_field(
+        None, "Write an event file for TensorBoard into this folder", kind=Path
+    )
+    report: Path | None = option_field(None, "Write the run's page (HTML)", kind=Path)
+    weights: str = option_field("", OUT_HELP, "--out", metavar="PATH")
 
 
-def train(  # noqa: PLR0917  one argument an option
+def train(
+    *,
     context: typer.Context,
     function: Annotated[str, typer.Argument(metavar="[FUNCTION]", help=FUNCTION_HELP)] = "",
-    rule: Annotated[
-        str,
-        typer.Option(
-            help="Update rule of workers and server; --rules lists all of them",
-            show_default=_default("rule"),
-        ),
-    ] = "",
+    of_rule: Annotated[Options, OptionsOf(TrainRequest, only=("rule",))],
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE, an option of the rule, e.g. gamma=1e-4")
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Workers that train side by side; under torchrun by default at least one a rank",
-            show_default=_default("workers"),
-        ),
-    ] = None,
-    window: Annotated[
-        str,
-        typer.Option(
-            help="Local steps between two commits to the server. all: one commit, at the end",
-            show_default=f"{DEFAULTS['window']}: the rule's own, mostly 1",
-        ),
-    ] = "",
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples in a local step", show_default=_default("batch")),
-    ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Passes over all samples", show_default=_default("epochs")),
-    ] = None,
-    partition: Annotated[
-        str,
-        typer.Option(
-            help="; ".join(f"{name}: {help}" for name, help in PARTITIONS.items()),
-            show_default=_default("partition"),
-        ),
-    ] = "",
-    device: Annotated[
-        str,
-        typer.Option(
-            help="Where workers and evaluations compute: cpu, cuda (the GPUs in turn; with ray, "
-            "those that Ray assigns) or cuda:NUMBER",
-            show_default=_default("device"),
-        ),
-    ] = "",
-    autocast: Annotated[
-        str,
-        typer.Option(
-            help="bfloat16: workers compute in it by torch.autocast, on a GPU evaluations too"
-        ),
-    ] = "",
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate, in place of the optimizer's own")
-    ] = None,
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="; ".join(f"{entry.name}: {entry.help}" for entry in BACKENDS.values())
-            + "; auto: ranks under torchrun, else processes",
-            show_default=_default("backend"),
-        ),
-    ] = "",
-    backend_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KEY=VALUE, a setting of the backend, e.g. latency_seconds=0.01 of simulated"
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Seed of the run", show_default=_default("seed")),
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Figure of the validation set to report beside the loss: accuracy, or "
-            "package.module:function, (output, target) -> its mean over a batch"
-        ),
-    ] = None,
-    validate: Annotated[
-        str,
-        typer.Option(
-            help="When to validate: epoch (after each), a number of samples, or seconds (30s)",
-            show_default=_default("validate"),
-        ),
-    ] = "",
-    monitor: Annotated[
-        str,
-        typer.Option(
-            help="Figure that decides which validation is the best",
-            show_default=_default("monitor"),
-        ),
-    ] = "",
-    patience: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stop after this many validations without a better one"),
-    ] = None,
-    wire: Annotated[
-        str,
-        typer.Option(
-            help="How commits are compressed: none, float16, bfloat16 or topk:FRACTION",
-            show_default=_default("wire"),
-        ),
-    ] = "",
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Keep the run's state in this folder, so that the run can be resumed"),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --folder")] = False,
+    settings: Annotated[Options, OptionsOf(TrainRequest, without=("rule",))],
     restarts: Annotated[
         int | None,
         typer.Option(min=0, help="Restart this many workers that died", show_default="3"),
@@ -182,15 +84,7 @@ def train(  # noqa: PLR0917  one argument an option
         str,
         typer.Option(help="A worker that is silent for longer counts as hung", show_default="60s"),
     ] = "",
-    history: Annotated[
-        Path | None,
-        typer.Option(help="Write the run's history: .csv, or .json or .json.gz for train-report"),
-    ] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(help="Write an event file for TensorBoard into this folder")
-    ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the run's page (HTML)")] = None,
-    out: Annotated[str, typer.Option(help=OUT_HELP, metavar="PATH")] = "",
+    written: Annotated[Options, OptionsOf(TrainingOutputs)],
     suggest: Annotated[
         bool,
         typer.Option(
@@ -208,43 +102,51 @@ def train(  # noqa: PLR0917  one argument an option
     Ctrl-C keeps the best so far. If the run fails, the exit status is 1; --debug shows the first
     traceback. Under torchrun all ranks train together, and rank 0 reports.
     """
-
     if rules:
         _list_rules(as_json)
         return
     if not function:
         raise UsageError("FUNCTION", "name one, package.module:function; --help shows an example")
-    settings = _given(
-        workers=workers, batch=batch, epochs=epochs, lr=lr, seed=seed, patience=patience,
-        folder=folder, backend=backend or None, wire=wire or None, monitor=monitor or None,
-        partition=partition or None, device=device or None, autocast=autocast or None,
-        metrics=parse_metrics(metric or ()) or None, resume=resume or None,
-        validate=int(validate) if validate.isdecimal() else validate or None,
-    )  # fmt: skip
-    if backend_option:
-        settings["backend_options"] = parse_options("--backend-option", backend_option)
-    if window:
-        settings["window"] = parse_window(window)
-    if rule or option:
-        settings["rule"] = parse_rule(rule or DEFAULTS["rule"], option or ())
-    policy = _given(
-        worker_restarts=restarts,
-        worker_losses=losses,
-        lease_seconds=parse_seconds("--lease", lease) if lease else None,
-    )
-    budget_seconds = parse_seconds("--budget", budget)
+    if of_rule or option:
+        from dovetail.training.rules import make_rule
+
+        name = str(of_rule.get("rule", TrainRequest.rule))
+        values = read_values("--option", option or ())
+        # The rule is made in any case, so that a wrong name is refused before the long work. A name
+        # without options stays a name: the trainer then binds what the rule takes from the
+        # optimizer.
+        rule = make_rule(name, **values)
+        settings["rule"] = rule if values else name
+    policy = {
+        "worker_restarts": restarts,
+        "worker_losses": losses,
+        "lease_seconds": read_seconds("--lease", lease) if lease else None,
+    }
+    budget_seconds = read_seconds("--budget", budget)
+    outputs = TrainingOutputs(**written)
     if launched_rank():
         # Rank 0 alone writes anything.
-        history = tensorboard = report = folder = None
-        out = ""
+        outputs = TrainingOutputs()
         settings.pop("folder", None)
         settings.pop("resume", None)
-    if is_folder(out):
-        others = {"--folder": folder, "--tensorboard": tensorboard, "--history": history}
-        check_new_folder(out, others | {"--report": report})
-    check_outputs(history, report, Path(out) if out and not is_folder(out) else None)
-    _check_others(history, tensorboard, folder)
-    opened = open_setup(function, settings, policy)
+    folder = settings.get("folder")
+    weights = Path(outputs.weights) if outputs.weights else None
+    if is_folder(outputs.weights):
+        weights = None
+        others = {"--folder": folder, "--tensorboard": outputs.tensorboard}
+        others |= {"--history": outputs.history, "--report": outputs.report}
+        check_new_folder(outputs.weights, others)
+    check_outputs(outputs.history, outputs.report, weights)
+    if outputs.history and not outputs.history.name.endswith((".csv", ".json", ".json.gz")):
+        raise UsageError("--history", f"{outputs.history} must end in .csv, .json or .json.gz")
+    check_folder(outputs.tensorboard)
+    check_folder(folder)
+    if outputs.tensorboard is not None:
+        from dovetail.training.tensorboard import check_installed
+
+        check_installed()
+    given = {name: value for name, value in policy.items() if value is not None}
+    opened = open_setup(function, settings, given)
     if suggest:
         if launched_ranks() > 1:
             raise UsageError("--suggest", "measures on one machine; start it without torchrun")
@@ -252,12 +154,10 @@ def train(  # noqa: PLR0917  one argument an option
 
         suggest_and_show(function, opened, budget_seconds, as_json, context)
         return
-    from dovetail.cli.training_run import TrainingOutputs, train_and_write
+    from dovetail.cli.training_run import train_and_write
 
-    check_holds(opened.request.model, out)
-    train_and_write(
-        function, opened, TrainingOutputs(history, tensorboard, report, out or None), as_json
-    )
+    check_holds(opened.request.model, outputs.weights)
+    train_and_write(function, opened, outputs, as_json)
 
 
 def train_report(
@@ -276,27 +176,9 @@ def train_report(
     say(f"wrote {out}")
 
 
-def _given(**settings: Any) -> dict[str, Any]:
-    """The settings that were given, without those that are None."""
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _check_others(history: Path | None, tensorboard: Path | None, folder: Path | None) -> None:
-    """Raise before the long work if the history has another ending, a folder cannot be written to,
-    or TensorBoard is wanted but not installed."""
-
-    if history is not None and not history.name.endswith((".csv", ".json", ".json.gz")):
-        raise UsageError("--history", f"{history} must end in .csv, .json or .json.gz")
-    check_folder(tensorboard)
-    check_folder(folder)
-    if tensorboard is not None:
-        from dovetail.training.tensorboard import check_installed
-
-        check_installed()
-
-
 def _list_rules(as_json: bool) -> None:
     """Print the table of rules, or one JSON object."""
+    from rich.markup import escape
     from rich.table import Column, Table
 
     from dovetail.training.rules import RULES
@@ -317,11 +199,7 @@ def _list_rules(as_json: bool) -> None:
     show(table)
 
 
-# --- The user's function, and the texts of the options ---
-
-if TYPE_CHECKING:
-    from dovetail.training.rules.contract import Rule
-    from dovetail.training.validation import Metric
+# --- The user's function ---
 
 RETURNS = (
     "must return (model, loss, optimizer, dataset), (Trainer, dataset), or either with a "
@@ -367,56 +245,6 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     if not 4 <= len(returned) <= 5 or not callable(returned[1]):
         raise refused(function, returned, RETURNS)
     model, loss, optimizer, *data = returned
-    settings = {"workers": max(launched_ranks(), DEFAULTS["workers"]), **settings}
+    settings = {"workers": max(launched_ranks(), TrainRequest.workers), **settings}
     request = TrainRequest(model, loss, optimizer, **settings, policy=FailurePolicy(**policy))
     return Setup(request, *data)
-
-
-def parse_rule(name: str, options: Sequence[str]) -> "Rule | str":
-    """The rule of that name with its KEY=VALUE options bound, or the name if there are no options.
-
-    A name stays a name because the trainer then binds what the rule takes from the optimizer.
-    Raises `UnknownRuleError`, `UsageError`.
-    """
-    from dovetail.training.rules import make_rule
-
-    values = parse_options("--option", options)
-    # The rule is made in any case, so that a wrong name is refused before the long work.
-    rule = make_rule(name, **values)
-    return rule if values else name
-
-
-def parse_options(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Reads KEY=VALUE texts, whose values are numbers, true, false, none, or text. Raises
-    `UsageError`."""
-    pairs = [split_pair(option, text) for text in texts]
-    return {key: _value_of(text) for key, text in pairs}
-
-
-def _value_of(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
-def parse_metrics(texts: Sequence[str]) -> "tuple[str | Metric, ...]":
-    """The metrics of these names, of which package.module:function is a function of the user's
-    own. Raises `ModelError` for one that cannot be imported."""
-    from dovetail.runtime.functions import find_function, names_function
-
-    return tuple(find_function(text) if names_function(text) else text for text in texts)
-
-
-def parse_window(text: str) -> int | str | None:
-    """The window that "10" or "auto" names; None for "all", one commit at the end. Raises
-    `UsageError`."""
-    if text == "auto":
-        return text
-    if text == "all":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError("--window", f"is a number of steps, auto or all, not {text!r}")
-    return int(text)

@@ -8,8 +8,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.output import (
-    LinePace,
-    RunBar,
-    drawn,
+    RunView,
     foreign,
     listed,
     progress_bar,
     say,
     show,
     show_json,
+    write,
 )
 from dovetail.cli.weights import save_weights
 from dovetail.errors import CallbackError, DovetailError, UsageError
@@ -42,16 +41,15 @@ from dovetail.training.backends.contract import Watcher
 from dovetail.training.history import History, events_of
 from dovetail.training.modules import parameters_of
 from dovetail.training.monitor import DivergenceWarning
-from dovetail.training.preparing import PreparedTraining, bind_rule, prepare
+from dovetail.training.preparing import bind_rule, prepare
 from dovetail.training.records import Event, Outcome, Row
-from dovetail.training.request import TrainRequest, launched_rank
-from dovetail.training.rules.contract import Rule
+from dovetail.training.request import launched_rank
 from dovetail.training.torch_optimizers import resolve_optimizer
 from dovetail.training.trainer import train
 from dovetail.units import format_count, format_seconds, printable
 
 if TYPE_CHECKING:
-    from dovetail.cli.training import Setup
+    from dovetail.cli.training import Setup, TrainingOutputs
 
 # --- Progress on standard error ---
 
@@ -67,6 +65,13 @@ STATES = {
     "left": "done",
 }
 """Maps a kind of event to the state of a worker after it, as the table shows it."""
+HAPPENED = {
+    "server_restarted": "was restarted",
+    "restarted": "was restarted",
+    "lost": "was lost",
+    "refused": "had a commit refused",
+}
+"""Maps a kind of event to what is said of it."""
 
 
 @dataclass
@@ -102,7 +107,7 @@ class _Recent:
 
 
 class TrainingProgress:
-    """Shows a run on standard error, as a table that changes:
+    """Keeps the rows and events of a run, and shows it on standard error, as a table that changes:
 
         agn, 4 workers  ━━━━━━━━━━━╺━━━━━━━  3,400 of 5,600 samples (61 %)  0:00:12
         commits/s 120  loss 0.412  staleness 2.98  validation accuracy 0.91
@@ -110,7 +115,6 @@ class TrainingProgress:
         worker 1   lost ...
 
     If standard error is no terminal, it writes a line every `LINE_SECONDS`, and one for each event.
-    The run must be given `watcher`.
 
     total    samples over all epochs; None for a stream whose end is not known
     tell     a function that writes a line
@@ -129,66 +133,82 @@ class TrainingProgress:
         self.all = _Recent()
         self.all.rows = deque(maxlen=RECENT * max(1, workers))
         self.workers = {worker: _Recent() for worker in range(workers)}
-        self.figures: dict[str, float] = {}
-        self.live = False
-        self._tell = tell
-        self._bar, self._pace = RunBar(title, clock), LinePace(clock)
+        self.figures: dict[str, float] = {}  # of the center's last evaluation
+        self.rows: list[Row] = []
+        self.events: list[Event] = []
+        self.view = RunView(title, self.table, self.line, tell, clock)
         self._news = News()
         self._lock = threading.Lock()
 
     @property
     def watcher(self) -> Watcher:
-        """The watcher that hears of the run's rows and events."""
-        return Watcher(rows=self.add, event=self.happened)
+        """The watcher that is told of the run."""
+
+        def evaluated(figures: list[dict[str, float]]) -> bool:
+            self.figures = figures[-1]
+            return False
+
+        return Watcher(
+            rows=self.add, resumed=self.add, forgotten=self.forget, event=self.happened,
+            should_stop=evaluated,
+        )  # fmt: skip
 
     def add(self, rows: list[Row]) -> None:
         """Count commits that were applied, and write a line if one is due."""
         with self._lock:
+            self.rows += rows
             for row in rows:
                 self.all.add(row)
                 mine = self.workers.setdefault(row.worker, _Recent())
                 mine.add(row)
                 if mine.state == "waiting":
                     mine.state = "working"
-        if not self.live and self._pace.is_due():
-            self._tell(self.line())
+        self.view.moved()
 
-    def recount(self, samples: int) -> None:
-        """Set how many samples were trained, as some of those that were added are lost."""
+    def forget(self, kept: int) -> None:
+        """Forget all rows but the first ones, which a server without a log has lost."""
         with self._lock:
-            self.all.samples = samples
+            del self.rows[kept:]
+            self.all.samples = sum(row.samples for row in self.rows)
 
     def happened(self, event: Event) -> None:
         """Note what happened to a worker or to the server, and write a line if it is bad news."""
         with self._lock:
+            self.events.append(event)
             if event.worker >= 0 and event.kind in STATES:
                 self.workers.setdefault(event.worker, _Recent()).state = STATES[event.kind]
             line = self._news.line(event)
         if line:
-            self._tell(line)
-
-    def evaluated(self, figures: dict[str, float]) -> None:
-        """Note the figures of the center's last evaluation."""
-        self.figures = figures
+            self.view.tell(line)
 
     def line(self) -> str:
         """The run in one line."""
         parts = [self.title, self._counted()]
         parts += [f"{name} {value:.4g}" for name, value in self._numbers().items()]
-        states = [worker.state for worker in self.workers.values()]
-        lost = states.count("lost")
+        lost = sum(worker.state == "lost" for worker in self.workers.values())
         return ", ".join([*parts, *([f"{lost} lost"] if lost else [])])
 
     def table(self) -> RenderableType:
         """The run, with a row for each worker."""
+        styles = {"lost": "red", "working": "green", "restarted": "yellow"}
         with self._lock:
             share = min(self.all.samples / self.total, 1.0) if self.total else None
             numbers = "  ".join(f"{foreign(k)} {v:.4g}" for k, v in self._numbers().items())
             rows = [
-                (f"worker {worker}", *_cells(mine)) for worker, mine in sorted(self.workers.items())
+                (
+                    f"worker {worker}",
+                    f"[{styles.get(mine.state, 'dim')}]{mine.state}[/]",
+                    f"{mine.samples:,} samples",
+                    ""
+                    if math.isnan(rate := mine.commits_per_second)
+                    else f"{format_count(rate)} commits/s",
+                    "" if math.isnan(tau := mine.staleness) else f"staleness {tau:.2f}",
+                    "" if math.isnan(loss := mine.loss) else f"loss {loss:.4g}",
+                )
+                for worker, mine in sorted(self.workers.items())
             ]
             below = listed(Table.grid(padding=(0, 2)), rows)
-            return Group(self._bar.at(share, self._counted()), numbers, below)
+            return Group(self.view.bar(share, self._counted()), numbers, below)
 
     def _counted(self) -> str:
         seen = f"{self.all.samples:,}"
@@ -217,107 +237,25 @@ class News:
         self._worker, self._refusals = worker, 0
 
     def line(self, event: Event) -> str:
-        """The event in one line; "" for one that is no news, and for refusals after the first
-        `MOST_REFUSALS`, because a diverging run has thousands."""
+        """The event in one line, with the last line of its traceback; "" for one that is no news,
+        and for refusals after the first `MOST_REFUSALS`, because a diverging run has thousands."""
         if event.kind in ("joined", "left"):
             return ""
-        if event.kind != "refused":
-            return _said(event, self._worker)
-        self._refusals += 1
-        if self._refusals > MOST_REFUSALS:
+        self._refusals += event.kind == "refused"
+        if event.kind == "refused" and self._refusals > MOST_REFUSALS:
             return ""
-        is_last = self._refusals == MOST_REFUSALS
-        return _said(event, self._worker) + "; further refusals are not shown" * is_last
+        who = "the server" if event.worker < 0 else f"{self._worker} {event.worker}"
+        line = f"{format_seconds(event.seconds)}: {who} {HAPPENED.get(event.kind, event.kind)}"
+        if event.detail.strip():
+            line += f": {event.detail.strip().splitlines()[-1]}"
+        if event.kind == "refused" and self._refusals == MOST_REFUSALS:
+            line += "; further refusals are not shown"
+        return line
 
 
-def _said(event: Event, worker: str) -> str:
-    """An event in one line. Of a traceback it shows the last line."""
-    who = "the server" if event.worker < 0 else f"{worker} {event.worker}"
-    detail = event.detail.strip().splitlines()[-1] if event.detail.strip() else ""
-    what = {"server_restarted": "was restarted", "restarted": "was restarted", "lost": "was lost",
-            "refused": "had a commit refused"}.get(event.kind, event.kind)  # fmt: skip
-    return f"{format_seconds(event.seconds)}: {who} {what}" + (f": {detail}" if detail else "")
-
-
-def _cells(mine: _Recent) -> list[str]:
-    style = {"lost": "red", "working": "green", "restarted": "yellow"}.get(mine.state, "dim")
-    rate = mine.commits_per_second
-    return [
-        f"[{style}]{mine.state}[/]",
-        f"{mine.samples:,} samples",
-        "" if math.isnan(rate) else f"{format_count(rate)} commits/s",
-        "" if math.isnan(mine.staleness) else f"staleness {mine.staleness:.2f}",
-        "" if math.isnan(mine.loss) else f"loss {mine.loss:.4g}",
-    ]
-
-
-@dataclass(frozen=True)
-class TrainingOutputs:
-    """Files and folders to write; None: not asked for."""
-
-    history: Path | None = None
-    tensorboard: Path | None = None
-    report: Path | None = None
-    weights: str | None = None
-
-
-@dataclass
-class _RunSoFar:
-    """The rows and events of a run so far, which are kept if it fails."""
-
-    progress: TrainingProgress
-    rows: list[Row] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    @property
-    def watcher(self) -> Watcher:
-        return Watcher(
-            rows=self.add, resumed=self.add, forgotten=self.forget, event=self.happened,
-            should_stop=self.evaluated,
-        )  # fmt: skip
-
-    def add(self, rows: list[Row]) -> None:
-        self.rows += rows
-        self.progress.add(rows)
-
-    def forget(self, kept: int) -> None:
-        """A server without a log has lost all rows but the first ones."""
-        del self.rows[kept:]
-        self.progress.recount(sum(row.samples for row in self.rows))
-
-    def happened(self, event: Event) -> None:
-        self.events.append(event)
-        self.progress.happened(event)
-
-    def evaluated(self, figures: list[dict[str, float]]) -> bool:
-        self.progress.evaluated(figures[-1])
-        return False
-
-    def history(self, setup: "Setup", error: DovetailError) -> History:
-        """The history of a run that failed."""
-        rows = tuple(self.rows)
-        request = setup.request
-        meta = {
-            "rule": request.rule_name,
-            "backend": _name(request.backend),
-            "job": {"workers": request.workers, "batch": request.batch, "epochs": request.epochs},
-            "failed": str(error),
-        }
-        return History(
-            Outcome(
-                theta=np.zeros(0, np.float32),
-                clock=max((row.clock for row in rows), default=0),
-                samples=sum(row.samples for row in rows),
-                seconds=max((row.seconds for row in rows), default=0.0),
-                rows=rows,
-                events=tuple(self.events),
-                stopped=True,
-                meta=meta,
-            )
-        )
-
-
-def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_json: bool) -> None:
+def train_and_write(
+    function: str, setup: "Setup", outputs: "TrainingOutputs", as_json: bool
+) -> None:
     """Train, write what was asked for, and print the summary or one JSON object.
 
     If the run fails, its history until then is written as well, and its error is raised.
@@ -326,21 +264,40 @@ def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_
     if launched_rank():
         train(request, setup.dataset, setup.validation)
         return
-    samples = _length(setup.dataset)
-    progress = TrainingProgress(
-        f"{function} by {request.rule_name}", request.workers, samples and samples * request.epochs
-    )
-    kept = _RunSoFar(progress)
-    say(
-        f"training {function} by {request.rule_name} with {request.workers} workers on "
-        f"{_name(request.backend)}"
-    )
+    dataset = setup.dataset
+    samples: int | None = None
+    with UserCode("the length of the data set", dataset), suppress(TypeError):
+        # An iterable has no length.
+        samples = len(dataset[0] if isinstance(dataset, tuple) and dataset else dataset)
+    backend = request.backend
+    if not isinstance(backend, str):
+        backend = getattr(backend, "__name__", "its own backend")
+    title = f"{function} by {request.rule_name}"
+    say(f"training {title} with {request.workers} workers on {backend}")
+    progress = TrainingProgress(title, request.workers, samples and samples * request.epochs)
     try:
-        with drawn(progress), _warnings_said():
-            history = train(request, setup.dataset, setup.validation, watcher=kept.watcher)
+        with progress.view.drawn(), _warnings_said():
+            history = train(request, setup.dataset, setup.validation, watcher=progress.watcher)
     except DovetailError as error:
-        if kept.rows or kept.events:
-            failed = kept.history(setup, error)
+        if progress.rows or progress.events:
+            rows = tuple(progress.rows)
+            job = {"workers": request.workers, "batch": request.batch, "epochs": request.epochs}
+            outcome = Outcome(
+                theta=np.zeros(0, np.float32),
+                clock=max((row.clock for row in rows), default=0),
+                samples=sum(row.samples for row in rows),
+                seconds=max((row.seconds for row in rows), default=0.0),
+                rows=rows,
+                events=tuple(progress.events),
+                stopped=True,
+                meta={
+                    "rule": request.rule_name,
+                    "backend": backend,
+                    "job": job,
+                    "failed": str(error),
+                },
+            )
+            failed = History(outcome)
             _write(failed, outputs, request.model if isinstance(error, CallbackError) else None)
             if as_json:
                 show_json(summary(function, failed, outputs, str(error)))
@@ -352,15 +309,6 @@ def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_
         show(Text(history.summary()))
     if history.interrupted:
         say("interrupted: this is the best so far")
-
-
-def _length(dataset: Any) -> int | None:
-    """The number of samples in an epoch; None if the data set does not say it."""
-    with UserCode("the length of the data set", dataset):
-        try:
-            return len(dataset[0] if isinstance(dataset, tuple) and dataset else dataset)
-        except TypeError:  # an iterable has no length
-            return None
 
 
 def load(path: Path) -> History:
@@ -390,28 +338,22 @@ def _warnings_said() -> Iterator[None]:
         yield
 
 
-def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
+def _write(history: History, outputs: "TrainingOutputs", model: Any) -> None:
     """Write what was asked for. `model` is None for a run that failed and so has no weights."""
-    if outputs.history is not None:
-        write = history.to_csv if outputs.history.suffix == ".csv" else history.save
-        write(outputs.history)
-    if outputs.tensorboard is not None:
-        history.to_tensorboard(outputs.tensorboard)
+    is_csv = outputs.history is not None and outputs.history.suffix == ".csv"
+    write(outputs.history, history.to_csv if is_csv else history.save)
+    write(outputs.tensorboard, history.to_tensorboard)
     if outputs.report is not None:
         from dovetail.reports.training_page import write_training_page
 
-        write_training_page([history], outputs.report, made=typed())
-    written: list[Path | str | None] = [outputs.history, outputs.tensorboard, outputs.report]
-    if outputs.weights is not None and model is not None:
+        write(outputs.report, lambda path: write_training_page([history], path, made=typed()))
+    if outputs.weights and model is not None:
         save_weights(model, outputs.weights)
-        written.append(outputs.weights)
-    for path in written:
-        if path is not None:
-            say(f"wrote {path}")
+        say(f"wrote {outputs.weights}")
 
 
 def summary(
-    function: str, history: History, outputs: TrainingOutputs, error: str | None = None
+    function: str, history: History, outputs: "TrainingOutputs", error: str | None = None
 ) -> dict[str, Any]:
     """The object that `train --json` prints. Its keys are stable; what is not known is null."""
     outcome = history.outcome
@@ -437,35 +379,24 @@ def summary(
         "implicit_momentum": _number(history.momentum),
         "expected_momentum": history.expected_momentum,
         **{
-            name: len(events_of(outcome, kind))
-            for name, kind in (
-                ("lost", "lost"),
-                ("restarted", "restarted"),
-                ("server_restarted", "server_restarted"),
-                ("refused", "refused"),
-            )
+            kind: len(events_of(outcome, kind))
+            for kind in ("lost", "restarted", "server_restarted", "refused")
         },
         "diverged": None if divergence is None else divergence.detail,
         "stopped": outcome.stopped,
         "interrupted": history.interrupted,
         "error": error,
-        "history": _text(outputs.history),
-        "tensorboard": _text(outputs.tensorboard),
-        "report": _text(outputs.report),
-        "out": _text(outputs.weights),
+        **{
+            name: None if path is None else str(path)
+            for name in ("history", "tensorboard", "report")
+            for path in (getattr(outputs, name),)
+        },
+        "out": outputs.weights or None,
     }
-
-
-def _name(backend: Any) -> str:
-    return backend if isinstance(backend, str) else getattr(backend, "__name__", "its own backend")
 
 
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def _text(path: Path | str | None) -> str | None:
-    return None if path is None else str(path)
 
 
 # --- `dovetail train --suggest` ---
@@ -491,13 +422,43 @@ def suggest_and_show(
         raise UsageError("--suggest", says)
     request = replace(setup.request, folder=None, resume=False)
     prepared = prepare(request, setup.dataset, setup.validation)
+    assignment = prepared.assignment
+    name = request.backend if isinstance(request.backend, str) else "processes"
+    # The simulated backend has no times of its own that could be measured.
+    if name == "simulated":
+        name = "processes"
+    settings = request.backend_options if name == request.backend else {}
+    cores = None if name == "ray" else len(os.sched_getaffinity(0))
     with progress_bar() as bar:
-        result = _advice(prepared, budget_seconds, lambda what, share: bar(what, share, None))
+        measuring_seconds = advice.MEASURING_SHARE * budget_seconds
+        bar(f"measuring on {name}", 0.0, None)
+        measured = measure(assignment, load_backend(name, **settings), measuring_seconds, cores)
+        # The rules are bound with this optimizer. The request's own rule is bound already.
+        optimizer = resolve_optimizer(request.optimizer, request.lr, parameters_of(request.model))
+        rules = []
+        for suggested in advice.SUGGESTED:
+            try:
+                is_own = suggested == assignment.rule.name
+                rules.append(assignment.rule if is_own else bind_rule(suggested, optimizer))
+            except UsageError as error:
+                say(f"{suggested} is left out: {error}")
+        if assignment.rule.name not in advice.SUGGESTED:
+            rules.append(assignment.rule)
+        result = advice.suggest(
+            assignment,
+            measured,
+            rules=rules,
+            budget_seconds=budget_seconds - measuring_seconds,
+            progress=lambda what, share: bar(what, share, None),
+        )
     options = typed_options(context, with_rule=result.chosen.rule == request.rule_name)
+    chosen = result.chosen
+    words = ["dovetail", "train", function, "--rule", chosen.rule]
+    words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
+    command = shlex.join([*words, *options])
     if as_json:
-        show_json(advice_summary(function, result, options))
+        show_json(advice_summary(function, result, command))
         return
-    measured = result.measured
     if result.against:
         show(Text(result.against))
     say(
@@ -505,51 +466,15 @@ def suggest_and_show(
         f"{format_seconds(measured.transfer_seconds)}"
     )
     show(_table(result))
-    for reason in _reasons(result):
-        show(Text(reason, style="dim"))
-    show(Text(f"{advice.describe(result.chosen)}: {result.why}"))
-    show(Text(printable(command(function, result, options))))
-
-
-def _advice(
-    prepared: PreparedTraining,
-    budget_seconds: float,
-    progress: advice.ReportProgress,
-) -> Advice:
-    """Measures steps and transfers on the backend, then simulates the candidates."""
-    request = prepared.request
-    name = request.backend if isinstance(request.backend, str) else "processes"
-    # The simulated backend has no times of its own that could be measured.
-    if name == "simulated":
-        name = "processes"
-    options = request.backend_options if name == request.backend else {}
-    cores = None if name == "ray" else len(os.sched_getaffinity(0))
-    measuring_seconds = advice.MEASURING_SHARE * budget_seconds
-    progress(f"measuring on {name}", 0.0)
-    assignment = prepared.assignment
-    measured = measure(assignment, load_backend(name, **options), measuring_seconds, cores)
-    return advice.suggest(
-        assignment,
-        measured,
-        rules=_rules(request, assignment.rule),
-        budget_seconds=budget_seconds - measuring_seconds,
-        progress=progress,
-    )
-
-
-def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
-    """The rules that are suggested, bound with this optimizer, and the request's own rule.
-
-    A rule that cannot be bound is left out, and the user is told why.
-    """
-    optimizer = resolve_optimizer(request.optimizer, request.lr, parameters_of(request.model))
-    rules = []
-    for name in advice.SUGGESTED:
-        try:
-            rules.append(given if name == given.name else bind_rule(name, optimizer))
-        except UsageError as error:
-            say(f"{name} is left out: {error}")
-    return rules if given.name in advice.SUGGESTED else [*rules, given]
+    for evidence in result.evidence:
+        what = advice.describe(evidence.candidate)
+        if evidence.diverged:
+            show(Text(f"{what}: diverges: {evidence.diverged}", style="dim"))
+        elif evidence.limit:
+            says = f"{what}: {evidence.limit}, which is known to diverge in longer runs"
+            show(Text(says, style="dim"))
+    show(Text(f"{advice.describe(chosen)}: {result.why}"))
+    show(Text(printable(command)))
 
 
 def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
@@ -573,15 +498,7 @@ def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
     return words
 
 
-def command(function: str, result: Advice, options: Sequence[str]) -> str:
-    """The command that trains as suggested."""
-    chosen = result.chosen
-    words = ["dovetail", "train", function, "--rule", chosen.rule]
-    words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
-    return shlex.join([*words, *options])
-
-
-def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dict[str, Any]:
+def advice_summary(function: str, result: Advice, command: str) -> dict[str, Any]:
     """The object that `train --suggest --json` prints. Its keys are stable; what is not known is
     null."""
     measured, chosen = result.measured, result.chosen
@@ -598,7 +515,7 @@ def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dic
         "window": chosen.window,
         "why": result.why,
         "against": result.against or None,
-        "command": command(function, result, options),
+        "command": command,
         "level": _number(result.level),
         "evidence": [
             {
@@ -617,41 +534,28 @@ def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dic
 
 def _table(result: Advice) -> Table:
     """The candidates: the chosen one first, then the stable ones, then the others, each by time."""
+
+    def place(evidence: Evidence) -> tuple[bool, bool, float, float]:
+        seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
+        rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
+        return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate
+
+    def shown(value: float, form: Callable[[float], str]) -> str:
+        return form(value) if math.isfinite(value) else "-"
+
     level = "time" if math.isnan(result.level) else f"to {result.level:.3g}"
     table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
-    for evidence in sorted(result.evidence, key=lambda evidence: _place(evidence, result)):
+    for evidence in sorted(result.evidence, key=place):
         is_chosen = evidence.candidate == result.chosen
         table.add_row(
             evidence.candidate.rule,
             str(evidence.candidate.workers),
             str(evidence.candidate.window),
-            _shown(evidence.samples_per_second, format_count),
-            _shown(evidence.staleness, "{:.3g}".format),
-            _shown(evidence.loss, "{:.4g}".format),
-            _shown(evidence.seconds, format_seconds),
+            shown(evidence.samples_per_second, format_count),
+            shown(evidence.staleness, "{:.3g}".format),
+            shown(evidence.loss, "{:.4g}".format),
+            shown(evidence.seconds, format_seconds),
             "use" if is_chosen else "" if evidence.stable else "no",
             style="bold" if is_chosen else "" if evidence.stable else "dim",
         )
     return table
-
-
-def _reasons(result: Advice) -> list[str]:
-    """A line for each candidate that should not be used, with the reason."""
-    lines = []
-    for evidence in result.evidence:
-        what = advice.describe(evidence.candidate)
-        if evidence.diverged:
-            lines.append(f"{what}: diverges: {evidence.diverged}")
-        elif evidence.limit:
-            lines.append(f"{what}: {evidence.limit}, which is known to diverge in longer runs")
-    return lines
-
-
-def _place(evidence: Evidence, result: Advice) -> tuple[bool, bool, float, float]:
-    seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
-    rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
-    return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate
-
-
-def _shown(value: float, form: Any) -> str:
-    return str(form(value)) if math.isfinite(value) else "-"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from dovetail.cli.arguments import (
     check_outputs,
     executable,
 )
-from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
+from dovetail.cli.output import progress_bar, say, show, show_json, show_limits, write
 from dovetail.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +61,16 @@ def run(  # noqa: PLR0917  one argument an option
     from dovetail.plans import PLACED
     from dovetail.reports import run_table
 
-    _check_checkpoint(checkpoint, every, resume)
+    if checkpoint is not None:
+        from dovetail.executors.rank_checkpoints import check_own, latest_in, read_index
+
+        check_folder(checkpoint)
+        check_own(checkpoint, read_index(latest_in(checkpoint)).run if resume else None)
+    elif resume:
+        raise UsageError("--resume", "goes on from --checkpoint DIR; name it as well")
+    elif every is not None:
+        says = "says how often --checkpoint DIR is written; name it as well"
+        raise UsageError("--every", says)
     with launched_ranks() as ranks:
         tells = ranks is None or ranks.rank == 0
         if tells:
@@ -75,12 +85,8 @@ def run(  # noqa: PLR0917  one argument an option
                 measurement = placed.measure(steps=steps)
         if not tells:
             return
-    if report is not None:
-        pipeline.report(opened, step, report, measurement=measurement)
-        say(f"wrote {report}")
-    if trace is not None:
-        pipeline.write_trace(opened, step, trace, measurement=measurement)
-        say(f"wrote {trace}")
+    write(report, partial(pipeline.report, opened, step, measurement=measurement))
+    write(trace, partial(pipeline.write_trace, opened, step, measurement=measurement))
     predicted = pipeline.timeline_of(opened, captured.graph)
     is_placed = opened.way == PLACED
     seconds = predicted.step_seconds if is_placed else opened.value
@@ -105,21 +111,6 @@ def run(  # noqa: PLR0917  one argument an option
         say(disturbance)
     if missing := pipeline.uncompiled(opened, captured):
         say(missing)
-
-
-def _check_checkpoint(folder: Path | None, every: int | None, resume: bool) -> None:
-    """Refuse options without the folder that they are of, and a folder of somebody else's."""
-    if folder is None:
-        if resume:
-            raise UsageError("--resume", "goes on from --checkpoint DIR; name it as well")
-        if every is not None:
-            says = "says how often --checkpoint DIR is written; name it as well"
-            raise UsageError("--every", says)
-        return
-    from dovetail.executors.rank_checkpoints import check_own, latest_in, read_index
-
-    check_folder(folder)
-    check_own(folder, read_index(latest_in(folder)).run if resume else None)
 
 
 def _keep(placed: object, folder: Path, every: int, resume: bool) -> None:
@@ -167,12 +158,8 @@ def report(
 
     check_outputs(out, trace, inputs=[plan, model])
     opened, step = pipeline.open_to_show(plan, model)
-    if out is not None:
-        pipeline.report(opened, step, out)
-        say(f"wrote {out}")
-    if trace is not None:
-        pipeline.write_trace(opened, step, trace)
-        say(f"wrote {trace}")
+    write(out, partial(pipeline.report, opened, step))
+    write(trace, partial(pipeline.write_trace, opened, step))
     if out is None and trace is None:
         graph = pipeline.graph_of(pipeline.planned(opened, step))
         show(plan_table(opened, graph))

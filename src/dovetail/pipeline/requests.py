@@ -1,10 +1,10 @@
 """The requests: one record each for `plan`, `plan_phases`, `learn` and `schedule`.
 
-The defaults and the meaning of each option stand here and nowhere else. The command line takes its
-help from the notes of the fields (`field_help`), so a note is one phrase that a user understands. A
-record checks itself when it is built, so that wrong input is refused before the long work. Nothing
-here imports torch or numpy before a record is built, so that the command line shows its help at
-once.
+The defaults and the meaning of each option stand here and nowhere else. The command line makes its
+options from the fields (`request_fields`), so a field's help is one phrase that a user understands.
+A record checks itself when it is built, so that wrong input is refused before the long work.
+Nothing here imports torch or numpy before a record is built, so that the command line shows its
+help at once.
 """
 
 import inspect
@@ -18,6 +18,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.errors import MachineError, UsageError
 from dovetail.methods import OBJECTIVES, PIPELINE_SCHEDULES, PLACERS, SCHEDULERS, Grouping
+from dovetail.request_fields import (
+    documented,
+    option,
+    option_made,
+    read_names,
+    read_pairs,
+    read_seconds,
+    read_share,
+    read_sizes,
+    read_values,
+)
 from dovetail.training.backends import BACKENDS
 from dovetail.training.request import launched_rank, launched_ranks, named_backend
 from dovetail.units import HERE
@@ -31,12 +42,20 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 AUTO = "auto"
+MACHINE_HELP = (
+    "here (all cores of this machine as one device, and its GPUs), here/cpu, here/gpu, here/1 (one "
+    "core), here/2 (its cores as two devices), here/gpu*2 (each GPU as two devices), "
+    'FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
+    "rl17/4, gdp/2 to gdp/8"
+)
 CPU = "cpu"
 """This DEVICE text of `schedule` names the cores of this machine."""
 MIN_GAIN = 0.02
 """A plan on more devices must be better by this share if `min_gain` is not given."""
 LEARNERS = tuple(name for name, method in PLACERS.items() if method.learns)
 """The placers whose policies `learn` trains. The first is the default."""
+POLICY_PLACERS = tuple(name for name, method in PLACERS.items() if method.with_policy)
+"""The placers that take a policy file."""
 TRIALS, MOST_TRIALS = 2000, 2**20
 """`learn` judges `TRIALS` placements if neither trials nor seconds are given, and at most
 `MOST_TRIALS` if only seconds are."""
@@ -45,104 +64,194 @@ TRIALS, MOST_TRIALS = 2000, 2**20
 # --- Plan ---
 
 
+@documented
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
     """What to plan, and how. Raises an `InvalidError` for a request that cannot be planned, as far
     as that can be known beforehand.
 
-    step        a captured network, a graph or an instance. Without it a request can be checked, but
-                not planned
-    machine     a `Machine`, or its text. By default "here", and an instance's own machine
-    placer      a name in `methods.PLACERS`
-    objective   What to minimise. step: seconds of one step; pipeline: seconds of a training step
-                over --micro-batches in stages; load: seconds of the busiest device, for streams of
-                samples; latency: seconds of one sample, for instances. By default load for an
-                instance, pipeline with --micro-batches, else step
-    micro_batches  Micro-batches of a training step, for objective pipeline. MODEL's batch is one
-                micro-batch
-    schedule    Order of a pipeline's work: gpipe, 1f1b, interleaved, zero-bubble, or auto, the
-                fastest of these. For objective pipeline
-    replicas    auto: split MODEL's batch into equal parts, and choose together how many
-                data-parallel towers share them, in how many micro-batches each, and where all of it
-                runs. For training
-    recompute   auto: stages compute their forward pass again in the backward pass where memory is
-                short; never: they keep what it made. For objective pipeline
-    contiguous  Only contiguous plans: no path leaves a device and returns to it. For objective load
-    budget      Limit of a search, in seconds (10, 10s) or evaluated placements (5000e). Here
-                other forms of the step and costs of compiled code are searched for again, each with
-                as much
-    gap         Stop at a plan that is proven to be within this share of the best: .02 is 2 %
-    seed        Seed of the search. With a budget of evaluations, the same seed gives the same plan
-    pins        Keep the ops and modules that match a pattern on a device
-    caps        Limit the memory that a plan may use on a device
-    policy      Policy file for gdp and gdp+search. By default the shipped one
-    finetune    Updates of the policy on this graph before it places it, for gdp and gdp+search. 0:
-                it places the graph as it is (zero-shot)
-    per_op      Place every op by itself instead of in groups, for gdp and gdp+search
-    whole       Place each module that matches this pattern as one, e.g. 'layers.*'
-    format      Only plans that export as device-map, split-points or torchtitan. Modules that the
-                model says not to split (`_no_split_modules` of transformers) then stay whole, too
-    min_gain    Use more devices only if the plan is better by this share: .02 is 2 %. For `auto`.
-                By default 2 %, and 0 for an instance
-    place       Price this placement beside the plan: a device map, or a JSON file that holds a map
-                or a plan. The map that accelerate makes is priced as well, if accelerate is
-                installed
-    compile     Compile what a device runs between two waits, and measure torch.compile beside the
-                plan, where a plan is compared with what runs without one
-    compile_budget   Limit of compiling: 60s, 2m. Segments take up to half of it, torch.compile the
-                rest. 0s: nothing is compiled
-    stages      Choose stages together with the placement: ops that a device runs at the same time.
-                The search takes up to twice the budget. For inference, objective step
-    method      a placer that runs in place of our own, under the name `placer`
-    model       the name of the file that held the step, which the plan keeps
-
-    `pins` are pairs (pattern, device), and `caps` are pairs (device, bytes).
+    step            a captured network, a graph or an instance. Without it a request can be checked,
+                    but not planned
+    method          a placer that runs in place of our own, under the name `placer`
+    model           the name of the file that held the step, which the plan keeps
     """
 
     step: "Step | None" = None
-    machine: "str | Machine" = ""
-    placer: str = "auto"
-    objective: str = ""
-    micro_batches: int = 0
-    schedule: str = AUTO
-    recompute: str = AUTO
-    replicas: str = ""
-    contiguous: bool = False
-    budget: "str | float | Limits" = "10s"
-    gap: float = 0.0
-    seed: int = 0
-    pins: Sequence[tuple[str, str]] = ()
-    caps: Sequence[tuple[str, int]] = ()
-    policy: str | Path | None = None
-    finetune: int = 0
-    per_op: bool = False
-    whole: Sequence[str] = ()
-    format: str = ""
-    min_gain: float | None = None
-    place: Mapping[str, int | str] | str | Path | None = None
-    stages: bool = False
-    compile: bool = True
-    compile_budget: str | float = "60s"
+    machine: "str | Machine" = option(
+        "",
+        f"Machine to plan for: {MACHINE_HELP}. An instance has its own",
+        shown=HERE,
+        more="Or a `Machine`",
+    )
+    placer: str = option(
+        AUTO, f"Method to use: {', '.join(PLACERS)}. They are described below",
+        more="The table is `methods.PLACERS`",
+    )  # fmt: skip
+    objective: str = option(
+        "",
+        "What to minimise. step: seconds of one step; pipeline: seconds of a training step over "
+        "--micro-batches in stages; load: seconds of the busiest device, for streams of samples; "
+        "latency: seconds of one sample, for instances. By default load for an instance, pipeline "
+        "with --micro-batches, else step",
+        shown="step; load for an instance",
+    )
+    micro_batches: int = option(
+        0,
+        "Micro-batches of a training step, for objective pipeline. MODEL's batch is one "
+        "micro-batch",
+        shown="none",
+    )
+    schedule: str = option(
+        AUTO,
+        f"Order of a pipeline's work: {', '.join(PIPELINE_SCHEDULES)}, or auto, the fastest of "
+        "these. For objective pipeline",
+    )
+    recompute: str = option(
+        AUTO,
+        "auto: stages compute their forward pass again in the backward pass where memory is short; "
+        "never: they keep what it made. For objective pipeline",
+    )
+    replicas: str = option(
+        "",
+        "auto: split MODEL's batch into equal parts, and choose together how many data-parallel "
+        "towers share them, in how many micro-batches each, and where all of it runs. For training",
+    )
+    contiguous: bool = option(
+        False,
+        "Only contiguous plans: no path leaves a device and returns to it. For objective load",
+    )
+    budget: "str | float | Limits" = option(
+        "10s",
+        "Limit of the search, in seconds (10, 10s) or evaluated placements (5000e). What is tried "
+        "beside the step as it is (other forms, ways to share a batch) has a part of it",
+    )
+    gap: float = option(
+        0.0, "Stop at a plan that is proven to be within this share of the best: .02 is 2 %"
+    )
+    seed: int = option(
+        0, "Seed of the search. With a budget of evaluations, the same seed gives the same plan"
+    )
+    pins: Sequence[tuple[str, str]] = option(
+        (),
+        "Keep the ops and modules that match a pattern on a device",
+        "--pin",
+        kind=list[str],
+        read=read_pairs,
+        syntax="PATTERN=DEVICE, e.g. lstm.0=cpu0",
+        more="Pairs (pattern, device)",
+    )
+    caps: Sequence[tuple[str, int]] = option(
+        (),
+        "Limit the memory that a plan may use on a device",
+        "--cap",
+        kind=list[str],
+        read=read_sizes,
+        syntax="DEVICE=BYTES, e.g. cpu0=2GiB",
+        more="Pairs (device, bytes)",
+    )
+    policy: str | Path | None = option(
+        None,
+        "Policy file for gdp and gdp+search. By default the shipped one",
+        kind=Path,
+        shown="the shipped one",
+    )
+    finetune: int = option(
+        0,
+        "Updates of the policy on this graph before it places it, for gdp and gdp+search. 0: it "
+        "places the graph as it is (zero-shot)",
+    )
+    per_op: bool = option(
+        False, "Place every op by itself instead of in groups, for gdp and gdp+search"
+    )
+    whole: Sequence[str] = option(
+        (), "Place each module that matches this pattern as one, e.g. 'layers.*'", kind=list[str]
+    )
+    format: str = option(
+        "",
+        "Only plans that export as device-map, split-points or torchtitan. Modules that the model "
+        "says not to split (_no_split_modules of transformers) then stay whole, too",
+        "--for",
+    )
+    place: Mapping[str, int | str] | str | Path | None = option(
+        None,
+        "Price this placement beside the plan: a device map, or a JSON file that holds a map or a "
+        "plan. The map that accelerate makes is priced as well, if accelerate is installed",
+        kind=Path,
+    )
+    min_gain: float | None = option(
+        None,
+        "Use more devices only if the plan is better by this share: .02 is 2 %. For auto. By "
+        "default 2 %, and 0 for an instance",
+        kind=str,
+        read=read_share,
+        shown="2%; 0 for an instance",
+    )
+    stages: bool = option(
+        False,
+        "Choose stages together with the placement: ops that a device runs at the same time. The "
+        "search takes up to twice the budget. For inference, objective step",
+    )
+    compile: bool = option(
+        True,
+        "Compile what a device runs between two waits, and measure torch.compile beside the plan, "
+        "where a plan is compared with what runs without one",
+        "--compile/--no-compile",
+    )
+    compile_budget: str | float = option(
+        "60s",
+        "Limit of compiling: 60s, 2m. Segments take up to half of it, torch.compile the rest. 0s: "
+        "nothing is compiled",
+        variable="DOVETAIL_COMPILE_BUDGET",
+    )
     method: "Placer | None" = None
     model: str = ""
 
     def __post_init__(self) -> None:
+        from dovetail.placers import Limits, parse_limits
+
         for name in ("pins", "caps", "whole"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_name("placer", self.placer, PLACERS)
         if self.objective:
             check_name("objective", self.objective, OBJECTIVES)
-        self._check_numbers()
-        self._check_objective()
-        if self.replicas:
-            self._check_replicas()
-        self._check_pipeline()
-        self._check_format()
+        check_name("schedule", self.schedule, (AUTO, *PIPELINE_SCHEDULES))
+        check_name("recompute", self.recompute, (AUTO, "never"))
+        if self.replicas and self.replicas != AUTO:
+            raise UsageError(
+                "replicas",
+                f"is {self.replicas!r}; use auto, or plan the step of `towers(step, number)`",
+            )
+        if not isinstance(self.budget, Limits):
+            object.__setattr__(self, "budget", parse_limits(str(self.budget)))
+        read_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
+        check_seed(self.seed)
+        if not 0 <= self.gap < math.inf:
+            raise UsageError("gap", f"is {self.gap}; use a share from 0 on: .02 is 2 %")
+        if self.min_gain is not None and not 0 <= self.min_gain < 1:
+            raise UsageError(
+                "min_gain", f"is {self.min_gain}; use a share from 0 to below 1: .02 is 2 %"
+            )
+        if self.finetune < 0:
+            raise UsageError(
+                "finetune", f"is {self.finetune}; use a number of updates, or 0 for none"
+            )
+        for exclusion in EXCLUSIONS:
+            if not exclusion.holds(self):
+                continue
+            for name in exclusion.options:
+                if is_given(name, getattr(self, name)):
+                    detail = exclusion.detail.format(
+                        placer=self.placer, format=self.format, objective=self.resolved_objective
+                    )
+                    raise UsageError("for" if name == "format" else name, detail)
+        self._check_step()
         self._check_machine()
         if self.stages:
             self._check_stages()
-        if self.method is None:
-            self._check_policy()
+        if self.method is None and self.placer in POLICY_PLACERS:
+            from dovetail.placers.learned.files import load_policy, shipped
+
+            load_policy(shipped() if self.policy is None else self.policy, "gdp")
 
     @property
     def planned_step(self) -> "Step":
@@ -171,10 +280,8 @@ class PlanRequest:
 
     @property
     def limits(self) -> "Limits":
-        """The limits of a search: `budget` in numbers, once the record is built."""
-        assert not isinstance(self.budget, (str, float)), (
-            "the text is parsed when a record is built"
-        )
+        """The limits of the search: `budget` in numbers, once the record is built."""
+        assert not isinstance(self.budget, (str, float)), "the text is parsed when it is built"
         return self.budget
 
     @property
@@ -182,54 +289,46 @@ class PlanRequest:
         """The limit of compiling in seconds; 0: nothing is compiled."""
         if not self.compile:
             return 0.0
-        return parse_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
+        return read_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
 
     @property
     def _is_instance(self) -> bool:
         return is_instance(self.step)
 
-    def _check_numbers(self) -> None:
-        from dovetail.placers import Limits, parse_limits
+    def _check_step(self) -> None:
+        """Raise `UsageError` where the objective or the format does not suit the step."""
+        from dovetail.exports.rules import check_format
 
-        if not isinstance(self.budget, Limits):
-            object.__setattr__(self, "budget", parse_limits(str(self.budget)))
-        parse_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
-        check_seed(self.seed)
-        if not 0 <= self.gap < math.inf:
-            raise UsageError("gap", f"is {self.gap}; use a share from 0 on: .02 is 2 %")
-        if self.min_gain is not None and not 0 <= self.min_gain < 1:
-            raise UsageError(
-                "min_gain", f"is {self.min_gain}; use a share from 0 to below 1: .02 is 2 %"
-            )
-        if self.finetune < 0:
-            raise UsageError(
-                "finetune", f"is {self.finetune}; use a number of updates, or 0 for none"
-            )
-
-    def _check_objective(self) -> None:
+        check_format(self.format)
         if self.objective == "latency" and not self._is_instance:
             raise UsageError(
                 "objective",
                 "latency is defined for published instances alone, whose accelerators run their "
                 "part in one call; for a network use step, the seconds of one step",
             )
-        if self.contiguous and self.resolved_objective != "load":
-            raise UsageError(
-                "contiguous",
-                "is for objective load; a step has no stages, and for the latency an "
-                "accelerator runs its part in one call in any case",
-            )
-
-    def _check_pipeline(self) -> None:
-        """Raise `UsageError` for options that do not go with the objective pipeline, or without."""
-        check_name("schedule", self.schedule, (AUTO, *PIPELINE_SCHEDULES))
-        check_name("recompute", self.recompute, (AUTO, "never"))
         if self.replicas:
-            return
-        if self.resolved_objective != "pipeline":
-            for option, default in (("micro_batches", 0), ("schedule", AUTO), ("recompute", AUTO)):
-                if getattr(self, option) != default:
-                    raise UsageError(option, "is for objective pipeline; leave it out")
+            if self.step is None:
+                return
+            from dovetail.frontends import Captured
+            from dovetail.transforms import Parts, repeats, the
+
+            if not isinstance(self.step, Captured):
+                raise UsageError(
+                    "replicas",
+                    "auto captures parts of the batch, so MODEL must be a network; give a file's "
+                    "number of replicas",
+                )
+            if not self.step.graph.training:
+                raise UsageError(
+                    "replicas",
+                    "auto is for training steps, whose towers share an update; use --train",
+                )
+            if repeats(self.step.transforms) > 1 or the(Parts, self.step.transforms):
+                raise UsageError(
+                    "replicas",
+                    "auto takes the step of the whole batch, and this one is shared already",
+                )
+        if self.replicas or self.resolved_objective != "pipeline":
             return
         if self.micro_batches < 2:
             raise UsageError(
@@ -237,14 +336,6 @@ class PlanRequest:
                 f"is {self.micro_batches}; objective pipeline takes 2 or more, each as large as "
                 "MODEL's batch",
             )
-        given = {
-            "stages": self.stages, "place": self.place,
-            "per_op": self.per_op, "policy": self.policy, "placer": self.placer != "auto",
-            "gap": self.gap, "min_gain": self.min_gain is not None, "method": self.method,
-        }  # fmt: skip
-        for option, is_given in given.items():
-            if is_given:
-                raise UsageError(option, "does not go with objective pipeline; leave it out")
         if self.format == "device-map":
             raise UsageError("for", "a device-map has no stages; use split-points or torchtitan")
         if self._is_instance:
@@ -260,50 +351,6 @@ class PlanRequest:
                     "pipeline is for training steps; capture with --train, or use load for a "
                     "stream of samples",
                 )
-
-    def _check_replicas(self) -> None:
-        """Raise `UsageError` for options that do not go with replicas that are chosen."""
-        from dovetail.frontends import Captured
-        from dovetail.transforms import Parts, repeats, the
-
-        if self.replicas != AUTO:
-            raise UsageError(
-                "replicas",
-                f"is {self.replicas!r}; use auto, or plan the step of `towers(step, number)`",
-            )
-        given = {
-            "micro_batches": self.micro_batches, "contiguous": self.contiguous, "pins": self.pins,
-            "stages": self.stages, "for": self.format, "place": self.place, "whole": self.whole,
-            "per_op": self.per_op, "policy": self.policy, "placer": self.placer != "auto",
-            "method": self.method, "objective": self.objective not in ("", "step"),
-        }  # fmt: skip
-        for option, is_given in given.items():
-            if is_given:
-                raise UsageError(option, "does not go with replicas auto; leave it out")
-        if self.step is None:
-            return
-        if not isinstance(self.step, Captured):
-            raise UsageError(
-                "replicas",
-                "auto captures parts of the batch, so MODEL must be a network; give a file's "
-                "number of replicas",
-            )
-        if not self.step.graph.training:
-            raise UsageError(
-                "replicas", "auto is for training steps, whose towers share an update; use --train"
-            )
-        if repeats(self.step.transforms) > 1 or the(Parts, self.step.transforms):
-            raise UsageError(
-                "replicas", "auto takes the step of the whole batch, and this one is shared already"
-            )
-
-    def _check_format(self) -> None:
-        from dovetail.exports.rules import check_format
-
-        check_format(self.format)
-        if self._is_instance and (self.whole or self.format):
-            option = "whole" if self.whole else "for"
-            raise UsageError(option, "an instance has no modules; leave it out")
 
     def _check_machine(self) -> None:
         from dovetail.machine import check_local, parse_machine
@@ -326,14 +373,6 @@ class PlanRequest:
         from dovetail.frontends import Captured
         from dovetail.machine import parse_machine
 
-        if self.resolved_objective != "step":
-            raise UsageError(
-                "stages",
-                f"shorten one step, which objective {self.resolved_objective} does not count; use "
-                "--objective step, or leave --stages out",
-            )
-        if self.format:
-            raise UsageError("stages", f"a {self.format} cannot say them; leave one of the two out")
         if self.step is not None and not isinstance(self.step, Captured):
             raise UsageError(
                 "stages",
@@ -362,22 +401,84 @@ class PlanRequest:
             "known; use GPU presets such as v100, or here",
         )
 
-    def _check_policy(self) -> None:
-        takers = [name for name, method in PLACERS.items() if method.with_policy]
-        for option in ("policy", "finetune", "per_op"):
-            if getattr(self, option) not in (None, 0, False) and self.placer not in takers:
-                raise UsageError(option, f"is for {' and '.join(takers)}, not for {self.placer}")
-        if self.placer in takers:
-            from dovetail.placers.learned.files import load_policy, shipped
 
-            load_policy(shipped() if self.policy is None else self.policy, "gdp")
+@dataclass(frozen=True)
+class Exclusion:
+    """Options that do not go with a way of planning, and what is said of one that is given.
+
+    holds    whether the request asks for that way
+    options  names of fields
+    detail   it may name {placer}, {format} and {objective}
+    """
+
+    holds: Callable[[PlanRequest], bool]
+    options: tuple[str, ...]
+    detail: str
+
+
+EXCLUSIONS = (
+    Exclusion(
+        lambda request: request.resolved_objective != "load",
+        ("contiguous",),
+        "is for objective load; a step has no stages, and for the latency an accelerator runs its "
+        "part in one call in any case",
+    ),
+    Exclusion(
+        lambda request: bool(request.replicas),
+        ("micro_batches", "contiguous", "pins", "stages", "format", "place", "whole", "per_op",
+         "policy", "placer", "method", "objective"),
+        "does not go with replicas auto; leave it out",
+    ),
+    Exclusion(
+        lambda request: not request.replicas and request.resolved_objective != "pipeline",
+        ("micro_batches", "schedule", "recompute"),
+        "is for objective pipeline; leave it out",
+    ),
+    Exclusion(
+        lambda request: not request.replicas and request.resolved_objective == "pipeline",
+        ("stages", "place", "per_op", "policy", "placer", "gap", "min_gain", "method"),
+        "does not go with objective pipeline; leave it out",
+    ),
+    Exclusion(
+        lambda request: is_instance(request.step),
+        ("whole", "format"),
+        "an instance has no modules; leave it out",
+    ),
+    Exclusion(
+        lambda request: request.resolved_objective != "step",
+        ("stages",),
+        "shorten one step, which objective {objective} does not count; use --objective step, or "
+        "leave --stages out",
+    ),
+    Exclusion(
+        lambda request: bool(request.format),
+        ("stages",),
+        "a {format} cannot say them; leave one of the two out",
+    ),
+    Exclusion(
+        lambda request: request.method is None and request.placer not in POLICY_PLACERS,
+        ("policy", "finetune", "per_op"),
+        f"is for {' and '.join(POLICY_PLACERS)}, not for {{placer}}",
+    ),
+)  # fmt: skip
+"""Which options exclude each other. An option is in the table once for each way of planning that it
+does not go with, and the first row that holds is the error."""
+
+
+def is_given(name: str, value: Any) -> bool:
+    """True if an option of a plan asks for something. Its default does not, nor does an empty value
+    or objective step, for which a network is planned in any case."""
+    return value not in (getattr(PlanRequest, name), "", {}) and (name, value) != (
+        "objective",
+        "step",
+    )
 
 
 # --- Plan several phases ---
 
 PHASE_WEIGHTS = {"decode": 128.0}
 """A phase runs this many times if its weight is not given. A phase that is not listed runs once."""
-PLAN_FIELDS = tuple(option.name for option in fields(PlanRequest))
+PLAN_FIELDS = tuple(of_record.name for of_record in fields(PlanRequest))
 OF_PHASES = ("machine", "placer", "budget", "seed", "pins", "caps", "whole", "min_gain")
 """`plan_phases` takes these fields of `PlanRequest`."""
 
@@ -429,21 +530,27 @@ class PhasesRequest:
 # --- Learn ---
 
 
+@documented
 @dataclass(frozen=True, eq=False)
 class TaskRequest:
-    """One step that a policy learns to place. Its other fields are those of `PlanRequest`.
+    """One step that a policy learns to place. Its fields are those of `PlanRequest`, but for
 
-    name     the name of the task in curves and tables
-    per_op   Place every op by itself instead of in groups, for gdp
+    name            the name of the task in curves and tables
     """
 
     name: str
     step: "Step | None"
-    machine: "str | Machine" = ""
+    machine: "str | Machine" = option("", MACHINE_HELP, shown=HERE)
     objective: str = ""
-    pins: Sequence[tuple[str, str]] = ()
-    caps: Sequence[tuple[str, int]] = ()
-    per_op: bool = False
+    pins: Sequence[tuple[str, str]] = option(
+        (), "PATTERN=DEVICE, as in plan", "--pin", kind=list[str], read=read_pairs
+    )
+    caps: Sequence[tuple[str, int]] = option(
+        (), "DEVICE=BYTES, as in plan", "--cap", kind=list[str], read=read_sizes
+    )
+    per_op: bool = option(
+        False, "Place every op by itself instead of in groups, for gdp", "--per-op/--groups"
+    )
     model: str = ""
 
     @property
@@ -453,62 +560,117 @@ class TaskRequest:
         return self.step
 
 
+@documented
 @dataclass(frozen=True, eq=False)
 class LearnRequest:
     """What a policy is to learn, for how long, and by how many controllers. Raises an
     `InvalidError` for a request that cannot be learned, as far as that can be known beforehand.
 
-    tasks        the steps to place, on their machines
-    method       Policy to train: seq2seq, hdp or gdp, or one of them as published: seq2seq-paper,
-                 hdp-paper, gdp-paper. By default that of the policy file, else seq2seq
-    policy       Policy file to start from
-    trials       Placements to try in all, over all tasks and controllers
-    seconds      How long to learn, in place of a number of trials
-    controllers  Controllers that train the policy side by side, without waiting for each other
-    evaluators   Evaluators of each controller, which judge its placements side by side
-    backend      Where controllers run: processes, ranks, ray, threads or simulated. By default
-                 ranks under torchrun, threads for one controller, else processes
-    device       Where the policy computes: cpu, cuda (the GPUs in turn) or cuda:1. For gdp and
-                 gdp-paper; the others compute on the CPU
-    rule         the update rule by which controllers share what they learn, a name in `RULES`
-    settings     Fields of `LearningSettings`, in place of the method's own values
-    measured     Judge placements by running them on this machine's devices, such as here/2
-    simulated_first  Simulated trials before the measured ones
-    folder       Keep the run's state in this folder, so that the run can be resumed
-    resume       Continue the run in the folder
-    seed         Seed of the run. With one controller and the same trials it gives the same result
+    tasks           the steps to place, on their machines
+    rule            the update rule by which controllers share what they learn, a name in `RULES`
     """
 
     tasks: Sequence[TaskRequest] = ()
-    method: str = ""
-    policy: str | Path | None = None
-    trials: int | None = None
-    seconds: float | None = None
-    controllers: int = 1
-    evaluators: int = 1
-    backend: str = ""
-    device: str = "cpu"
+    method: str = option(
+        "",
+        "Policy to train: seq2seq, hdp or gdp, or one of them as published: seq2seq-paper, "
+        "hdp-paper, gdp-paper. By default that of the policy file, else seq2seq",
+        shown=LEARNERS[0],
+    )
+    policy: str | Path | None = option(None, "Policy file to start from", kind=Path)
+    trials: int | None = option(
+        None,
+        "Placements to try in all, over all tasks and controllers",
+        kind=int,
+        shown=str(TRIALS),
+    )
+    seconds: float | None = option(
+        None,
+        "How long to learn, in place of a number of trials",
+        "--budget",
+        kind=str,
+        read=read_seconds,
+        syntax="60s, 5m",
+    )
+    controllers: int = option(
+        1, "Controllers that train the policy side by side, without waiting for each other"
+    )
+    evaluators: int = option(
+        1, "Evaluators of each controller, which judge its placements side by side"
+    )
+    backend: str = option(
+        "",
+        "Where controllers run: processes, ranks, ray, threads or simulated. By default ranks "
+        "under torchrun, threads for one controller, else processes",
+        shown="threads for one controller, else processes",
+    )
+    device: str = option(
+        "cpu",
+        "Where the policy computes: cpu, cuda (the GPUs in turn) or cuda:1. For gdp and gdp-paper; "
+        "the others compute on the CPU",
+    )
     rule: str = "downpour"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    measured: bool = False
-    simulated_first: int = 0
-    folder: str | Path | None = None
-    resume: bool = False
-    seed: int = 0
+    measured: bool = option(
+        False, "Judge placements by running them on this machine's devices, such as here/2"
+    )
+    simulated_first: int = option(0, "Simulated trials before the measured ones")
+    settings: Mapping[str, Any] = option_made(
+        dict,
+        "Fields of LearningSettings, in place of the method's own values",
+        "--setting",
+        kind=list[str],
+        read=read_values,
+        syntax="KEY=VALUE, e.g. rate=0.001, trials=16, entropy=0.01",
+    )
+    seed: int = option(
+        0, "Seed of the run. With one controller and the same trials it gives the same result"
+    )
+    folder: str | Path | None = option(
+        None, "Keep the run's state in this folder, so that the run can be resumed", kind=Path
+    )
+    resume: bool = option(False, "Continue the run in the folder")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", self._method())
+        from dovetail.training.checkpoint import check_held
+
         object.__setattr__(self, "tasks", tuple(self.tasks))
+        method = self.method
+        if self.policy is not None:
+            from dovetail.placers.learned.files import load_policy
+
+            # The policy must be one of the method, if that is given.
+            of_policy = load_policy(self.policy, method or None)[0].name
+            method = method or of_policy
+        method = method or LEARNERS[0]
+        check_name("method", method, LEARNERS)
+        object.__setattr__(self, "method", method)
         if self.backend:
             check_name("backend", self.backend, BACKENDS)
             named_backend(self.backend)
         check_seed(self.seed)
-        if len(self.tasks) > 1 and not PLACERS[self.method].carries:
-            raise UsageError("method", f"{self.method} learns one graph; gdp learns many at once")
-        self._check_length()
+        if len(self.tasks) > 1 and not PLACERS[method].carries:
+            raise UsageError("method", f"{method} learns one graph; gdp learns many at once")
+        least = self.learning_settings.trials * self.controllers
+        for name in ("controllers", "evaluators"):
+            if getattr(self, name) < 1:
+                raise UsageError(name, f"is {getattr(self, name)}; use 1 or more")
+        if self.trials is not None and self.seconds is not None:
+            raise UsageError("trials", "give trials or a budget of seconds, not both")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise UsageError("budget", f"is {self.seconds} seconds; use more than 0")
+        for name, trials in (("trials", self.trials), ("simulated_first", self.simulated_first)):
+            if trials is not None and trials < least and (trials or name == "trials"):
+                raise UsageError(
+                    name,
+                    f"is {trials}, but one update of {self.controllers} controllers takes {least}",
+                )
         self._check_device()
         self._check_measured()
-        self._check_folder()
+        if self.resume and self.folder is None:
+            raise UsageError("resume", "needs the folder of the run")
+        # Rank 0 alone opens the folder, perhaps before another rank comes here.
+        if self.folder is not None and not launched_rank():
+            check_held(self.folder, self.resume)
         for task in self.tasks:
             self._check_task(task)
 
@@ -523,6 +685,7 @@ class LearnRequest:
     def learning_settings(self) -> "LearningSettings":
         """The method's settings, changed by those of the request. Raises `UsageError`."""
         from dovetail.placers.learned.catalog import settings_of
+        from dovetail.placers.learned.records import BASELINES, OBJECTIVES, RATIOS
 
         settings = settings_of(self.method, finetuned=self.policy is not None)
         kinds = {field.name: type(getattr(settings, field.name)) for field in fields(settings)}
@@ -533,37 +696,22 @@ class LearnRequest:
             if not (isinstance(value, kind) or number or name == "valid_only_from"):
                 raise UsageError("setting", f"{name} is {value!r}, not {kind.__name__}")
         changed = replace(settings, **self.settings)
-        _check_settings(changed)
+        texts = (("objective", OBJECTIVES), ("baseline", BASELINES), ("ratio", RATIOS))
+        for name, known in texts:
+            value = getattr(changed, name)
+            if value not in known:
+                raise UsageError("setting", f"{name} is {value!r}, not one of {', '.join(known)}")
+        if changed.trials < 1 or not changed.rate > 0:
+            raise UsageError("setting", "trials must be 1 or more, and rate above 0")
+        for name in ("decay_every", "passes"):
+            if getattr(changed, name) < 1:
+                raise UsageError("setting", f"{name} must be 1 or more")
+        first = changed.valid_only_from
+        if first is not None and (
+            isinstance(first, bool) or not isinstance(first, int) or first < 0
+        ):
+            raise UsageError("setting", f"valid_only_from is {first!r}, no number of updates")
         return changed
-
-    def _method(self) -> str:
-        """The method that the request names, else that of its policy file, else the default."""
-        method = self.method
-        if self.policy is not None:
-            from dovetail.placers.learned.files import load_policy
-
-            of_policy = load_policy(self.policy, method or None)[0].name
-            method = method or of_policy
-        method = method or LEARNERS[0]
-        check_name("method", method, LEARNERS)
-        return method
-
-    def _check_length(self) -> None:
-        settings = self.learning_settings
-        for option in ("controllers", "evaluators"):
-            if getattr(self, option) < 1:
-                raise UsageError(option, f"is {getattr(self, option)}; use 1 or more")
-        if self.trials is not None and self.seconds is not None:
-            raise UsageError("trials", "give trials or a budget of seconds, not both")
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise UsageError("budget", f"is {self.seconds} seconds; use more than 0")
-        least = settings.trials * self.controllers
-        for option, trials in (("trials", self.trials), ("simulated_first", self.simulated_first)):
-            if trials is not None and trials < least and (trials or option == "trials"):
-                raise UsageError(
-                    option,
-                    f"is {trials}, but one update of {self.controllers} controllers takes {least}",
-                )
 
     def _check_device(self) -> None:
         if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
@@ -599,16 +747,9 @@ class LearnRequest:
         if self.folder is not None:
             raise UsageError("folder", "is for simulated trials; measured ones cannot be repeated")
 
-    def _check_folder(self) -> None:
-        from dovetail.training.checkpoint import check_held
-
-        if self.resume and self.folder is None:
-            raise UsageError("resume", "needs the folder of the run")
-        # Rank 0 alone opens the folder, perhaps before another rank comes here.
-        if self.folder is not None and not launched_rank():
-            check_held(self.folder, self.resume)
-
     def _check_task(self, task: TaskRequest) -> None:
+        from dovetail.frontends import Captured
+        from dovetail.machine import parse_machine
         from dovetail.pipeline.sources import graph_of
 
         if task.per_op and self.method not in ("gdp", "gdp-paper"):
@@ -630,71 +771,75 @@ class LearnRequest:
             caps=task.caps,
         )
         if self.measured:
-            _check_measurable(task)
+            machine = task.machine
+            if isinstance(machine, str):
+                machine = parse_machine(machine or HERE)
+            if not machine.local or len(machine.devices) < 2:
+                raise UsageError(
+                    "measured", f"{machine.name} has no two devices of this machine; use here/2"
+                )
+            if task.step is not None and not isinstance(task.step, Captured):
+                raise UsageError("measured", "only a network can run; name it instead of a file")
         if task.step is not None:
             graph_of(task.step)
-
-
-def _check_measurable(task: TaskRequest) -> None:
-    """Raise `UsageError` unless the task's step can run on devices of this machine."""
-    from dovetail.frontends import Captured
-    from dovetail.machine import parse_machine
-
-    machine = task.machine
-    if isinstance(machine, str):
-        machine = parse_machine(machine or HERE)
-    if not machine.local or len(machine.devices) < 2:
-        raise UsageError(
-            "measured", f"{machine.name} has no two devices of this machine; use here/2"
-        )
-    if task.step is not None and not isinstance(task.step, Captured):
-        raise UsageError("measured", "only a network can run; name it instead of a file")
-
-
-def _check_settings(settings: "LearningSettings") -> None:
-    from dovetail.placers.learned.records import BASELINES, OBJECTIVES, RATIOS
-
-    for name, known in (("objective", OBJECTIVES), ("baseline", BASELINES), ("ratio", RATIOS)):
-        if getattr(settings, name) not in known:
-            value = getattr(settings, name)
-            raise UsageError("setting", f"{name} is {value!r}, not one of {', '.join(known)}")
-    if settings.trials < 1 or not settings.rate > 0:
-        raise UsageError("setting", "trials must be 1 or more, and rate above 0")
-    for name in ("decay_every", "passes"):
-        if getattr(settings, name) < 1:
-            raise UsageError("setting", f"{name} must be 1 or more")
-    first = settings.valid_only_from
-    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
-        raise UsageError("setting", f"valid_only_from is {first!r}, no number of updates")
 
 
 # --- Schedule ---
 
 
+def _read_batches(_flag: str, text: str) -> tuple[int, ...]:
+    """The numbers that a text lists with commas. Raises `UsageError`."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in read_names("batch", text)))
+    except ValueError:
+        raise UsageError("batch", f"{text!r} is not a list of numbers such as 1,8,16") from None
+
+
+@documented
 @dataclass(frozen=True, eq=False)
 class ScheduleRequest:
     """Which schedules of an inference step to find. Raises `UsageError`.
 
-    model       a captured step, or its MODEL text
-    devices     Devices to compare. cpu: the cores of this machine; cuda:0: its first GPU; a preset
-                such as v100: predicted by analytic costs
-    schedulers  names in `methods.SCHEDULERS`. By default all of them
-    batches     Batch sizes of a network of the zoo. By default the one that MODEL says
-    rounds      Rounds of measuring. Each runs all schedules, one after another
-    sampled     Random schedules to measure, so that predictions can be compared with them
-    specialised Scheduler whose schedules run at the sizes and on the devices that they were not
-                made for. By default each one's chosen schedule
-    seed        Seed of weights, inputs and random schedules
+    model           a captured step, or its MODEL text
     """
 
     model: "str | Captured"
-    devices: Sequence[str] = (CPU,)
-    schedulers: Sequence[str] = ()
-    batches: Sequence[int] = ()
-    rounds: int = 15
-    sampled: int = 0
-    specialised: str = ""
-    seed: int = 0
+    devices: Sequence[str] = option(
+        (CPU,),
+        "Devices to compare. cpu: the cores of this machine; cuda:0: its first GPU; a preset such "
+        "as v100: predicted by analytic costs",
+        "--device",
+        kind=str,
+        read=lambda flag, text: read_names(flag, text) or (CPU,),
+        syntax="One, or several with commas",
+        shown=CPU,
+    )
+    schedulers: Sequence[str] = option(
+        (),
+        f"Methods to compare, with commas: {', '.join(SCHEDULERS)}. They are described below",
+        "--scheduler",
+        kind=str,
+        read=read_names,
+        shown="all",
+    )
+    batches: Sequence[int] = option(
+        (),
+        "Batch sizes of a network of the zoo. By default the one that MODEL says",
+        "--batch",
+        kind=str,
+        read=_read_batches,
+        syntax="One, or several with commas: 1,8,16",
+    )
+    rounds: int = option(15, "Rounds of measuring. Each runs all schedules, one after another")
+    sampled: int = option(
+        0, "Random schedules to measure, so that predictions can be compared with them"
+    )
+    specialised: str = option(
+        "",
+        "Scheduler whose schedules run at the sizes and on the devices that they were not made "
+        "for. By default each one's chosen schedule",
+    )
+    seed: int = option(0, "Seed of weights, inputs and random schedules")
 
     def __post_init__(self) -> None:
         for name in ("devices", "schedulers", "batches"):
@@ -745,33 +890,10 @@ def is_instance(step: "Step | None") -> bool:
     return isinstance(step, Instance)
 
 
-def parse_seconds(option: str, text: str, *, may_be_none: bool = False) -> float:
-    """The seconds that "60", "60s" or "2m" names, above 0, or 0 as well. Raises `UsageError`."""
-    scale = {"s": 1.0, "m": 60.0}.get(text[-1:])
-    try:
-        seconds = float(text[:-1]) * scale if scale else float(text)
-    except ValueError:
-        seconds = -1.0
-    if not (0 < seconds < 1e9 or (may_be_none and seconds == 0)):
-        raise UsageError(option, f"is a time such as 60s or 2m, not {text!r}")
-    return seconds
-
-
 def check_seed(seed: int) -> None:
     """Raise `UsageError` unless the seed is from 0 to 2^63 - 1, which a plan's file can hold."""
     if not 0 <= seed < 2**63:
         raise UsageError("seed", f"is {seed}; use a whole number from 0 to {2**63 - 1}")
-
-
-def field_help(request: type, name: str) -> str:
-    """What the record's docstring says of a field, in one line, for the command line.
-
-    A note begins with the field's name at the start of a line. Its further lines are indented.
-    """
-    text = inspect.cleandoc(request.__doc__ or "")
-    match = re.search(rf"^{name} +(\S.*(?:\n +.*)*)", text, re.MULTILINE)
-    assert match is not None, f"{request.__name__} does not say what {name} is"
-    return " ".join(match[1].replace("`", "").split())
 
 
 def with_fields_of(request: type, skip: Collection[str] = ()) -> Callable[[Function], Function]:
@@ -790,13 +912,13 @@ def with_fields_of(request: type, skip: Collection[str] = ()) -> Callable[[Funct
         taken = {*skip, *(parameter.name for parameter in shown)}
         shown += [
             inspect.Parameter(
-                option.name,
+                of_record.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default={} if option.default is MISSING else option.default,
-                annotation=option.type,
+                default={} if of_record.default is MISSING else of_record.default,
+                annotation=of_record.type,
             )
-            for option in fields(request)
-            if option.name not in taken
+            for of_record in fields(request)
+            if of_record.name not in taken
         ]
         function.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return function

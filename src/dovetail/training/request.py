@@ -1,8 +1,8 @@
 """The request for a training: the one record that the command line and `Trainer` build.
 
-The defaults of training stand here and nowhere else. The record checks what can be checked without
-the data; `preparing` checks the rest. This module imports neither torch nor numpy, so that the
-command line can show the defaults at once.
+The defaults and the meaning of each option of training stand here and nowhere else. The record
+checks what can be checked without the data; `preparing` checks the rest. This module imports
+neither torch nor numpy, so that the command line can show its help at once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import UsageError
+from dovetail.request_fields import documented, option, option_made, read_values
 from dovetail.training import options
+from dovetail.training.backends import BACKENDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,88 +92,153 @@ def prints() -> bool:
     return os.environ.get("RANK", "0") in ("", "0")
 
 
+# --- How texts of options are read ---
+
+
+def _read_window(flag: str, text: str) -> int | str | None:
+    """The window that "10" or "auto" names; None for "all", one commit at the end. Raises
+    `UsageError`."""
+    if text in ("auto", "all"):
+        return text if text == "auto" else None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(flag, f"is a number of steps, auto or all, not {text!r}")
+    return int(text)
+
+
+def _read_metrics(_flag: str, texts: Sequence[str]) -> Metrics:
+    """The metrics of these names, of which package.module:function is a function of the user's
+    own. Raises `ModelError` for one that cannot be imported."""
+    from dovetail.runtime.functions import find_function, names_function
+
+    return tuple(find_function(text) if names_function(text) else text for text in texts)
+
+
+@documented
 @dataclass(frozen=True)
 class TrainRequest:
     """How a module is trained. Raises `UsageError` for a setting that no run can have.
 
-    model       any `nn.Module` on the CPU, or a Keras 3 model on torch. It is trained in place
-    loss        a function (output, *targets) -> the mean over the batch's samples
-    optimizer   a name ("adam"; SGD needs `lr`), a function of parameters, a record, or an optimizer
-                of torch or Keras (see `torch_optimizers`). Each worker has an optimizer of its own;
-                for the rule `sync` the server has it
-    rule        a name in `RULES`, or `make_rule(name, **options)`
-    workers     processes, or groups of processes, that compute gradients
-    backend     a name in `BACKENDS`; `backend_options` holds the backend's own settings. "auto":
-                `ranks` if a launcher started several ranks, else `processes`. Several ranks take no
-                other backend
-    epochs      passes over all samples
-    batch       samples of a local step
-    window      local steps between commits. None: one commit, at the end; "auto": the rule's own
-    partition   which samples each worker trains, a name in `PARTITIONS`. `fixed` and `by-label`
-                need a data set of known length, and `by-label` a label a sample. Others train a
-                lost worker's share once they have finished their own (see `ledger`)
-    lr          learning rate, in place of the optimizer's own
-    schedule    a factor of the learning rate by epoch, or a torch scheduler (`torch_optimizers`)
-    metrics     figures of the validation set beside the loss: "accuracy", or functions like the
-                loss
-    validate    when to evaluate, beside the end of the run: "epoch" for the end of each epoch, a
-                number of samples, or seconds such as "30s"
-    monitor     the figure that decides which evaluation is the best. A loss, an error or a
-                perplexity is better when it is lower, any other figure when it is higher
-    patience    the run stops after this many evaluations without a better one. The best center is
-                kept
-    callbacks   told of epochs and commits in the caller's process; they may end the run
-    collate     a function items -> batch, for data sets that are not arrays
-    folder      where the run's state is kept, so that nothing is lost with the server. `storage`
-                holds further settings of `Storage`
-    resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart.
-                There may be more epochs now, or unless workers have shares (`partition`) another
-                number of workers
-    device      where workers compute: "cpu", "cuda" for the GPUs in turn, or "cuda:1". Several
-                workers share a GPU. The backend `ray` takes "cpu" or "cuda": Ray chooses the GPU of
-                each worker. The caller's process computes the run's evaluations on the named GPU,
-                for "cuda" on its first one; if Ray's caller has no GPU, on the CPU. The center is
-                on the CPU
-    autocast    "bfloat16": workers compute in it by `torch.autocast`; "": in the model's own dtype.
-                If `device` is a GPU, evaluations compute model and loss in it too, as training's
-                forward pass does. If `device` is "cpu", they use the model's own dtype
-    group       processes of each worker, which average their gradients (see `group`)
-    name        the label of the run's history. "": the rule's name
-    shards, wire, guard, policy, order   see `backends.contract`
+    model           any `nn.Module` on the CPU, or a Keras 3 model on torch. It is trained in place
+    loss            a function (output, *targets) -> the mean over the batch's samples
+    optimizer       a name ("adam"; SGD needs `lr`), a function of parameters, a record, or an
+                    optimizer of torch or Keras (see `torch_optimizers`). Each worker has an
+                    optimizer of its own; for the rule `sync` the server has it
+    schedule        a factor of the learning rate by epoch, or a torch scheduler
+                    (`torch_optimizers`)
+    callbacks       told of epochs and commits in the caller's process; they may end the run
+    collate         a function items -> batch, for data sets that are not arrays
+    storage         further settings of `Storage`, beside `folder` and `resume`
+    group           processes of each worker, which average their gradients (see `group`)
+    name            the label of the run's history. "": the rule's name
+    shards, guard, policy, order   see `backends.contract`
     """
 
     model: nn.Module
     loss: Loss
     optimizer: MakeOptimizer | str | Any
-    rule: Rule | str = "adag-agn"
-    workers: int = 2
-    backend: Backend | str = "auto"
+    rule: Rule | str = option(
+        "adag-agn",
+        "Update rule of workers and server; --rules lists all of them",
+        more="A name in `RULES`, or `make_rule(name, **options)`",
+    )
+    workers: int = option(
+        2,
+        "Workers that train side by side; under torchrun by default at least one a rank",
+        least=1,
+        more="A worker is a process, or a group of processes, that computes gradients",
+    )
+    backend: Backend | str = option(
+        "auto",
+        "; ".join(f"{entry.name}: {entry.help}" for entry in BACKENDS.values())
+        + "; auto: ranks under torchrun, else processes",
+        more="Or a function. Several ranks take no other backend than ranks",
+    )
     _: KW_ONLY
-    epochs: int = 1
-    batch: int = 32
-    window: int | str | None = "auto"
-    partition: str = "leased"
-    lr: float | None = None
+    window: int | str | None = option(
+        "auto",
+        "Local steps between two commits to the server. all: one commit, at the end",
+        read=_read_window,
+        shown="auto: the rule's own, mostly 1",
+        more='None stands for all, and "auto" for the rule\'s own',
+    )
+    batch: int = option(32, "Samples in a local step", least=1)
+    epochs: int = option(1, "Passes over all samples", least=1)
+    partition: str = option(
+        "leased",
+        "; ".join(f"{name}: {help}" for name, help in PARTITIONS.items()),
+        more="`fixed` and `by-label` need a data set of known length, and `by-label` a label a "
+        "sample. Workers train a lost one's share once they have finished their own (`ledger`)",
+    )
+    device: str = option(
+        "cpu",
+        "Where workers and evaluations compute: cpu, cuda (the GPUs in turn; with ray, those that "
+        "Ray assigns) or cuda:NUMBER",
+        more="Several workers share a GPU. The caller's process computes the run's evaluations on "
+        "the named GPU, for cuda on its first one; if Ray's caller has no GPU, on the CPU. The "
+        "center is on the CPU",
+    )
+    autocast: str = option(
+        "",
+        "bfloat16: workers compute in it by torch.autocast, on a GPU evaluations too",
+        more="Evaluations on the CPU use the model's own dtype",
+    )
+    lr: float | None = option(None, "Learning rate, in place of the optimizer's own", kind=float)
     schedule: Schedule | None = None
-    metrics: Metrics = ()
-    validate: int | str = "epoch"
-    monitor: str = "loss"
-    patience: int | None = None
+    backend_options: Mapping[str, Any] = option_made(
+        dict,
+        "KEY=VALUE, a setting of the backend, e.g. latency_seconds=0.01 of simulated",
+        "--backend-option",
+        kind=list[str],
+        read=read_values,
+    )
+    seed: int = option(0, "Seed of the run", least=0)
+    metrics: Metrics = option(
+        (),
+        "Figure of the validation set to report beside the loss: accuracy, or "
+        "package.module:function, (output, target) -> its mean over a batch",
+        "--metric",
+        kind=list[str],
+        read=_read_metrics,
+    )
+    validate: int | str = option(
+        "epoch",
+        "When to validate: epoch (after each), a number of samples, or seconds (30s)",
+        read=lambda _flag, text: int(text) if text.isdecimal() else text,
+        more="The end of the run is validated in any case",
+    )
+    monitor: str = option(
+        "loss",
+        "Figure that decides which validation is the best",
+        more="A loss, an error or a perplexity is better when it is lower, any other figure when "
+        "it is higher",
+    )
+    patience: int | None = option(
+        None,
+        "Stop after this many validations without a better one",
+        kind=int,
+        least=1,
+        more="The best center is kept",
+    )
+    wire: str = option(
+        "none", "How commits are compressed: none, float16, bfloat16 or topk:FRACTION"
+    )
     callbacks: Sequence[Callback] = ()
     collate: Collate | None = None
-    folder: str | os.PathLike[str] | None = None
-    resume: bool = False
+    folder: str | os.PathLike[str] | None = option(
+        None, "Keep the run's state in this folder, so that the run can be resumed", kind=Path
+    )
+    resume: bool = option(
+        False,
+        "Continue the run in --folder",
+        more="Workers' optimizers start anew, as after any restart. There may be more epochs now, "
+        "or unless workers have shares (`partition`) another number of workers",
+    )
     storage: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    device: str = "cpu"
-    autocast: str = ""
     group: int = 1
     guard: Guard = field(default_factory=_guard)
     policy: FailurePolicy = field(default_factory=_policy)
-    wire: str = "none"
     shards: int | None = None
     order: tuple[int, ...] | None = None
-    backend_options: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -189,8 +257,18 @@ class TrainRequest:
             raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
         if self.autocast not in ("", "bfloat16"):
             raise UsageError("autocast", f"must be bfloat16 or left out, not {self.autocast!r}")
-        self._check_window()
-        self._check_backend()
+        if isinstance(self.window, str):
+            if self.window != "auto":
+                says = f'must be a whole number, None or "auto", not {self.window!r}'
+                raise UsageError("window", says)
+        elif self.window is not None:
+            options.count("window", self.window)
+        if isinstance(self.backend, str):
+            object.__setattr__(self, "backend", named_backend(self.backend))
+        elif not callable(self.backend):
+            raise UsageError("backend", f"{self.backend!r} is no name, and not callable")
+        elif self.backend_options:
+            raise UsageError("backend_options", "go with a backend's name")
         self._check_folder()
         self.evaluation_times(None)
 
@@ -214,23 +292,6 @@ class TrainRequest:
             return None, float(match[1])
         options.count("validate", self.validate)
         return self.validate, None
-
-    def _check_window(self) -> None:
-        if isinstance(self.window, str):
-            if self.window != "auto":
-                says = f'must be a whole number, None or "auto", not {self.window!r}'
-                raise UsageError("window", says)
-        elif self.window is not None:
-            options.count("window", self.window)
-
-    def _check_backend(self) -> None:
-        if isinstance(self.backend, str):
-            object.__setattr__(self, "backend", named_backend(self.backend))
-            return
-        if not callable(self.backend):
-            raise UsageError("backend", f"{self.backend!r} is no name, and not callable")
-        if self.backend_options:
-            raise UsageError("backend_options", "go with a backend's name")
 
     def _check_folder(self) -> None:
         if self.folder is None:
