@@ -569,55 +569,44 @@ class _LoadSearch:
         with ThreadPoolExecutor(max(1, min(count, self.budget.threads))) as executor:
             while not (self.budget.exhausted or self.budget.closed):
                 before = self.pool[0][0]
-                self._cycle(walks, executor)
+                # The moves of each walk. If less than two of the shortest cycles are left, they are
+                # all that is left.
+                left = self.budget.left / len(walks)
+                if self.budget.timed:
+                    left = min(left, self.budget.left_seconds * self.pace / self.tables.groups)
+                shortest, longest = CYCLE
+                evaluations = left if left < 2 * shortest else min(max(left / 3, shortest), longest)
+                moves = max(1, int(evaluations * self.tables.groups))
+
+                # Each walk is annealed from a plan of the pool. The first walk mostly starts from
+                # the best plan. Other draws prefer the better plans.
+                began = self.budget.clock()
+                tasks = []
+                for index, walk in enumerate(walks):
+                    pick = 0
+                    if index or self.rng.random() < 0.25:
+                        pick = int(len(self.pool) * self.rng.random() ** 2)
+                    score, placement = self.pool[pick]
+                    walk.placement[:] = self.problem.settle(placement)
+                    walk.best[:] = walk.placement
+                    walk.scalars[BEST] = np.inf if score.lacking_bytes else score.value
+                    walk.random[0] = np.uint64(self.rng.integers(1, 2**63))
+                    hot = float(np.exp(self.rng.uniform(*np.log(HOT))))
+                    tasks.append(
+                        executor.submit(
+                            _cool, self.tables, walk, score.value, hot, moves, self.budget
+                        )
+                    )
+                moves_made = [task.result() for task in tasks]
+                if self.budget.timed:
+                    self.pace = max(moves_made) / max(self.budget.clock() - began, 1e-9)
+                self.budget.charge(sum(moves_made) / self.tables.groups)
+                best_placements = {walk.best.tobytes(): walk.best.copy() for walk in walks}
+                for placement in best_placements.values():
+                    self._take(placement)
                 stalled = 0 if self.pool[0][0] < before else stalled + 1
                 if stalled >= PATIENCE and not limited:
                     return
-
-    def _cycle(self, walks: list[AnnealingState], executor: ThreadPoolExecutor) -> None:
-        """Anneal each walk once, and take what they end with into the pool."""
-        moves = self._cycle_moves(len(walks))
-        began = self.budget.clock()
-        tasks = []
-        for i, walk in enumerate(walks):
-            base = self._start(walk, i)
-            walk.random[0] = np.uint64(self.rng.integers(1, 2**63))
-            hot = float(np.exp(self.rng.uniform(*np.log(HOT))))
-            cycle = _CoolingCycle(self.tables, walk, base, hot, moves)
-            tasks.append(executor.submit(cycle.run, self.budget))
-        moves_made = [task.result() for task in tasks]
-        if self.budget.timed:
-            self.pace = max(moves_made) / max(self.budget.clock() - began, 1e-9)
-        self.budget.charge(sum(moves_made) / self.tables.groups)
-        best_placements = {walk.best.tobytes(): walk.best.copy() for walk in walks}
-        for placement in best_placements.values():
-            self._take(placement)
-
-    def _cycle_moves(self, walks: int) -> int:
-        """Return the moves of each walk in the next cycle.
-
-        If less than two of the shortest cycles are left, they are all that is left.
-        """
-        left = self.budget.left / walks
-        if self.budget.timed:
-            left = min(left, self.budget.left_seconds * self.pace / self.tables.groups)
-        shortest, longest = CYCLE
-        evaluations = left if left < 2 * shortest else min(max(left / 3, shortest), longest)
-        return max(1, int(evaluations * self.tables.groups))
-
-    def _start(self, walk: AnnealingState, index: int) -> float:
-        """Set a walk on a plan of the pool, and return that plan's value.
-
-        The first walk mostly starts from the best plan. Other draws prefer the better plans.
-        """
-        pick = 0
-        if index or self.rng.random() < 0.25:
-            pick = int(len(self.pool) * self.rng.random() ** 2)
-        score, placement = self.pool[pick]
-        walk.placement[:] = self.problem.settle(placement)
-        walk.best[:] = walk.placement
-        walk.scalars[BEST] = np.inf if score.lacking_bytes else score.value
-        return score.value
 
     def _take(self, placement: GroupPlacement) -> None:
         """Evaluate the best plan of a walk and pool it; if memory lacks, give later walks less
@@ -641,47 +630,42 @@ class _LoadSearch:
             del self.pool[POOL:]
 
 
-@dataclass
-class _CoolingCycle:
-    """One walk, from its first temperature to its last.
+def _cool(
+    tables: LoadTables,
+    walk: AnnealingState,
+    start_seconds: float,
+    hot: float,
+    moves: int,
+    budget: Budget,
+) -> int:
+    """Anneal one walk, from its first temperature to its last; return the number of moves proposed,
+    fewer if the budget ends earlier.
 
-    scale_seconds   value of the plan that the walk starts from
+    start_seconds   value of the plan that the walk starts from
     hot             relative rise of the largest load that is accepted at first
     moves           to propose
     """
-
-    tables: LoadTables
-    walk: AnnealingState
-    scale_seconds: float
-    hot: float
-    moves: int
-
-    def run(self, budget: Budget) -> int:
-        """Run the walk; return the number of moves proposed, fewer if the budget ends earlier."""
-        moves_made = 0
-        chunk = chunk_moves(self.tables)
-        while moves_made < self.moves and not (moves_made and budget.exhausted):
-            part = min(chunk, self.moves - moves_made)
-            heat = self._heat(moves_made / self.moves)
-            # Loads are computed afresh for each chunk: the exponent may have risen, which changes
-            # the energy, and sums that are updated move by move drift.
-            start(self.tables, self.walk, heat)
-            if not moves_made and np.isinf(self.walk.scalars[BEST]):
-                self.walk.best[:] = self.walk.placement
-            anneal(self.tables, self.walk, heat, part)
-            moves_made += part
-        if np.isinf(self.walk.scalars[BEST]):
-            self.walk.best[:] = self.walk.placement
-        return moves_made
-
-    def _heat(self, share: float) -> Temperature:
-        """Return the temperature once a share of the moves is made."""
-        doublings = (2 if self.hot > 0.02 else 3) + int(3 * share)
+    moves_made = 0
+    chunk = chunk_moves(tables)
+    while moves_made < moves and not (moves_made and budget.exhausted):
+        part = min(chunk, moves - moves_made)
+        share = moves_made / moves
+        doublings = (2 if hot > 0.02 else 3) + int(3 * share)
         # A small relative rise of one load raises its power by 2^doublings times as much.
-        temperature = self.hot * COLD**share * 2.0**doublings
-        best = float(self.walk.scalars[BEST])
-        scale = best if np.isfinite(best) else self.scale_seconds
-        return Temperature(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
+        temperature = hot * COLD**share * 2.0**doublings
+        best = float(walk.scalars[BEST])
+        scale = best if np.isfinite(best) else start_seconds
+        heat = Temperature(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
+        # Loads are computed afresh for each chunk: the exponent may have risen, which changes the
+        # energy, and sums that are updated move by move drift.
+        start(tables, walk, heat)
+        if not moves_made and np.isinf(walk.scalars[BEST]):
+            walk.best[:] = walk.placement
+        anneal(tables, walk, heat, part)
+        moves_made += part
+    if np.isinf(walk.scalars[BEST]):
+        walk.best[:] = walk.placement
+    return moves_made
 
 
 def chunk_moves(tables: LoadTables) -> int:
