@@ -1266,13 +1266,10 @@ class _ExactSearch:
         """True if the best placement is proven to be optimal, up to the model's resolution."""
         if self.closed or self.budget.closed:
             return True
-        if (
-            self.master is None
-            or self.budget.ledger.bound is None
-            or not np.isfinite(self.limit_seconds)
-        ):
+        bound = self.budget.ledger.bound
+        if self.master is None or bound is None or not np.isfinite(self.limit_seconds):
             return False
-        gap_seconds = self.limit_seconds - self.budget.ledger.bound.seconds
+        gap_seconds = self.limit_seconds - bound.seconds
         return gap_seconds <= self.master.resolution_seconds + ROUNDING * self.limit_seconds
 
     def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
@@ -1297,9 +1294,8 @@ class _ExactSearch:
         """Return the best placement. Raises `NoPlanFitsError` if it is proven that none fits."""
         if self.proof:
             raise NoPlanFitsError(self.proof)
-        return (
-            self.problem.fastest if self.budget.ledger.best is None else self.budget.ledger.best[1]
-        )
+        best = self.budget.ledger.best
+        return self.problem.fastest if best is None else best[1]
 
     def enumerate(self) -> bool:
         """Evaluate every placement. Returns False if the limits or the budget do not allow it."""

@@ -119,7 +119,7 @@ def critical_path(problem: PlacementProblem, timeline: Timeline) -> CriticalPath
             source = int(timeline.transfer_sources[transfer])
             awaited = [sent.get((maker, tensor, source), int(span_of[maker]))]
         # Times are equal bit for bit: the simulator starts an event at the end of its cause.
-        cause = next((one for one in awaited if one >= 0 and ends[one] == start), -1)
+        cause = next((e for e in awaited if e >= 0 and ends[e] == start), -1)
         if cause < 0:
             cause = int(previous[event])
             if cause >= 0 and event < spans:
@@ -501,10 +501,8 @@ def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     try_baselines(problem, budget)
     if problem.objective == "load" and not problem.contiguous:
         return load_search(problem, budget)
-    placements = [
-        placement
-        for _, placement in sorted(budget.ledger.results.values(), key=lambda pair: pair[0])
-    ]
+    results = sorted(budget.ledger.results.values(), key=lambda pair: pair[0])
+    placements = [placement for _, placement in results]
     if budget.ledger.best is not None:
         placements.insert(0, budget.ledger.best[1])
     starts = list({placement.tobytes(): placement for placement in placements}.values())
