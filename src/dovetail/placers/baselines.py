@@ -175,6 +175,7 @@ def attempt(
     absent, or the problem exceeds a limit. Otherwise returns True. Raises `KeyboardInterrupt` if
     no method has found anything so far, since there is nothing to return then.
     """
+    results = budget.ledger.results
     try:
         placement = method(problem, budget)
         score = budget.score(problem, placement[None], always=True)[0]
@@ -185,10 +186,8 @@ def attempt(
             raise
         return False
     else:
-        if score != UNKNOWN and (
-            name not in budget.ledger.results or score < budget.ledger.results[name][0]
-        ):
+        if score != UNKNOWN and (name not in results or score < results[name][0]):
             budget.note(name, score, placement)
-    if not budget.ledger.results:
+    if not results:
         raise KeyboardInterrupt
     return True

@@ -136,7 +136,18 @@ def _placement(
 
 def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: float) -> list[_Stages]:
     """Return the plan with the best estimate for each number of devices, the fewest first."""
-    kinds = _kinds(problem)
+    # Devices of a kind are alike in work, allowed groups and memory. The estimate looks at nothing
+    # else, except that a kind's links are those of its first device.
+    alike: dict[tuple[bytes, bytes, int], list[int]] = {}
+    for device in range(problem.devices):
+        if problem.machine.devices[device].kind != "host":
+            work, allowed = problem.work_seconds[:, device], problem.allowed[:, device]
+            key = (work.tobytes(), allowed.tobytes(), int(problem.capacities[device]))
+            alike.setdefault(key, []).append(device)
+    kinds = list(alike.values())
+    while len(kinds) > 1 and np.prod([len(kind) + 1.0 for kind in kinds]) > MOST_STATES:
+        kinds = [kinds[0] + kinds[1], *kinds[2:]]
+
     seconds = [_run_seconds(problem, order, kind[0], room) for kind in kinds]
     join = np.maximum if problem.objective == "load" else np.add
     units = len(order)
@@ -191,24 +202,6 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
     # evaluation then says what does not fit.
     device_of_most = int(problem.allowed[order].sum(axis=0).argmax())
     return best_of_counts or [_Stages((), (device_of_most,))]
-
-
-def _kinds(problem: PlacementProblem) -> list[list[int]]:
-    """Return the devices by kind: those of a kind are alike in work, allowed groups and memory.
-
-    The estimate looks at nothing else, except that a kind's links are those of its first device.
-    """
-    alike: dict[tuple[bytes, bytes, int], list[int]] = {}
-    for device in range(problem.devices):
-        if problem.machine.devices[device].kind == "host":
-            continue
-        work, allowed = problem.work_seconds[:, device], problem.allowed[:, device]
-        key = (work.tobytes(), allowed.tobytes(), int(problem.capacities[device]))
-        alike.setdefault(key, []).append(device)
-    kinds = list(alike.values())
-    while len(kinds) > 1 and np.prod([len(kind) + 1.0 for kind in kinds]) > MOST_STATES:
-        kinds = [kinds[0] + kinds[1], *kinds[2:]]
-    return kinds
 
 
 def _run_seconds(

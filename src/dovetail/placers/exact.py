@@ -34,7 +34,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
 
 from dovetail.errors import NoPlanFitsError, TooManyIntervalsError
-from dovetail.graph import HOST, Graph, Phase
+from dovetail.graph import HOST, Phase
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, every_placement
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
@@ -181,25 +181,20 @@ def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
         classes=alike_devices(problem),
         order=order,
     )
-    _break_symmetry(master)
+    # A group uses a device only if an earlier group uses the device before it in its class.
+    for of_class in master.classes:
+        for before, after in pairwise(of_class):
+            used: list[cp_model.IntVar] = []
+            for group in order:
+                if after in at[group]:
+                    model.add_bool_or([~at[group][after], *used])
+                if before in at[group]:
+                    used.append(at[group][before])
     _limit_memory(master)
     if problem.contiguous:
         _keep_contiguous(master)
     model.minimize(master.objective)
     return master
-
-
-def _break_symmetry(master: Master) -> None:
-    """Let a group use a device only if an earlier group uses the device before it in its class."""
-    for of_class in master.classes:
-        for before, after in pairwise(of_class):
-            used: list[cp_model.IntVar] = []
-            for group in master.order:
-                literals = master.at[group]
-                if after in literals:
-                    master.model.add_bool_or([~literals[after], *used])
-                if before in literals:
-                    used.append(literals[before])
 
 
 def alike_devices(problem: PlacementProblem) -> list[list[int]]:
@@ -231,14 +226,10 @@ def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
     order[[a, b]] = b, a
     for table in (load.latency_seconds, load.seconds_per_byte, load.linked):
         same &= (table == table[np.ix_(order, order)]).all()
-    return bool(same and load.counted[a] == load.counted[b] and _channels_swap(problem, a, b))
+    if not (same and load.counted[a] == load.counted[b]):
+        return False
 
-
-def _channels_swap(problem: PlacementProblem, a: int, b: int) -> bool:
-    """Return True if swapping two devices permutes the channels and no channel serves both of them.
-
-    A channel that serves both serves the device of lower index first, which makes them unlike.
-    """
+    # The swap must permute the channels.
     machine = problem.machine
     names = machine.device_names
     swap = {names[a]: names[b], names[b]: names[a]}
@@ -255,6 +246,7 @@ def _channels_swap(problem: PlacementProblem, a: int, b: int) -> bool:
     # A channel that bears a device's name is that device itself and must be swapped along with it.
     swapped = [swap.get(name, name) for name in names]
     carried = all(renamed.get(n, image) == image for n, image in zip(names, swapped, strict=True))
+    # A channel that serves both serves the device of lower index first, which makes them unlike.
     return carried and not any({names[a], names[b]} <= of_channel for of_channel in ends.values())
 
 
@@ -299,13 +291,7 @@ def necessary_bytes(problem: PlacementProblem) -> tuple[Int64, Int64, Int64]:
     for tensor in np.unique(graph.outputs).tolist():
         if is_base[tensor] and not graph.is_source[graph.producers[tensor]]:
             end[of_op[graph.producers[tensor]]] += graph.tensor_bytes[tensor]
-    passing = np.zeros(count, np.int64)
-    np.maximum.at(passing, of_op, _bytes_while_running(graph, is_base))
-    return stay, end, passing
-
-
-def _bytes_while_running(graph: Graph, is_base: NDArray[np.bool_]) -> Int64:
-    """Return [ops] the bytes that each op reads and makes, less views, parameters and state."""
+    # [ops] the bytes that each op reads and makes, less views, parameters and state.
     is_made = is_base & ~graph.is_source[graph.producers]
     needed = np.zeros(len(graph), np.int64)
     np.add.at(needed, graph.producers, np.where(is_made, graph.tensor_bytes, 0))
@@ -315,7 +301,9 @@ def _bytes_while_running(graph: Graph, is_base: NDArray[np.bool_]) -> Int64:
     reads = np.stack([graph.readers, graph.input_tensors], axis=1)
     reads = np.unique(reads[passes[graph.input_tensors]], axis=0)
     np.add.at(needed, reads[:, 0], graph.tensor_bytes[reads[:, 1]])
-    return needed
+    passing = np.zeros(count, np.int64)
+    np.maximum.at(passing, of_op, needed)
+    return stay, end, passing
 
 
 def _keep_contiguous(master: Master) -> None:
@@ -327,41 +315,38 @@ def _keep_contiguous(master: Master) -> None:
     """
     problem, model = master.problem, master.model
     graph, of_op = problem.graph, problem.groups.of_op
-    _order_devices(master)
+    # A group has the place of its device, and no forward edge goes from a higher place to a lower
+    # one.
+    last = problem.devices - 1
+    places = [model.new_int_var(0, last, "") for _ in range(problem.devices)]
+    model.add_all_different(places)
+    place_of: dict[int, cp_model.IntVar] = {}
+    for group in np.unique(problem.load.edges).tolist():
+        place_of[group] = model.new_int_var(0, last, "")
+        for device, literal in master.at[group].items():
+            model.add(place_of[group] == places[device]).only_enforce_if(literal)
+    for before, after in problem.load.edges.tolist():
+        model.add(place_of[before] <= place_of[after])
+
     edges = graph.forward_edges.tolist()
     ops = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
     for device in range(problem.devices):
         literals = {op: master.at[of_op[op]].get(device) for op in ops}
-        if not any(literal is not None for literal in literals.values()):
+        if all(literal is None for literal in literals.values()):
             continue
         # `below`: a path leads from the device to the op. `above`: a path leads from the op to the
         # device. An op for which both hold must be on the device.
         below = {op: model.new_bool_var("") for op in ops}
         above = {op: model.new_bool_var("") for op in ops}
-        for op, literal in literals.items():
-            if literal is not None:
-                model.add_implication(literal, below[op])
-                model.add_implication(literal, above[op])
-            on_device = [] if literal is None else [literal]
-            model.add_bool_or([~below[op], ~above[op], *on_device])
+        for op, on_device in literals.items():
+            if on_device is not None:
+                model.add_implication(on_device, below[op])
+                model.add_implication(on_device, above[op])
+            there = [] if on_device is None else [on_device]
+            model.add_bool_or([~below[op], ~above[op], *there])
         for before, after in edges:
             model.add_implication(below[before], below[after])
             model.add_implication(above[after], above[before])
-
-
-def _order_devices(master: Master) -> None:
-    """Give each device a place of its own. A group has the place of its device, and no forward edge
-    goes from a higher place to a lower one."""
-    model, last = master.model, master.problem.devices - 1
-    places = [model.new_int_var(0, last, "") for _ in range(last + 1)]
-    model.add_all_different(places)
-    place_of: dict[int, cp_model.IntVar] = {}
-    for group in np.unique(master.problem.load.edges).tolist():
-        place_of[group] = model.new_int_var(0, last, "")
-        for device, literal in master.at[group].items():
-            model.add(place_of[group] == places[device]).only_enforce_if(literal)
-    for before, after in master.problem.load.edges.tolist():
-        model.add(place_of[before] <= place_of[after])
 
 
 def add_hop(
@@ -462,7 +447,17 @@ def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
                 calls.carries[call] = []
             master.model.add(calls.starts[device, 1] >= calls.call_ends[device, 0])
     for op in ops:
-        _add_call(calls, op)
+        # What the op costs on each device, and when it ends there.
+        for device, literal in _at(calls, op).items():
+            units = master.units(model.work_seconds[op, device])
+            if model.accelerator[device]:
+                call = device, int(model.late[op])
+                _carry(calls, call, units, literal)
+                master.model.add(calls.ends[op] >= calls.call_ends[call]).only_enforce_if(literal)
+            else:
+                master.model.add(calls.ends[op] >= units).only_enforce_if(literal)
+                calls.sum_units += units
+                master.terms += 1
         _add_reads(calls, op)
     for call, terms in calls.carries.items():
         duration = cp_model.LinearExpr.sum(terms)
@@ -487,21 +482,6 @@ def _carry(calls: _CallModel, call: Call, units: int, literal: cp_model.IntVar) 
     calls.sum_units += units
 
 
-def _add_call(calls: _CallModel, op: int) -> None:
-    """Say what the op costs on each device, and when it ends there."""
-    master, model = calls.master, calls.model
-    for device, literal in _at(calls, op).items():
-        units = master.units(model.work_seconds[op, device])
-        if model.accelerator[device]:
-            call = device, int(model.late[op])
-            _carry(calls, call, units, literal)
-            master.model.add(calls.ends[op] >= calls.call_ends[call]).only_enforce_if(literal)
-        else:
-            master.model.add(calls.ends[op] >= units).only_enforce_if(literal)
-            calls.sum_units += units
-            master.terms += 1
-
-
 def _add_reads(calls: _CallModel, op: int) -> None:
     """Let the ops that read the output of `op` wait for it, and count the seconds of moving it to
     accelerators and from one."""
@@ -524,7 +504,11 @@ def _add_reads(calls: _CallModel, op: int) -> None:
             waits.only_enforce_if(
                 [user_literal] if op_literal is None else [user_literal, ~op_literal]
             )
-    targets = {late: _groups(calls, users, late) for late in (0, 1)}
+    # Those of the users that run forward (0), and backward (1).
+    of_op = master.problem.groups.of_op
+    targets = [
+        sorted({int(of_op[user]) for user in users if model.late[user] == late}) for late in (0, 1)
+    ]
     for device in everywhere:
         if not model.accelerator[device]:
             continue
@@ -549,12 +533,6 @@ def _add_reads(calls: _CallModel, op: int) -> None:
 def _at(calls: _CallModel, op: int) -> dict[int, cp_model.IntVar]:
     """Return the literals of the op's group by device."""
     return calls.master.at[int(calls.master.problem.groups.of_op[op])]
-
-
-def _groups(calls: _CallModel, users: list[int], late: int) -> list[int]:
-    """Return the groups of those users that run forward (`late` 0), or backward (`late` 1)."""
-    of_op = calls.master.problem.groups.of_op
-    return sorted({int(of_op[user]) for user in users if calls.model.late[user] == late})
 
 
 # ── `load`: the largest load of a device as a CP-SAT model ──────────────────────────────────────
@@ -584,34 +562,30 @@ def load_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     for group, at in enumerate(master.at):
         for device, literal in at.items():
             terms[device].append(master.units(load.work_seconds[group, device]) * literal)
+    host = load.host
+    # Every hop that a net may make counts.
     for net in range(len(load.net_sources)):
-        _add_net(master, net, terms)
+        source = int(load.net_sources[net])
+        targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist()
+        homes = {host} if source < 0 else set(master.at[source])
+        ends = {d for target in targets for d in master.at[target]}
+        for a in sorted(homes):
+            direct = {d for d in ends - {a, host} if load.linked[a, d]}
+            for d in sorted(direct):
+                _add(master, net, (a, d), ({a}, {d}), terms)
+            if a != host:
+                # The net makes this hop once, however many devices behind the host read it, and
+                # whether it stays on the host or goes on.
+                _add(master, net, (a, host), ({a}, ends - direct - {a}), terms)
+        for d in sorted(ends - {host}):
+            relayed = {a for a in homes - {d} if not load.linked[a, d]}
+            if relayed:
+                _add(master, net, (host, d), (relayed, {d}), terms)
     for device in range(load.devices):
         if load.counted[device] and terms[device]:
             master.model.add(sum(terms[device]) <= master.objective)
             master.terms = max(master.terms, len(terms[device]))
     return master
-
-
-def _add_net(master: Master, net: int, terms: Terms) -> None:
-    """Count every hop that the net may make."""
-    load = master.problem.load
-    source, host = int(load.net_sources[net]), load.host
-    targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist()
-    homes = {host} if source < 0 else set(master.at[source])
-    ends = {d for target in targets for d in master.at[target]}
-    for a in sorted(homes):
-        direct = {d for d in ends - {a, host} if load.linked[a, d]}
-        for d in sorted(direct):
-            _add(master, net, (a, d), ({a}, {d}), terms)
-        if a != host:
-            # The net makes this hop once, however many devices behind the host read it, and whether
-            # it stays on the host or goes on.
-            _add(master, net, (a, host), ({a}, ends - direct - {a}), terms)
-    for d in sorted(ends - {host}):
-        relayed = {a for a in homes - {d} if not load.linked[a, d]}
-        if relayed:
-            _add(master, net, (host, d), (relayed, {d}), terms)
 
 
 def _add(
@@ -1045,39 +1019,44 @@ def intervals_needed(problem: PlacementProblem) -> int:
 def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """Return the model of the objective `step`; see `intervals_needed` for its size."""
     master = new_master(problem, scale_seconds)
+    model, graph, of_op = master.model, problem.graph, problem.groups.of_op
     shop = _JobShopModel(master)
-    for op in range(len(problem.graph)):
-        _add_job(shop, op)
+    # Each op has a start, an end, and an optional interval on each device where it may be.
+    for op in range(len(graph)):
+        if graph.is_source[op]:
+            shop.ends.append(0)
+            continue
+        seconds, at = problem.costs.compute_seconds[op], master.at[of_op[op]]
+        start = model.new_int_var(0, HORIZON_UNITS, "")
+        duration = sum(master.units(seconds[d]) * literal for d, literal in at.items())
+        shop.starts[op] = start
+        shop.sum_units += max(master.units(seconds[d]) for d in at)
+        shop.ends.append(start + duration)
+        for device, literal in at.items():
+            units = master.units(seconds[device])
+            interval = model.new_optional_fixed_size_interval_var(start, units, literal, "")
+            shop.lanes[device].append(interval)
+        model.add(start + duration <= master.objective)
     for unit in _units(problem):
         _add_unit(shop, unit)
     for intervals in shop.lanes.values():
-        master.model.add_no_overlap(intervals)
-    _add_work(master)
+        model.add_no_overlap(intervals)
+    # No device works longer than the step takes. The intervals imply it already, but not as a
+    # linear constraint.
+    for device in range(problem.devices):
+        group_units: defaultdict[int, int] = defaultdict(int)
+        for op in np.flatnonzero(~graph.is_source).tolist():
+            group = int(of_op[op])
+            if device in master.at[group]:
+                group_units[group] += master.units(problem.costs.compute_seconds[op, device])
+        terms = [units * master.at[group][device] for group, units in group_units.items()]
+        if terms:
+            model.add(sum(terms) <= master.objective)
     # Towards a horizon that is far off propagation would creep, one duration at a time.
     for moment in [master.objective, *shop.loose]:
-        master.model.add(moment <= shop.sum_units)
+        model.add(moment <= shop.sum_units)
     master.terms = len(shop.starts) + len(shop.arrivals)
     return master
-
-
-def _add_job(shop: _JobShopModel, op: int) -> None:
-    """Add an op's start, its end and its optional interval on each device where it may be."""
-    master, problem = shop.master, shop.master.problem
-    if problem.graph.is_source[op]:
-        shop.ends.append(0)
-        return
-    model, seconds = master.model, problem.costs.compute_seconds[op]
-    at = master.at[problem.groups.of_op[op]]
-    start = model.new_int_var(0, HORIZON_UNITS, "")
-    duration = sum(master.units(seconds[d]) * literal for d, literal in at.items())
-    shop.starts[op] = start
-    shop.sum_units += max(master.units(seconds[d]) for d in at)
-    shop.ends.append(start + duration)
-    for device, literal in at.items():
-        units = master.units(seconds[device])
-        interval = model.new_optional_fixed_size_interval_var(start, units, literal, "")
-        shop.lanes[device].append(interval)
-    model.add(start + duration <= master.objective)
 
 
 def _units(problem: PlacementProblem) -> list[_SentUnit]:
@@ -1134,26 +1113,21 @@ def _add_unit(shop: _JobShopModel, unit: _SentUnit) -> None:
         # The second of two hops is ready when the first has arrived on the host.
         if relayed and (unit.index, host) in shop.arrivals:
             _add_send(shop, unit, (host, d), (relayed, {d}), shop.arrivals[unit.index, host])
+    # A reader starts only when the unit has been made and, if that was elsewhere, has arrived.
     for op in sorted(set(unit.readers)):
-        _wait_for(shop, unit, op)
-
-
-def _wait_for(shop: _JobShopModel, unit: _SentUnit, op: int) -> None:
-    """Let an op start only when a unit has been made and, if that was elsewhere, has arrived."""
-    master, start = shop.master, shop.starts[op]
-    group = int(master.problem.groups.of_op[op])
-    if not master.problem.graph.is_source[unit.producer]:
-        master.model.add(start >= shop.ends[unit.producer])
-    if group == unit.group:
-        return
-    for device, literal in master.at[group].items():
-        arrival = shop.arrivals.get((unit.index, device))
-        # An input that is read on the host is there from the start.
-        if arrival is None or (unit.group < 0 and device == master.problem.load.host):
+        start, group = shop.starts[op], int(master.problem.groups.of_op[op])
+        if not master.problem.graph.is_source[unit.producer]:
+            master.model.add(start >= shop.ends[unit.producer])
+        if group == unit.group:
             continue
-        made_here = master.at[unit.group].get(device) if unit.group >= 0 else None
-        elsewhere = [] if made_here is None else [~made_here]
-        master.model.add(start >= arrival).only_enforce_if([literal, *elsewhere])
+        for device, literal in master.at[group].items():
+            arrival = shop.arrivals.get((unit.index, device))
+            # An input that is read on the host is there from the start.
+            if arrival is None or (unit.group < 0 and device == host):
+                continue
+            made_here = master.at[unit.group].get(device) if unit.group >= 0 else None
+            elsewhere = [] if made_here is None else [~made_here]
+            master.model.add(start >= arrival).only_enforce_if([literal, *elsewhere])
 
 
 def _add_send(
@@ -1194,23 +1168,6 @@ def _add_send(
     # A channel with a device's name is that device: it cannot run an op while it sends.
     lane = names.index(wire.channel) if wire.channel in names else wire.channel
     shop.lanes[lane].append(interval)
-
-
-def _add_work(master: Master) -> None:
-    """Say that no device works longer than the step takes. The intervals imply it already, but not
-    as a linear constraint.
-    """
-    for device in range(master.problem.devices):
-        seconds = master.problem.costs.compute_seconds[:, device]
-        ops = np.flatnonzero(~master.problem.graph.is_source)
-        units: defaultdict[int, int] = defaultdict(int)
-        for op in ops.tolist():
-            group = int(master.problem.groups.of_op[op])
-            if device in master.at[group]:
-                units[group] += master.units(seconds[op])
-        terms = [count * master.at[group][device] for group, count in units.items()]
-        if terms:
-            master.model.add(sum(terms) <= master.objective)
 
 
 # ── The search: rounds of CP-SAT and evaluations ────────────────────────────────────────────────
@@ -1255,7 +1212,15 @@ def exact(
     budget.score(problem, problem.fastest[None], always=True)
     if not enumerate_after and search.enumerate():
         return search.answer()
-    build = _builder(problem)
+    # The model of the objective, unless it is too large.
+    if problem.objective == "load":
+        build, size, most = load_master, len(problem.load.net_sources) * problem.devices, MOST_HOPS
+    elif problem.objective == "latency":
+        build, size, most = latency_master, 0, 0
+    else:
+        build, size, most = step_master, intervals_needed(problem), MOST_INTERVALS
+    if size > most:
+        raise TooManyIntervalsError(size, most)
     search.prepare(build)
     if problem.objective == "load":
         search.round(FIRST_EVALUATIONS)
@@ -1275,20 +1240,6 @@ def exact(
         if not went_on:
             break
     return search.answer()
-
-
-def _builder(problem: PlacementProblem) -> Callable[[PlacementProblem, float], Master]:
-    """Return the function that builds the objective's model. Raises `TooManyIntervalsError`."""
-    if problem.objective == "load":
-        hops = len(problem.load.net_sources) * problem.devices
-        if hops > MOST_HOPS:
-            raise TooManyIntervalsError(hops, MOST_HOPS)
-        return load_master
-    if problem.objective == "latency":
-        return latency_master
-    if (needed := intervals_needed(problem)) > MOST_INTERVALS:
-        raise TooManyIntervalsError(needed, MOST_INTERVALS)
-    return step_master
 
 
 @dataclass(eq=False)
@@ -1315,13 +1266,10 @@ class _ExactSearch:
         """True if the best placement is proven to be optimal, up to the model's resolution."""
         if self.closed or self.budget.closed:
             return True
-        if (
-            self.master is None
-            or self.budget.ledger.bound is None
-            or not np.isfinite(self.limit_seconds)
-        ):
+        bound = self.budget.ledger.bound
+        if self.master is None or bound is None or not np.isfinite(self.limit_seconds):
             return False
-        gap_seconds = self.limit_seconds - self.budget.ledger.bound.seconds
+        gap_seconds = self.limit_seconds - bound.seconds
         return gap_seconds <= self.master.resolution_seconds + ROUNDING * self.limit_seconds
 
     def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
@@ -1346,9 +1294,8 @@ class _ExactSearch:
         """Return the best placement. Raises `NoPlanFitsError` if it is proven that none fits."""
         if self.proof:
             raise NoPlanFitsError(self.proof)
-        return (
-            self.problem.fastest if self.budget.ledger.best is None else self.budget.ledger.best[1]
-        )
+        best = self.budget.ledger.best
+        return self.problem.fastest if best is None else best[1]
 
     def enumerate(self) -> bool:
         """Evaluate every placement. Returns False if the limits or the budget do not allow it."""
@@ -1386,12 +1333,33 @@ class _ExactSearch:
         """
         assert self.master is not None, "built before the first round"
         master, budget = self.master, self.budget
-        self._tighten(master)
-        collector = _SolutionCollector(master)
-        solver = _solver(self.problem, budget, most_evaluations)
+        model, bound, best = master.model, budget.ledger.bound, budget.ledger.best
+        # The model searches only for what beats the best so far, and starts from that. Objectives
+        # are short of the truth by up to the resolution. So this also leaves out plans that are
+        # better by less than the resolution, for which the conclusion below allows.
+        if np.isfinite(self.limit_seconds):
+            less_seconds = self.limit_seconds * (1 - ROUNDING) - master.resolution_seconds
+            model.add(master.objective <= int(less_seconds / master.unit_seconds))
+        if bound is not None:
+            model.add(master.objective >= master.units(bound.seconds * (1 - ROUNDING)))
+        if best is not None:
+            master.hint(best[1])
+
+        collector, solver = _SolutionCollector(master), cp_model.CpSolver()
+        parameters = solver.parameters
+        parameters.random_seed = self.problem.seed % 2**31
+        # `in_background` sees the Ctrl-C instead.
+        parameters.catch_sigint_signal = False
+        # A budget in evaluations buys fixed work on one thread.
+        parameters.num_workers = budget.threads if budget.timed else 1
+        if budget.timed:
+            parameters.max_time_in_seconds = budget.left_seconds
+        most_evaluations = min(most_evaluations, budget.left)
+        if np.isfinite(most_evaluations):
+            parameters.max_deterministic_time = most_evaluations * DETERMINISTIC_SECONDS
         status: list[cp_model.CpSolverStatus] = []
         in_background(
-            budget, lambda: status.append(solver.solve(master.model, collector)), solver.stop_search
+            budget, lambda: status.append(solver.solve(model, collector)), solver.stop_search
         )
         # No status: after a Ctrl-C the solver did not stop in time and was left behind.
         if not status:
@@ -1401,37 +1369,20 @@ class _ExactSearch:
         if status[0] == cp_model.INFEASIBLE:
             self._conclude("CP-SAT", master.resolution_seconds + ROUNDING * self.limit_seconds)
             return False
-        assert status[0] != cp_model.MODEL_INVALID, master.model.validate()
+        assert status[0] != cp_model.MODEL_INVALID, model.validate()
         bound_seconds = solver.best_objective_bound * master.unit_seconds * (1 - ROUNDING)
         if bound_seconds > 0:
             budget.ledger.prove(min(bound_seconds, self.limit_seconds), "CP-SAT")
-        return self._rule_out(collector.placements)
-
-    def _tighten(self, master: Master) -> None:
-        """Let the model search only for what beats the best so far, and start from that."""
-        budget, model = self.budget, master.model
-        # Objectives are short of the truth by up to the resolution. So this also leaves out plans
-        # that are better by less than the resolution, for which `round` allows when it concludes.
-        if np.isfinite(self.limit_seconds):
-            less_seconds = self.limit_seconds * (1 - ROUNDING) - master.resolution_seconds
-            model.add(master.objective <= int(less_seconds / master.unit_seconds))
-        if budget.ledger.bound is not None:
-            model.add(
-                master.objective >= master.units(budget.ledger.bound.seconds * (1 - ROUNDING))
-            )
-        if budget.ledger.best is not None:
-            master.hint(budget.ledger.best[1])
-
-    def _rule_out(self, placements: list[GroupPlacement]) -> bool:
-        """Evaluate placements and forbid those that the budget paid for. Returns True if there are
-        any."""
-        assert self.master is not None, "built before the first round"
-        scores = self.budget.score(self.problem, np.array(placements)) if placements else []
+        # Placements that the budget pays for are evaluated and ruled out.
+        placements = collector.placements
+        scores = budget.score(self.problem, np.array(placements)) if placements else []
+        is_any = False
         for placement, score in zip(placements, scores, strict=True):
             if np.isfinite(score.lacking_bytes):
-                self.master.forbid(placement)
+                master.forbid(placement)
                 self.ruled_out.append(placement)
-        return any(np.isfinite(score.lacking_bytes) for score in scores)
+                is_any = True
+        return is_any
 
 
 class _SolutionCollector(cp_model.CpSolverSolutionCallback):
@@ -1449,25 +1400,6 @@ class _SolutionCollector(cp_model.CpSolverSolutionCallback):
                 if self.boolean_value(literal):
                     placement[group] = device
         self.placements.append(placement)
-
-
-def _solver(
-    problem: PlacementProblem, budget: Budget, most_evaluations: float
-) -> cp_model.CpSolver:
-    """Return a solver with limits from the budget, and with fixed work on one thread if the budget
-    is in evaluations."""
-    solver = cp_model.CpSolver()
-    parameters = solver.parameters
-    parameters.random_seed = problem.seed % 2**31
-    # `in_background` sees the Ctrl-C instead.
-    parameters.catch_sigint_signal = False
-    parameters.num_workers = budget.threads if budget.timed else 1
-    if budget.timed:
-        parameters.max_time_in_seconds = budget.left_seconds
-    most_evaluations = min(most_evaluations, budget.left)
-    if np.isfinite(most_evaluations):
-        parameters.max_deterministic_time = most_evaluations * DETERMINISTIC_SECONDS
-    return solver
 
 
 def in_background(budget: Budget, work: Callable[[], object], stop: Callable[[], object]) -> None:

@@ -61,7 +61,7 @@ def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         tower_of = towers_of(graph)
         updates = (tower_of < 0) & (graph.phases == Phase.UPDATE)
         shared = dict.fromkeys(
-            m for m, is_one in zip(graph.modules, updates, strict=True) if is_one
+            m for m, updated in zip(graph.modules, updates, strict=True) if updated
         )
         place = {module: i * count // len(shared) for i, module in enumerate(shared)}
         spread = np.array([place.get(module, 0) for module in graph.modules])

@@ -83,9 +83,8 @@ def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     op of an evaluation.
     """
     order = order_of(problem)
-    orders = list(
-        orders_of(order, np.random.default_rng([problem.seed, budget.ledger.next_round()]))
-    )
+    rng = np.random.default_rng([problem.seed, budget.ledger.next_round()])
+    orders = list(orders_of(order, rng))
 
     def search(limits: StageLimits) -> list[GroupPlacement]:
         chains = along_orders(problem, budget, (order, orders), limits)

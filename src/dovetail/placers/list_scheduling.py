@@ -13,14 +13,13 @@ are not scheduled: what they hold is there from the start. A control edge is an 
 goes where the first of its ops goes.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.graph.records import csr_offsets
-from dovetail.machine import Machine
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
@@ -85,16 +84,35 @@ Scheduler = Callable[[GroupLimits], Int32]  # -> placed [groups], -1 where nothi
 
 def tasks_of(problem: PlacementProblem) -> Tasks:
     """Return a problem as flat arrays. O(ops x devices + reads x log reads)."""
-    graph = problem.graph
-    readers, befores, sizes = _edges(problem)
-    latency, per_byte = _transfers(problem.machine)
+    graph, machine = problem.graph, problem.machine
+    # Pairs of an op and one before it, sorted, with the bytes sent between them. Source ops count
+    # in none.
+    source, ops, tensors = graph.is_source, len(graph), graph.input_tensors
+    control = graph.control.astype(np.int64)
+    befores = np.concatenate([graph.producers[tensors], control[:, 0]])
+    readers = np.concatenate([graph.readers, control[:, 1]]).astype(np.int64)
+    sizes = np.concatenate([problem.sent_bytes[tensors], np.zeros(len(control))])
+    real = ~source[befores] & ~source[readers]
+    keys, inverse = np.unique(readers[real] * ops + befores[real], return_inverse=True)
+    sizes = np.bincount(inverse.ravel(), weights=sizes[real], minlength=len(keys))
+    readers, befores = keys // ops, keys % ops
+
+    # Without a link, a transfer takes the sum over the two hops through the host.
+    index, host, count = machine.link_index, machine.host_index, len(machine.devices)
+    latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
+    for a, b in itertools.permutations(range(count), 2):
+        hops = [index[a, b]] if index[a, b] >= 0 else [index[a, host], index[host, b]]
+        links = [machine.links[hop] for hop in hops]
+        latency[a, b] = sum(link.latency_seconds for link in links)
+        per_byte[a, b] = sum(1 / link.bandwidth_bytes_per_second for link in links)
+
     by_before = np.argsort(befores, kind="stable")
     return Tasks(
         of_op=np.array(problem.groups.of_op, np.int32),
         runs=(~graph.is_source).astype(np.int8),
         before_offsets=csr_offsets(readers, len(graph)),
         befores=befores.astype(np.int32),
-        before_bytes=sizes,
+        before_bytes=sizes.astype(np.float64),
         after_offsets=csr_offsets(befores, len(graph)),
         afters=readers[by_before].astype(np.int32),
         seconds=np.array(problem.costs.compute_seconds, np.float64, order="C"),
@@ -156,40 +174,6 @@ def limits_of(
     return GroupLimits(
         np.array(choices, np.int8, order="C"), np.array(sizes, np.int64), np.array(room, np.int64)
     )
-
-
-def _edges(problem: PlacementProblem) -> tuple[NDArray[np.int64], NDArray[np.int64], Float64]:
-    """Return arrays (op, op before it, bytes sent), sorted by op, then by op before, without source
-    ops."""
-    graph = problem.graph
-    source, ops = graph.is_source, len(graph)
-    tensors, control = graph.input_tensors, graph.control.astype(np.int64)
-    befores = np.concatenate([graph.producers[tensors], control[:, 0]])
-    readers = np.concatenate([graph.readers, control[:, 1]]).astype(np.int64)
-    sizes = np.concatenate([problem.sent_bytes[tensors], np.zeros(len(control))])
-    real = ~source[befores] & ~source[readers]
-    keys, inverse = np.unique(readers[real] * ops + befores[real], return_inverse=True)
-    sums = np.bincount(inverse.ravel(), weights=sizes[real], minlength=len(keys))
-    return keys // ops, keys % ops, sums.astype(np.float64)
-
-
-def _transfers(machine: Machine) -> tuple[Float64, Float64]:
-    """Return (latency seconds, seconds per byte), [devices, devices] each, from row to column.
-
-    Without a link, both are sums over the two hops through the host.
-    """
-    index, host = machine.link_index, machine.host_index
-    count = len(machine.devices)
-    latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
-    for a in range(count):
-        for b in range(count):
-            if a == b:
-                continue
-            hops = [index[a, b]] if index[a, b] >= 0 else [index[a, host], index[host, b]]
-            links = [machine.links[hop] for hop in hops]
-            latency[a, b] = sum(link.latency_seconds for link in links)
-            per_byte[a, b] = sum(1 / link.bandwidth_bytes_per_second for link in links)
-    return latency, per_byte
 
 
 def mean_transfer(tasks: Tasks, limits: GroupLimits) -> tuple[float, float]:

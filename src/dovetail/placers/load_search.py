@@ -27,7 +27,6 @@ result depends on the seed alone. Ties fall to the earlier plan.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -528,160 +527,124 @@ def load_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     try_baselines(problem, budget)
     if len(problem.free) and problem.load.counted.any():
         try:
-            _LoadSearch(problem, budget).run()
+            _search(problem, budget)
         except KeyboardInterrupt:
             budget.interrupted = True
     assert budget.ledger.best is not None, "the baselines were evaluated"
     return budget.ledger.best[1]
 
 
-@dataclass
-class _LoadSearch:
-    """The state of one search.
+def _search(problem: PlacementProblem, budget: Budget) -> None:
+    """Run cycles until the budget is spent or nothing improves any more."""
+    ledger, tables = budget.ledger, load_tables(problem)
+    rng = np.random.default_rng([problem.seed, ledger.next_round()])
+    pool: list[tuple[Score, GroupPlacement]] = []
+    assert ledger.best is not None, "the baselines were evaluated"
+    for score, placement in [ledger.best[:2], *ledger.results.values()]:
+        _join(pool, score, placement)
+    # Under a clock, walks use all cores. Without one, their number is fixed, because the result
+    # must not depend on the machine.
+    count = budget.threads if budget.timed else WALKS
+    walks = [new_walk(tables) for _ in range(max(1, count))]
+    limited = budget.timed or np.isfinite(budget.left)
+    # Moves per second of one walk, which a budget of seconds measures.
+    pace = 5e5
+    stalled = 0
+    with ThreadPoolExecutor(max(1, min(count, budget.threads))) as executor:
+        while not (budget.exhausted or budget.closed):
+            # The moves of each walk. If less than two of the shortest cycles are left, they are all
+            # that is left.
+            left = budget.left / len(walks)
+            if budget.timed:
+                left = min(left, budget.left_seconds * pace / tables.groups)
+            shortest, longest = CYCLE
+            evaluations = left if left < 2 * shortest else min(max(left / 3, shortest), longest)
+            moves = max(1, int(evaluations * tables.groups))
 
-    pool    (score, placement), best first
-    pace    measured moves per second of one walk; used only if the budget limits seconds
-    """
+            # Each walk is annealed from a plan of the pool. The first walk mostly starts from the
+            # best plan. Other draws prefer the better plans.
+            before, began = pool[0][0], budget.clock()
+            tasks = []
+            for index, walk in enumerate(walks):
+                pick = 0
+                if index or rng.random() < 0.25:
+                    pick = int(len(pool) * rng.random() ** 2)
+                score, placement = pool[pick]
+                walk.placement[:] = problem.settle(placement)
+                walk.best[:] = walk.placement
+                walk.scalars[BEST] = np.inf if score.lacking_bytes else score.value
+                walk.random[0] = np.uint64(rng.integers(1, 2**63))
+                hot = float(np.exp(rng.uniform(*np.log(HOT))))
+                tasks.append(executor.submit(_cool, tables, walk, score.value, hot, moves, budget))
+            moves_made = [task.result() for task in tasks]
+            if budget.timed:
+                pace = max(moves_made) / max(budget.clock() - began, 1e-9)
+            budget.charge(sum(moves_made) / tables.groups)
 
-    problem: PlacementProblem
-    budget: Budget
-    pool: list[tuple[Score, GroupPlacement]] = field(default_factory=list)
-    pace: float = 5e5
-    tables: LoadTables = field(init=False)
-    rng: np.random.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tables = load_tables(self.problem)
-        self.rng = np.random.default_rng([self.problem.seed, self.budget.ledger.next_round()])
-        assert self.budget.ledger.best is not None
-        self._join(self.budget.ledger.best[0], self.budget.ledger.best[1])
-        for score, placement in self.budget.ledger.results.values():
-            self._join(score, placement)
-
-    def run(self) -> None:
-        """Run cycles until the budget is spent or nothing improves any more."""
-        # Under a clock, walks use all cores. Without one, their number is fixed, because the result
-        # must not depend on the machine.
-        count = self.budget.threads if self.budget.timed else WALKS
-        walks = [new_walk(self.tables) for _ in range(max(1, count))]
-        limited = self.budget.timed or np.isfinite(self.budget.left)
-        stalled = 0
-        with ThreadPoolExecutor(max(1, min(count, self.budget.threads))) as executor:
-            while not (self.budget.exhausted or self.budget.closed):
-                before = self.pool[0][0]
-                self._cycle(walks, executor)
-                stalled = 0 if self.pool[0][0] < before else stalled + 1
-                if stalled >= PATIENCE and not limited:
-                    return
-
-    def _cycle(self, walks: list[AnnealingState], executor: ThreadPoolExecutor) -> None:
-        """Anneal each walk once, and take what they end with into the pool."""
-        moves = self._cycle_moves(len(walks))
-        began = self.budget.clock()
-        tasks = []
-        for i, walk in enumerate(walks):
-            base = self._start(walk, i)
-            walk.random[0] = np.uint64(self.rng.integers(1, 2**63))
-            hot = float(np.exp(self.rng.uniform(*np.log(HOT))))
-            cycle = _CoolingCycle(self.tables, walk, base, hot, moves)
-            tasks.append(executor.submit(cycle.run, self.budget))
-        moves_made = [task.result() for task in tasks]
-        if self.budget.timed:
-            self.pace = max(moves_made) / max(self.budget.clock() - began, 1e-9)
-        self.budget.charge(sum(moves_made) / self.tables.groups)
-        best_placements = {walk.best.tobytes(): walk.best.copy() for walk in walks}
-        for placement in best_placements.values():
-            self._take(placement)
-
-    def _cycle_moves(self, walks: int) -> int:
-        """Return the moves of each walk in the next cycle.
-
-        If less than two of the shortest cycles are left, they are all that is left.
-        """
-        left = self.budget.left / walks
-        if self.budget.timed:
-            left = min(left, self.budget.left_seconds * self.pace / self.tables.groups)
-        shortest, longest = CYCLE
-        evaluations = left if left < 2 * shortest else min(max(left / 3, shortest), longest)
-        return max(1, int(evaluations * self.tables.groups))
-
-    def _start(self, walk: AnnealingState, index: int) -> float:
-        """Set a walk on a plan of the pool, and return that plan's value.
-
-        The first walk mostly starts from the best plan. Other draws prefer the better plans.
-        """
-        pick = 0
-        if index or self.rng.random() < 0.25:
-            pick = int(len(self.pool) * self.rng.random() ** 2)
-        score, placement = self.pool[pick]
-        walk.placement[:] = self.problem.settle(placement)
-        walk.best[:] = walk.placement
-        walk.scalars[BEST] = np.inf if score.lacking_bytes else score.value
-        return score.value
-
-    def _take(self, placement: GroupPlacement) -> None:
-        """Evaluate the best plan of a walk and pool it; if memory lacks, give later walks less
-        room."""
-        score = self.budget.score(self.problem, placement[None], always=True)[0]
-        self._join(score, placement)
-        if not 0 < score.lacking_bytes < np.inf:
-            return
-        sizes = np.maximum(self.problem.load.resident_bytes, self.problem.group_bytes)
-        used = np.bincount(placement, weights=sizes, minlength=self.tables.devices)
-        share = self.problem.capacities / np.maximum(self.budget.ledger.peaks(placement), 1)
-        room = np.where(share < 1, 0.95 * share * used, np.inf)
-        room = np.minimum(self.tables.capacities, room)
-        self.tables = self.tables._replace(sizes=sizes, capacities=room)
-
-    def _join(self, score: Score, placement: GroupPlacement) -> None:
-        """Add a plan to the pool, unless it is there, and keep the best `POOL`."""
-        if all(not np.array_equal(placement, other) for _, other in self.pool):
-            self.pool.append((score, placement))
-            self.pool.sort(key=lambda pair: pair[0])
-            del self.pool[POOL:]
+            # What the walks end with joins the pool.
+            best_placements = {walk.best.tobytes(): walk.best.copy() for walk in walks}
+            for placement in best_placements.values():
+                score = budget.score(problem, placement[None], always=True)[0]
+                _join(pool, score, placement)
+                # If memory lacks, later walks get less room.
+                if 0 < score.lacking_bytes < np.inf:
+                    sizes = np.maximum(problem.load.resident_bytes, problem.group_bytes)
+                    used = np.bincount(placement, weights=sizes, minlength=tables.devices)
+                    share = problem.capacities / np.maximum(ledger.peaks(placement), 1)
+                    room = np.where(share < 1, 0.95 * share * used, np.inf)
+                    room = np.minimum(tables.capacities, room)
+                    tables = tables._replace(sizes=sizes, capacities=room)
+            stalled = 0 if pool[0][0] < before else stalled + 1
+            if stalled >= PATIENCE and not limited:
+                return
 
 
-@dataclass
-class _CoolingCycle:
-    """One walk, from its first temperature to its last.
+def _join(
+    pool: list[tuple[Score, GroupPlacement]], score: Score, placement: GroupPlacement
+) -> None:
+    """Add a plan to the pool, unless it is there, and keep the best `POOL`, best first."""
+    if all(not np.array_equal(placement, other) for _, other in pool):
+        pool.append((score, placement))
+        pool.sort(key=lambda pair: pair[0])
+        del pool[POOL:]
 
-    scale_seconds   value of the plan that the walk starts from
+
+def _cool(
+    tables: LoadTables,
+    walk: AnnealingState,
+    start_seconds: float,
+    hot: float,
+    moves: int,
+    budget: Budget,
+) -> int:
+    """Anneal one walk, from its first temperature to its last; return the number of moves proposed,
+    fewer if the budget ends earlier.
+
+    start_seconds   value of the plan that the walk starts from
     hot             relative rise of the largest load that is accepted at first
     moves           to propose
     """
-
-    tables: LoadTables
-    walk: AnnealingState
-    scale_seconds: float
-    hot: float
-    moves: int
-
-    def run(self, budget: Budget) -> int:
-        """Run the walk; return the number of moves proposed, fewer if the budget ends earlier."""
-        moves_made = 0
-        chunk = chunk_moves(self.tables)
-        while moves_made < self.moves and not (moves_made and budget.exhausted):
-            part = min(chunk, self.moves - moves_made)
-            heat = self._heat(moves_made / self.moves)
-            # Loads are computed afresh for each chunk: the exponent may have risen, which changes
-            # the energy, and sums that are updated move by move drift.
-            start(self.tables, self.walk, heat)
-            if not moves_made and np.isinf(self.walk.scalars[BEST]):
-                self.walk.best[:] = self.walk.placement
-            anneal(self.tables, self.walk, heat, part)
-            moves_made += part
-        if np.isinf(self.walk.scalars[BEST]):
-            self.walk.best[:] = self.walk.placement
-        return moves_made
-
-    def _heat(self, share: float) -> Temperature:
-        """Return the temperature once a share of the moves is made."""
-        doublings = (2 if self.hot > 0.02 else 3) + int(3 * share)
+    moves_made = 0
+    chunk = chunk_moves(tables)
+    while moves_made < moves and not (moves_made and budget.exhausted):
+        part = min(chunk, moves - moves_made)
+        share = moves_made / moves
+        doublings = (2 if hot > 0.02 else 3) + int(3 * share)
         # A small relative rise of one load raises its power by 2^doublings times as much.
-        temperature = self.hot * COLD**share * 2.0**doublings
-        best = float(self.walk.scalars[BEST])
-        scale = best if np.isfinite(best) else self.scale_seconds
-        return Temperature(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
+        temperature = hot * COLD**share * 2.0**doublings
+        best = float(walk.scalars[BEST])
+        scale = best if np.isfinite(best) else start_seconds
+        heat = Temperature(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
+        # Loads are computed afresh for each chunk: the exponent may have risen, which changes the
+        # energy, and sums that are updated move by move drift.
+        start(tables, walk, heat)
+        if not moves_made and np.isinf(walk.scalars[BEST]):
+            walk.best[:] = walk.placement
+        anneal(tables, walk, heat, part)
+        moves_made += part
+    if np.isinf(walk.scalars[BEST]):
+        walk.best[:] = walk.placement
+    return moves_made
 
 
 def chunk_moves(tables: LoadTables) -> int:

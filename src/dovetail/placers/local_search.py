@@ -67,104 +67,69 @@ def critical_path(problem: PlacementProblem, timeline: Timeline) -> CriticalPath
 
     O(spans + transfers).
     """
-    walk = _PathTracer(problem, timeline)
-    return walk.run()
-
-
-class _PathTracer:
-    """Traces the critical path over events: event i is span i, or transfer i - spans."""
-
-    def __init__(self, problem: PlacementProblem, timeline: Timeline) -> None:
-        self.problem, self.timeline = problem, timeline
-        self.spans = len(timeline.ops)
-        self.starts = np.concatenate([timeline.op_starts, timeline.transfer_starts]).tolist()
-        self.ends = np.concatenate([timeline.op_ends, timeline.transfer_ends]).tolist()
-        span_of = np.full(len(problem.graph), -1)
-        span_of[timeline.ops] = np.arange(self.spans)
-        self.span_of = span_of.tolist()
-        channels = timeline.transfer_channels + len(timeline.devices)
-        lanes = np.concatenate([timeline.op_devices, channels])
-        self.before = _previous(lanes, np.array(self.starts)).tolist()
-        keys = zip(
-            timeline.transfer_ops.tolist(),
-            timeline.transfer_tensors.tolist(),
-            timeline.transfer_destinations.tolist(),
-            strict=True,
-        )
-        self.sent = {key: i + self.spans for i, key in enumerate(keys)}
-        self.groups = np.zeros(problem.groups.count)
-        self.sends: list[tuple[int, int]] = []
-        self.crowded = np.zeros(problem.devices)
-
-    def run(self) -> CriticalPath:
-        """Follow causes back from the event that ends last."""
-        of_op = self.problem.groups.of_op
-        event = int(np.argmax(self.ends)) if self.ends else -1
-        reader = -1
-        # The number of rounds is bounded in case events of no length are each other's cause.
-        for _ in range(len(self.ends)):
-            if event < 0:
-                break
-            start = self.starts[event]
-            if event < self.spans:
-                reader = int(self.timeline.ops[event])
-                self.groups[of_op[reader]] += self.ends[event] - start
-                cause = self._latest(self._arrivals(reader, event), start)
-            else:
-                transfer = event - self.spans
-                maker = int(self.timeline.transfer_ops[transfer])
-                if reader >= 0:
-                    self.sends.append((int(of_op[maker]), int(of_op[reader])))
-                cause = self._latest(self._awaited_event(transfer), start)
-            if cause < 0:
-                cause = self.before[event]
-                if cause >= 0 and event < self.spans:
-                    self.crowded[self.timeline.op_devices[event]] += self.ends[event] - start
-            event = cause if start > 0 else -1
-        groups = np.flatnonzero(self.groups)
-        ends = np.array(self.sends, np.int32).reshape(-1, 2)
-        return CriticalPath(
-            groups.astype(np.int32), self.groups[groups], ends[:, 0], ends[:, 1], self.crowded
-        )
-
-    def _arrivals(self, op: int, span: int) -> list[int]:
-        """Return the events that brought each input of `op`: a transfer, or the op that made it.
-
-        -1 stands for a source op, which has no span.
-        """
-        graph, device = self.problem.graph, int(self.timeline.op_devices[span])
-        events = []
-        for tensor in graph.inputs_of(op).tolist():
-            maker = int(graph.producers[tensor])
-            arrived = self.sent.get((maker, tensor, device))
-            events.append(self.span_of[maker] if arrived is None else arrived)
-        return events
-
-    def _awaited_event(self, transfer: int) -> list[int]:
-        """Return the event that a transfer had to wait for: the op that made the tensor, or the
-        first hop, which brought the tensor to the device that this transfer leaves from."""
-        timeline = self.timeline
-        maker = int(timeline.transfer_ops[transfer])
-        key = (maker, int(timeline.transfer_tensors[transfer]))
-        hop = self.sent.get((*key, int(timeline.transfer_sources[transfer])))
-        return [self.span_of[maker] if hop is None else hop]
-
-    def _latest(self, events: list[int], start: float) -> int:
-        """Return the first of `events` that ended at `start`; -1: none did."""
-        # Times are equal bit for bit: the simulator starts an event at the end of its cause.
-        for event in events:
-            if event >= 0 and self.ends[event] == start:
-                return event
-        return -1
-
-
-def _previous(lanes: NDArray[np.integer], starts: NDArray[np.float64]) -> NDArray[np.int_]:
-    """Return [events] the event before each in its lane (device or channel); -1: there is none."""
+    graph, of_op = problem.graph, problem.groups.of_op
+    # Event i is span i, or transfer i - spans.
+    spans = len(timeline.ops)
+    starts = np.concatenate([timeline.op_starts, timeline.transfer_starts])
+    ends = np.concatenate([timeline.op_ends, timeline.transfer_ends]).tolist()
+    span_of = np.full(len(graph), -1)
+    span_of[timeline.ops] = np.arange(spans)
+    # The event before each in its lane (device or channel); -1: there is none.
+    channels = timeline.transfer_channels + len(timeline.devices)
+    lanes = np.concatenate([timeline.op_devices, channels])
     order = np.lexsort((starts, lanes))
     previous = np.full(len(lanes), -1)
     same = lanes[order][1:] == lanes[order][:-1]
     previous[order[1:][same]] = order[:-1][same]
-    return previous
+    keys = zip(
+        timeline.transfer_ops.tolist(),
+        timeline.transfer_tensors.tolist(),
+        timeline.transfer_destinations.tolist(),
+        strict=True,
+    )
+    sent = {key: i + spans for i, key in enumerate(keys)}
+
+    seconds, crowded = np.zeros(problem.groups.count), np.zeros(problem.devices)
+    sends: list[tuple[int, int]] = []
+    # Causes are followed back from the event that ends last.
+    event = int(np.argmax(ends)) if ends else -1
+    reader = -1
+    # The number of rounds is bounded in case events of no length are each other's cause.
+    for _ in range(len(ends)):
+        if event < 0:
+            break
+        start = float(starts[event])
+        if event < spans:
+            reader = int(timeline.ops[event])
+            seconds[of_op[reader]] += ends[event] - start
+            # An input was brought by a transfer, or by the op that made it; -1 stands for a source
+            # op, which has no span.
+            device, awaited = int(timeline.op_devices[event]), []
+            for tensor in graph.inputs_of(reader).tolist():
+                maker = int(graph.producers[tensor])
+                awaited.append(sent.get((maker, tensor, device), int(span_of[maker])))
+        else:
+            transfer = event - spans
+            maker = int(timeline.transfer_ops[transfer])
+            if reader >= 0:
+                sends.append((int(of_op[maker]), int(of_op[reader])))
+            # A transfer waits for the op that made the tensor, or for the first hop, which brought
+            # the tensor to the device that this transfer leaves from.
+            tensor = int(timeline.transfer_tensors[transfer])
+            source = int(timeline.transfer_sources[transfer])
+            awaited = [sent.get((maker, tensor, source), int(span_of[maker]))]
+        # Times are equal bit for bit: the simulator starts an event at the end of its cause.
+        cause = next((e for e in awaited if e >= 0 and ends[e] == start), -1)
+        if cause < 0:
+            cause = int(previous[event])
+            if cause >= 0 and event < spans:
+                crowded[timeline.op_devices[event]] += ends[event] - start
+        event = cause if start > 0 else -1
+    groups = np.flatnonzero(seconds)
+    send_ends = np.array(sends, np.int32).reshape(-1, 2)
+    return CriticalPath(
+        groups.astype(np.int32), seconds[groups], send_ends[:, 0], send_ends[:, 1], crowded
+    )
 
 
 # ── Moves: each takes a group placement and returns a changed copy, or None ─────────────────────
@@ -222,6 +187,31 @@ def move_tables(problem: PlacementProblem) -> MoveTables:
     is_movable = can[sources] | can[destinations]
     # The mean is added so that moves also draw edges of few or no bytes.
     weights = sizes[is_movable] + sizes.mean() if len(sizes) else sizes
+
+    # The distinct sets of groups that lie in one module.
+    inside: dict[str, set[int]] = {}
+    pairs = dict.fromkeys(zip(problem.graph.modules, problem.groups.of_op.tolist(), strict=True))
+    for path, group in pairs:
+        parts = path.split(".") if path and can[group] else []
+        for depth in range(1, len(parts) + 1):
+            inside.setdefault(".".join(parts[:depth]), set()).add(group)
+    most = MODULE_SHARE * len(problem.free)
+    modules = {tuple(sorted(groups)) for groups in inside.values() if 2 <= len(groups) <= most}
+
+    # Unions along edges, in the order of Kruskal's algorithm.
+    joined: list[list[int]] = [[group] for group in range(len(can))]
+    clusters: list[GroupSet] = []
+    for edge in np.lexsort((destinations, sources, -sizes))[:CLUSTER_EDGES].tolist():
+        a, b = joined[sources[edge]], joined[destinations[edge]]
+        if a is b or not (can[sources[edge]] and can[destinations[edge]]):
+            continue
+        if len(a) + len(b) > min(CLUSTER_GROUPS, most):
+            continue
+        # All members share one list, so `a is b` above tells whether two groups are joined.
+        union = sorted(a + b)
+        for group in union:
+            joined[group] = union
+        clusters.append(np.array(union, dtype=np.int32))
     return MoveTables(
         problem=problem,
         free=problem.free,
@@ -230,8 +220,8 @@ def move_tables(problem: PlacementProblem) -> MoveTables:
         ),
         edges=np.stack([sources[is_movable], destinations[is_movable]], axis=1),
         pull=weights / max(weights.sum(), 1e-300),
-        modules=_module_sets(problem, can),
-        clusters=_cluster_sets(problem, can),
+        modules=tuple(np.array(groups, dtype=np.int32) for groups in sorted(modules)),
+        clusters=tuple(clusters),
     )
 
 
@@ -483,38 +473,6 @@ def _other(
     return int(rng.choice(np.flatnonzero(options)))
 
 
-def _module_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
-    """Return the distinct sets of groups that lie in one module, each of 2 groups or more."""
-    inside: dict[str, set[int]] = {}
-    pairs = dict.fromkeys(zip(problem.graph.modules, problem.groups.of_op.tolist(), strict=True))
-    for path, group in pairs:
-        parts = path.split(".") if path and can[group] else []
-        for depth in range(1, len(parts) + 1):
-            inside.setdefault(".".join(parts[:depth]), set()).add(group)
-    most = MODULE_SHARE * len(problem.free)
-    sets = {tuple(sorted(groups)) for groups in inside.values() if 2 <= len(groups) <= most}
-    return tuple(np.array(groups, dtype=np.int32) for groups in sorted(sets))
-
-
-def _cluster_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
-    """Return the unions of 2 to `CLUSTER_GROUPS` groups, in the order of Kruskal's algorithm."""
-    sources, destinations, sizes = problem.edges
-    clusters: list[list[int]] = [[group] for group in range(len(can))]
-    unions: list[GroupSet] = []
-    for edge in np.lexsort((destinations, sources, -sizes))[:CLUSTER_EDGES].tolist():
-        a, b = clusters[sources[edge]], clusters[destinations[edge]]
-        if a is b or not (can[sources[edge]] and can[destinations[edge]]):
-            continue
-        if len(a) + len(b) > min(CLUSTER_GROUPS, MODULE_SHARE * len(problem.free)):
-            continue
-        # All members share one list, so `a is b` above tells whether two groups are joined.
-        union = sorted(a + b)
-        for group in union:
-            clusters[group] = union
-        unions.append(np.array(union, dtype=np.int32))
-    return tuple(unions)
-
-
 # ── The search ──────────────────────────────────────────────────────────────────────────────────
 
 BATCH = 16
@@ -543,10 +501,8 @@ def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     try_baselines(problem, budget)
     if problem.objective == "load" and not problem.contiguous:
         return load_search(problem, budget)
-    placements = [
-        placement
-        for _, placement in sorted(budget.ledger.results.values(), key=lambda pair: pair[0])
-    ]
+    results = sorted(budget.ledger.results.values(), key=lambda pair: pair[0])
+    placements = [placement for _, placement in results]
     if budget.ledger.best is not None:
         placements.insert(0, budget.ledger.best[1])
     starts = list({placement.tobytes(): placement for placement in placements}.values())
@@ -584,37 +540,69 @@ class _LocalSearch:
 
     def run(self) -> None:
         """Descend and restart until the budget is spent or nothing new is left."""
-        patience = STALL_ROUNDS + len(self.problem.free) // BATCH
+        problem, budget = self.problem, self.budget
+        patience = STALL_ROUNDS + len(problem.free) // BATCH
         barren = 0
         current = self.starts[0]
         while not self._complete() and barren < GIVE_UP:
-            before = self.budget.spent
-            self._descend(current, patience)
-            barren = barren + 1 if self.budget.spent == before else 0
-            current = self._restart()
+            spent = budget.spent
+            # A descent moves from `current` until `patience` rounds bring no new best.
+            score = budget.score(problem, current[None])[0]
+            best, stalled, rounds = score, 0, 0
+            merged: list[GroupPlacement] = []
+            self._trace(current)
+            while stalled < patience and not self._complete():
+                kinds, batch = self._propose(current, merged)
+                if not len(batch):
+                    break
+                scores = budget.score(problem, batch)
+                better = [i for i in range(len(batch)) if scores[i] < score]
+                better.sort(key=lambda i: (scores[i], i))
 
-    def _descend(self, current: GroupPlacement, patience: int) -> None:
-        """Move from `current` until `patience` rounds bring no new best."""
-        score = self._scores(current[None])[0]
-        best, stalled = score, 0
-        merged: list[GroupPlacement] = []
-        self._trace(current)
-        rounds = 0
-        while stalled < patience and not self._complete():
-            kinds, batch = self._propose(current, merged)
-            if not len(batch):
-                return
-            scores = self._scores(batch)
-            winner = min(range(len(batch)), key=lambda i: (scores[i], i))
-            self._learn(kinds, scores, score)
-            merged = _merge(current, batch, scores, score)
-            if self._accepts(scores[winner], score):
-                current, score = batch[winner], scores[winner]
-            rounds += 1
-            if rounds % TRACE_ROUNDS == 0:
-                self._trace(current)
-            stalled = 0 if score < best else stalled + 1
-            best = min(best, score)
+                # The odds of a kind of move follow how often it wins. Halving old counts lets the
+                # odds follow the search: what helps early may not help later.
+                for kind, new in zip(kinds, scores, strict=True):
+                    if kind >= 0:
+                        self.tries[kind] += 1
+                        self.wins[kind] += new < score
+                if self.tries.sum() > 2000:
+                    self.wins = 1 + (self.wins - 1) / 2
+                    self.tries = 4 + (self.tries - 4) / 2
+
+                # The next batch tries improving moves together: the best two, three and four. Where
+                # two moves change the same group, the better one wins.
+                merged, laid = [], current.copy()
+                for rank, i in enumerate(better[:4]):
+                    changed = batch[i] != current
+                    laid = np.where(changed & (laid == current), batch[i], laid)
+                    if rank:
+                        merged.append(laid)
+
+                winner = min(range(len(batch)), key=lambda i: (scores[i], i))
+                if self._accepts(scores[winner], score):
+                    current, score = batch[winner], scores[winner]
+                rounds += 1
+                if rounds % TRACE_ROUNDS == 0:
+                    self._trace(current)
+                stalled = 0 if score < best else stalled + 1
+                best = min(best, score)
+            barren = barren + 1 if budget.spent == spent else 0
+
+            # A restart is from another start, or from the best placement after a few random moves.
+            # In some cases, a run of its groups is taken from another start before.
+            best_of_all = budget.ledger.best
+            current = (self.starts[0] if best_of_all is None else best_of_all[1]).copy()
+            chance = self.rng.random()
+            other = self.starts[self.rng.integers(len(self.starts))]
+            if chance < 0.15:
+                current = other
+                continue
+            if chance < 0.4:
+                a, b = np.sort(self.rng.integers(len(current) + 1, size=2))
+                current[a:b] = other[a:b]
+            for _ in range(int(self.rng.integers(1, 6))):
+                moved = MOVES[self.rng.integers(len(MOVES))](current, self.tables, self.rng)
+                current = current if moved is None else moved
 
     def _trace(self, current: GroupPlacement) -> None:
         """Trace the critical path of `current`. Moves use it until the next trace, though it is
@@ -626,9 +614,6 @@ class _LocalSearch:
     def _complete(self) -> bool:
         """Whether the budget is spent, or every placement was evaluated."""
         return self.budget.exhausted or len(self.budget.ledger) >= self.problem.placements
-
-    def _scores(self, batch: NDArray[np.int32]) -> list[Score]:
-        return self.budget.score(self.problem, batch)
 
     def _propose(
         self, current: GroupPlacement, merged: list[GroupPlacement]
@@ -667,48 +652,3 @@ class _LocalSearch:
             return False
         temperature = TEMPERATURE * (1 - self.budget.fraction) ** 2
         return new.value <= old.value * (1 + temperature * self.rng.exponential())
-
-    def _learn(self, kinds: list[int], scores: list[Score], current: Score) -> None:
-        """Count tries and wins of each kind of move."""
-        for kind, score in zip(kinds, scores, strict=True):
-            if kind >= 0:
-                self.tries[kind] += 1
-                self.wins[kind] += score < current
-        # Halving old counts lets the odds follow the search: what helps early may not help later.
-        if self.tries.sum() > 2000:
-            self.wins = 1 + (self.wins - 1) / 2
-            self.tries = 4 + (self.tries - 4) / 2
-
-    def _restart(self) -> GroupPlacement:
-        """Return another start, or the best placement after a few random moves. In some cases, a
-        run of its groups is taken from another start before."""
-        best = self.budget.ledger.best[1] if self.budget.ledger.best is not None else self.starts[0]
-        current = best.copy()
-        chance = self.rng.random()
-        other = self.starts[self.rng.integers(len(self.starts))]
-        if chance < 0.15:
-            return np.asarray(other)
-        if chance < 0.4:
-            a, b = np.sort(self.rng.integers(len(current) + 1, size=2))
-            current[a:b] = other[a:b]
-        for _ in range(int(self.rng.integers(1, 6))):
-            moved = MOVES[self.rng.integers(len(MOVES))](current, self.tables, self.rng)
-            current = current if moved is None else moved
-        return current
-
-
-def _merge(
-    current: GroupPlacement, batch: NDArray[np.int32], scores: list[Score], score: Score
-) -> list[GroupPlacement]:
-    """Return combinations of a batch's improving moves: of the best two, the best three, and the
-    best four."""
-    gains = [i for i in range(len(batch)) if scores[i] < score]
-    better = sorted(gains, key=lambda i: (scores[i], i))
-    merged, laid = [], current.copy()
-    for rank, i in enumerate(better[:4]):
-        # Where two moves change the same group, the better one wins.
-        changed = batch[i] != current
-        laid = np.where(changed & (laid == current), batch[i], laid)
-        if rank:
-            merged.append(laid)
-    return merged

@@ -90,20 +90,77 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
     A placement of units stands for the placement `placement[unit_of]` of groups. Values and peaks
     are estimates of those on the true graph. O(ops + reads x log reads).
     """
+    graph, unit_of_op = problem.graph, unit_of[problem.groups.of_op]
+    nodes = _nodes(problem, unit_of_op, most_ops)
+    tensors = _tensors(problem, nodes)
+
+    # Source ops come first, one for each tensor of sources, then nodes. The graph wants tensors in
+    # the order of their producers. The new value of a parameter comes after all other tensors of
+    # the node that writes it.
+    count = len(nodes)
+    source_owners = tensors.owners[tensors.owners >= count]
+    sources = len(source_owners)
+    written = np.flatnonzero(tensors.owners[:sources] >= count + 2)
+    writers = tensors.owners[written] - count - 2
+    producers = np.concatenate(
+        [np.arange(sources), sources + tensors.owners[sources:], sources + writers]
+    )
+    order = np.argsort(producers, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    storages = np.arange(len(order))
+    storages[place[len(tensors.owners) :]] = written
+    overwrites = np.zeros(len(order), dtype=bool)
+    overwrites[place[len(tensors.owners) :]] = True
+    phases = np.zeros(sources + count, np.int8)
+    phases[sources:] = graph.phases[nodes.first]
+    before, after = nodes.of_op[graph.control.T]
+    control = np.unique(before[before != after] * count + after[before != after])
+    source_kinds = ["input" if owner == count else "parameter" for owner in source_owners.tolist()]
+    merged = Graph(
+        names=tuple(map(str, range(sources + count))),
+        kinds=(*source_kinds, *("merged",) * count),
+        signatures=("",) * (sources + count),
+        modules=("",) * sources + tuple(graph.modules[op] for op in nodes.first.tolist()),
+        phases=phases,
+        shapes=((),) * len(order),
+        strides=((),) * len(order),
+        dtypes=("uint8",) * len(order),
+        input_offsets=csr_offsets(sources + tensors.readers[:, 0], sources + count),
+        control=sources + np.stack([control // count, control % count], axis=1),
+        producers=producers[order],
+        tensor_bytes=np.append(tensors.occupied_bytes, tensors.occupied_bytes[written])[order],
+        storages=storages,
+        overwrites=overwrites,
+        outputs=place[np.flatnonzero(tensors.is_output)],
+        input_tensors=place[tensors.readers[:, 1]],
+    )
+
+    real = np.flatnonzero(nodes.of_op >= 0)
+    columns = problem.costs.compute_seconds[real].T
+    sums = [np.bincount(nodes.of_op[real], weights=c, minlength=count) for c in columns]
+    seconds = np.concatenate([np.zeros((sources, problem.devices)), np.stack(sums, axis=1)])
+    sent = np.append(tensors.sent_bytes, tensors.sent_bytes[written])[order]
+    costs = Costs(seconds, "given", sent)
+
+    # A source op has the unit of an op that reads it. Reversed, so that of several readers of a
+    # source the first one is written last, and stays.
+    units = np.zeros(sources + count, np.int32)
+    units[sources:] = unit_of_op[nodes.first]
+    units[tensors.readers[::-1, 1][tensors.readers[::-1, 1] < sources]] = units[
+        sources + tensors.readers[::-1, 0][tensors.readers[::-1, 1] < sources]
+    ]
+    units[written] = units[sources + writers]
+
     allowed = _allowed_devices(problem, unit_of)
-    merged = _merge(problem, unit_of[problem.groups.of_op], most_ops)
     simulator = Simulator(
-        merged.graph,
-        problem.machine,
-        merged.costs,
-        capacities=problem.capacities,
-        ranked=problem.ranked,
+        merged, problem.machine, costs, capacities=problem.capacities, ranked=problem.ranked
     )
     return PlacementProblem(
-        graph=merged.graph,
+        graph=merged,
         machine=problem.machine,
-        costs=merged.costs,
-        groups=Groups(merged.units, len(allowed)),
+        costs=costs,
+        groups=Groups(units, len(allowed)),
         allowed=allowed,
         capacities=problem.capacities,
         objective=problem.objective,
@@ -130,18 +187,6 @@ def _allowed_devices(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bo
 
 
 @dataclass(frozen=True, eq=False)
-class _MergedGraph:
-    """A merged graph and its costs.
-
-    units   [ops of the merged graph] unit of each; a source op has the unit of an op that reads it
-    """
-
-    graph: Graph
-    costs: Costs
-    units: Int32
-
-
-@dataclass(frozen=True, eq=False)
 class _MergedNodes:
     """The merged ops (nodes), in topological order; of the ready ones, the lowest first op is next.
 
@@ -160,7 +205,8 @@ class _MergedNodes:
 class _MergedTensors:
     """The tensors between nodes: those of sources first, then by node.
 
-    owners     [tensors] node that makes each; for tensors of sources see `_owners`
+    owners     [tensors] node that makes each; those of
+               sources are numbered above the nodes, see `_tensors`
     occupied_bytes, sent_bytes, is_output   [tensors]
     readers    [reads, 2] distinct (node, tensor), ordered
     """
@@ -170,92 +216,6 @@ class _MergedTensors:
     sent_bytes: Float64
     is_output: NDArray[np.bool_]
     readers: Int64
-
-
-def _merge(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedGraph:
-    """Merge the ops of each unit into nodes, with one source op for each tensor of sources."""
-    graph = problem.graph
-    nodes = _nodes(problem, unit_of_op, most_ops)
-    tensors = _tensors(problem, nodes)
-    count = len(nodes)
-    sources = int((tensors.owners >= count).sum())
-    written = np.flatnonzero(tensors.owners[:sources] >= count + 2)
-    writers = tensors.owners[written] - count - 2
-    # The graph wants tensors in the order of their producers. The new value of a parameter comes
-    # after all other tensors of the node that writes it.
-    producers = np.concatenate(
-        [np.arange(sources), sources + tensors.owners[sources:], sources + writers]
-    )
-    order = np.argsort(producers, kind="stable")
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    storages = np.arange(len(order))
-    storages[place[len(tensors.owners) :]] = written
-    overwrites = np.zeros(len(order), dtype=bool)
-    overwrites[place[len(tensors.owners) :]] = True
-    occupied = np.append(tensors.occupied_bytes, tensors.occupied_bytes[written])[order]
-    sent = np.append(tensors.sent_bytes, tensors.sent_bytes[written])[order]
-    real = np.flatnonzero(nodes.of_op >= 0)
-    columns = problem.costs.compute_seconds[real].T
-    sums = [np.bincount(nodes.of_op[real], weights=c, minlength=count) for c in columns]
-    seconds = np.concatenate([np.zeros((sources, problem.devices)), np.stack(sums, axis=1)])
-    merged = _graph(
-        graph,
-        nodes,
-        tensors,
-        {
-            "producers": producers[order],
-            "tensor_bytes": occupied,
-            "storages": storages,
-            "overwrites": overwrites,
-            "outputs": place[np.flatnonzero(tensors.is_output)],
-            "input_tensors": place[tensors.readers[:, 1]],
-        },
-    )
-    units = np.zeros(sources + count, np.int32)
-    units[sources:] = unit_of_op[nodes.first]
-    # Reversed, so that of several readers of a source the first one is written last, and stays.
-    units[tensors.readers[::-1, 1][tensors.readers[::-1, 1] < sources]] = units[
-        sources + tensors.readers[::-1, 0][tensors.readers[::-1, 1] < sources]
-    ]
-    units[written] = units[sources + writers]
-    return _MergedGraph(merged, Costs(seconds, "given", sent), units)
-
-
-def _graph(
-    graph: Graph,
-    nodes: _MergedNodes,
-    tensors: _MergedTensors,
-    columns: dict[str, NDArray[np.generic]],
-) -> Graph:
-    """Build the merged graph: source ops first, then nodes.
-
-    columns   arrays of `Graph`, by name
-    """
-    count = len(nodes)
-    owners = tensors.owners[tensors.owners >= count]
-    sources = len(owners)
-    ops, tensor_count = sources + count, len(columns["producers"])
-    phases = np.zeros(ops, np.int8)
-    phases[sources:] = graph.phases[nodes.first]
-    before, after = nodes.of_op[graph.control.T]
-    control = np.unique(before[before != after] * count + after[before != after])
-    return Graph(
-        names=tuple(map(str, range(ops))),
-        kinds=tuple(
-            ["input" if owner == count else "parameter" for owner in owners.tolist()]
-            + ["merged"] * count
-        ),
-        signatures=("",) * ops,
-        modules=("",) * sources + tuple(graph.modules[op] for op in nodes.first.tolist()),
-        phases=phases,
-        shapes=((),) * tensor_count,
-        strides=((),) * tensor_count,
-        dtypes=("uint8",) * tensor_count,
-        input_offsets=csr_offsets(sources + tensors.readers[:, 0], ops),
-        control=sources + np.stack([control // count, control % count], axis=1),
-        **columns,  # type: ignore[arg-type]  # arrays by their names
-    )
 
 
 def _nodes(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedNodes:
@@ -288,7 +248,18 @@ def _nodes(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _Merg
         windows //= FEWER_WINDOWS
     of_op = np.full(len(graph), -1, np.int64)
     of_op[real] = of_real.reshape(-1)
-    rank = _topological(graph, of_op, real[first])
+
+    # Of the ready nodes, the one with the lowest first op goes next, so that nodes stand as nearly
+    # in the order of their ops as possible.
+    count = len(first)
+    before_ops = np.concatenate([graph.producers[graph.input_tensors], graph.control[:, 0]])
+    after_ops = np.concatenate([graph.readers, graph.control[:, 1]])
+    before, after = of_op[before_ops], of_op[after_ops]
+    crosses = (before >= 0) & (before != after)
+    edges = np.unique(before[crosses] * count + after[crosses])
+    edges = np.stack([edges // count, edges % count], axis=1)
+    rank = np.empty(count, np.int64)
+    rank[topological_order(count, edges, real[first].tolist())] = np.arange(count)
     of_op[real] = rank[of_op[real]]
     ordered = np.empty(len(first), np.int64)
     ordered[rank] = real[first]
@@ -350,42 +321,17 @@ def _steps(  # noqa: PLR0917 (kernel)
         steps[op] = step
 
 
-def _topological(graph: Graph, of_op: Int64, first: Int64) -> Int64:
-    """Return [nodes] the place of each node in a topological order.
-
-    Of the ready nodes, the one with the lowest first op goes next, so that nodes stand as nearly in
-    the order of their ops as possible.
-    """
-    count = len(first)
-    befores = np.concatenate(
-        [of_op[graph.producers[graph.input_tensors]], of_op[graph.control[:, 0]]]
-    )
-    afters = np.concatenate([of_op[graph.readers], of_op[graph.control[:, 1]]])
-    crosses = (befores >= 0) & (befores != afters)
-    edges = np.unique(befores[crosses] * count + afters[crosses])
-    befores, afters = edges // count, edges % count
-    rank = np.empty(count, np.int64)
-    order = topological_order(count, np.stack([befores, afters], axis=1), first.tolist())
-    rank[order] = np.arange(count)
-    return rank
-
-
-def _owners(graph: Graph, nodes: _MergedNodes) -> Int64:
-    """Return [tensors of the true graph] the node that makes each tensor.
-
-    Tensors of sources have numbers above the n nodes: n for inputs, n + 1 for tensors resident on
-    every device that reads them, and n + 2 + w for a tensor that node w overwrites.
-    """
-    homes = graph.residences[graph.producers].astype(np.int64)
-    written = len(nodes) + 2 + nodes.of_op[np.maximum(homes, 0)]
-    sources = np.where(homes >= 0, written, len(nodes) + (homes != HOST))
-    return np.where(graph.is_source[graph.producers], sources, nodes.of_op[graph.producers])
-
-
 def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
     """Merge the tensors of each owner that have the same readers into one tensor."""
     graph, count = problem.graph, len(nodes)
-    owners = _owners(graph, nodes)
+    # The node that makes each tensor of the true graph. Tensors of sources have numbers above the n
+    # nodes: n for inputs, n + 1 for tensors resident on every device that reads them, and n + 2 + w
+    # for a tensor that node w overwrites.
+    homes = graph.residences[graph.producers].astype(np.int64)
+    overwritten = count + 2 + nodes.of_op[np.maximum(homes, 0)]
+    of_sources = np.where(homes >= 0, overwritten, count + (homes != HOST))
+    from_source = graph.is_source[graph.producers]
+    owners = np.where(from_source, of_sources, nodes.of_op[graph.producers])
     written = np.flatnonzero(owners >= count + 2)
     tensors = np.append(graph.input_tensors, written).astype(np.int64)
     # The node that overwrites a tensor counts as a reader of it, also if none of its ops reads it.
@@ -395,7 +341,7 @@ def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
     tensors, readers = pairs // count, pairs % count
     is_output = np.zeros(graph.tensors, dtype=bool)
     is_output[graph.outputs] = True
-    is_output &= ~graph.is_source[graph.producers]
+    is_output &= ~from_source
     # Sets of readers are compared by hash: every node has a random 64-bit word, and a set's hash is
     # the sum of its words, which wraps around. Owner and `is_output` enter the key too.
     words = np.random.default_rng(0).integers(2**63, size=2 * count + 2, dtype=np.uint64)
@@ -412,7 +358,13 @@ def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
     first = first[order]
     of = np.full(graph.tensors, -1, np.int64)
     of[tensors_seen] = rank[node_tensors.reshape(-1)]
-    occupied = np.bincount(of[tensors_seen], weights=_occupied_bytes(graph, is_seen)[tensors_seen])
+    # A view of a tensor that is kept anyway, or that belongs to a source, occupies nothing more.
+    roots = np.where(graph.bases < 0, np.arange(graph.tensors), graph.bases)
+    while (roots[roots] != roots).any():
+        roots = roots[roots]
+    root_stays = is_seen[roots] | from_source[roots]
+    kept_bytes = np.where((graph.bases >= 0) & root_stays, 0, graph.tensor_bytes)
+    occupied = np.bincount(of[tensors_seen], weights=kept_bytes[tensors_seen])
     links = problem.machine.links
     beyond = [link.latency_seconds * link.bandwidth_bytes_per_second for link in links]
     several = (np.bincount(of[tensors_seen]) - 1) * (float(np.mean(beyond)) if beyond else 0.0)
@@ -425,18 +377,6 @@ def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
         is_output=is_output[first],
         readers=np.stack([reads // len(first), reads % len(first)], axis=1),
     )
-
-
-def _occupied_bytes(graph: Graph, is_seen: NDArray[np.bool_]) -> Int64:
-    """Return [tensors] the bytes that each keeps occupied.
-
-    A view of a tensor that is kept anyway, or that belongs to a source, occupies nothing more.
-    """
-    roots = np.where(graph.bases < 0, np.arange(graph.tensors), graph.bases)
-    while (roots[roots] != roots).any():
-        roots = roots[roots]
-    root_stays = is_seen[roots] | graph.is_source[graph.producers[roots]]
-    return np.where((graph.bases >= 0) & root_stays, 0, graph.tensor_bytes)
 
 
 # ── Coarsening: groups are joined to ever fewer units, hundreds instead of many thousands ────────
@@ -580,7 +520,25 @@ class _UnitGraph:
         rating = self.weights**2 / ((self.seconds + floor)[self.ends]).prod(axis=1)
         order = np.lexsort((self.ends[:, 1], self.ends[:, 0], -rating)).astype(np.int32)
         mates = np.full(self.count, -1, np.int32)
-        levels = self._levels() if strict else np.full(self.count, LOOSE, np.int32)
+        levels = np.full(self.count, LOOSE, np.int32)
+        if strict:
+            # A level is the length of the longest forward path. Units that wait for each other in a
+            # circle have one level. Units that no forward edge touches stay `LOOSE`.
+            before, after = self.forward.T
+            ones = coo_array((np.ones(len(before), np.int8), (before, after)), (self.count,) * 2)
+            circles, circle = connected_components(ones, connection="strong")
+            between = np.unique(circle[self.forward], axis=0)
+            between = between[between[:, 0] != between[:, 1]].astype(np.int32)
+            longest = np.zeros(circles, np.int32)
+            _longest_paths(
+                csr_offsets(between[:, 0], circles),
+                np.ascontiguousarray(between[:, 1]),
+                np.bincount(between[:, 1], minlength=circles).astype(np.int32),
+                np.zeros(circles, np.int32),
+                longest,
+            )
+            touched = np.unique(self.forward)
+            levels[touched] = longest[circle[touched]]
         forward = self.forward[np.argsort(self.forward[:, 0], kind="stable")]
         backward = self.forward[np.argsort(self.forward[:, 1], kind="stable")]
         _match(
@@ -615,31 +573,6 @@ class _UnitGraph:
             _sums(joined, self.sizes, count),
             self.limits,
         )
-
-    def _levels(self) -> Int32:
-        """Return [units] the length of the longest forward path to each.
-
-        Units that wait for each other in a circle have one level. Units that no forward edge
-        touches are `LOOSE`.
-        """
-        befores, afters = self.forward.T
-        ones = coo_array((np.ones(len(befores), np.int8), (befores, afters)), (self.count,) * 2)
-        circles, circle = connected_components(ones, connection="strong")
-        between = np.unique(circle[self.forward], axis=0)
-        between = between[between[:, 0] != between[:, 1]].astype(np.int32)
-        levels = np.zeros(circles, np.int32)
-        _longest_paths(
-            csr_offsets(between[:, 0], circles),
-            np.ascontiguousarray(between[:, 1]),
-            np.bincount(between[:, 1], minlength=circles).astype(np.int32),
-            np.zeros(circles, np.int32),
-            levels,
-        )
-        unit_levels = levels[circle]
-        touched = np.zeros(self.count, dtype=bool)
-        touched[self.forward] = True
-        unit_levels[~touched] = LOOSE
-        return unit_levels
 
 
 def _sum_weights(a: Int32, b: Int32, weights: Float64) -> tuple[Int32, Float64]:
@@ -809,9 +742,29 @@ class _MultilevelSearch:
         levels = _space_levels(coarsen(self.problem, COARSEST, incumbent))
         share *= 1 - self.budget.fraction
         for units in levels:
-            if not self.budget.exhausted:
-                refined = self._refine(units, incumbent, share / len(levels))
-                incumbent = min(incumbent, refined, key=self._score)
+            if self.budget.exhausted:
+                break
+            # Local search on a merged graph starts from `incumbent`, which puts each unit on one
+            # device.
+            small = self._merge_units(units)
+            self.refined += 1
+            small = replace(small, seed=small.seed + self.refined)
+            part = self._part(share / len(levels), small)
+            of_units = np.empty(small.groups.count, np.int32)
+            of_units[units] = incumbent
+            score = part.score(small, of_units[None], always=True)[0]
+            # Noted under every baseline's name, so that local search constructs none and starts
+            # here.
+            for name in BASELINES:
+                part.note(name, score, of_units)
+            of_units_refined = local_search(small, part)
+            self._charge(part, small)
+            refined = of_units_refined[units]
+            # If memory lacks on the true graph, later merged graphs get less.
+            if self._score(refined).lacking_bytes > 0:
+                under = self.budget.ledger.peaks(refined) - part.ledger.peaks(of_units_refined)
+                self.shifts = np.maximum(self.shifts, under)
+            incumbent = min(incumbent, refined, key=self._score)
         return incumbent
 
     def _score(self, placement: GroupPlacement) -> Score:
@@ -832,31 +785,6 @@ class _MultilevelSearch:
             small = under_units(small, units)
         room = np.maximum(self.problem.capacities - self.shifts, 0).astype(np.int64)
         return replace(small, capacities=room)
-
-    def _refine(
-        self, units: NDArray[np.int32], start: GroupPlacement, share: float
-    ) -> GroupPlacement:
-        """Return the placement that local search on a merged graph finds from `start`.
-
-        `start` must put each unit on one device. If memory lacks on the true graph, `shifts` grows.
-        """
-        small = self._merge_units(units)
-        self.refined += 1
-        small = replace(small, seed=small.seed + self.refined)
-        part = self._part(share, small)
-        of_units = np.empty(small.groups.count, np.int32)
-        of_units[units] = start
-        score = part.score(small, of_units[None], always=True)[0]
-        # Noted under every baseline's name, so that local search constructs none and starts here.
-        for name in BASELINES:
-            part.note(name, score, of_units)
-        of_units_refined = local_search(small, part)
-        self._charge(part, small)
-        placement = of_units_refined[units]
-        if self._score(placement).lacking_bytes > 0:
-            under = self.budget.ledger.peaks(placement) - part.ledger.peaks(of_units_refined)
-            self.shifts = np.maximum(self.shifts, under)
-        return placement
 
     def _part(self, share: float, small: PlacementProblem) -> Budget:
         """Return a separate budget for a merged graph, with a share of the whole budget.

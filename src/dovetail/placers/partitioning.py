@@ -23,7 +23,7 @@ from scipy.sparse import csr_matrix
 
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
-from dovetail.runtime.compiling import inlined, kernel
+from dovetail.runtime.compiling import kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
 MOST_WEIGHT = 2**28
@@ -123,7 +123,24 @@ def parts_of(
     bound = choices == 1
     fixed[bound] = np.array(within)[allowed[bound].argmax(axis=1)]
     groups = np.flatnonzero(choices > 1).astype(np.int32)
-    weights, shares = _work_shares(problem, within, fixed, groups)
+
+    # Groups weigh the seconds on their fastest device. Shares are in proportion to the devices'
+    # speeds, less the work that is fixed there.
+    allowed = allowed[groups]
+    seconds = np.where(allowed, problem.work_seconds[groups][:, within], 0.0)
+    weights = np.where(allowed, seconds, np.inf).min(axis=1, initial=np.inf)
+    reachable = np.where(allowed, weights[:, None], 0.0).sum(axis=0)
+    device_seconds = seconds.sum(axis=0)
+    speeds = np.divide(
+        reachable, device_seconds, out=np.ones(len(within)), where=device_seconds > 0
+    )
+    elsewhere = choices <= 1
+    fixed_devices = fixed[elsewhere]
+    pinned = problem.work_seconds[elsewhere, fixed_devices]
+    pinned = np.bincount(fixed_devices, weights=pinned, minlength=problem.devices)[within] * speeds
+    target = (weights.sum() + pinned.sum()) * speeds / speeds.sum() - pinned
+    # A device can have no less than nothing, and no more than the work of all that may go there.
+    shares = _normal(np.minimum(np.maximum(target, 0.0), reachable))
     if memory:
         sizes = problem.group_bytes[groups].astype(np.float64)
         weights = _normal(weights) + _normal(sizes)
@@ -133,7 +150,11 @@ def parts_of(
         shares = _normal(np.minimum(shares, np.maximum(room, 0) / max(1.0, sizes.sum())))
     # The minimum keeps at least one part if all shares are below `MIN_SHARE`.
     has_part = shares >= min(MIN_SHARE, shares.max())
-    offsets, neighbours, edge_bytes = _induce_edges(net, groups)
+    # The edges among the groups, renumbered.
+    count = problem.groups.count
+    matrix = csr_matrix((net.edge_bytes, net.neighbours, net.offsets), shape=(count, count))
+    inner = matrix if len(groups) == count else matrix[groups][:, groups].tocsr()
+    inner.sort_indices()
     return PartitionProblem(
         within=within,
         devices=[device for device, keep in zip(within, has_part, strict=True) if keep],
@@ -141,9 +162,9 @@ def parts_of(
         fixed=fixed,
         groups=groups,
         weights=integers(weights),
-        offsets=offsets,
-        neighbours=neighbours,
-        edge_weights=integers(edge_bytes),
+        offsets=inner.indptr.astype(np.int64),
+        neighbours=inner.indices.astype(np.int64),
+        edge_weights=integers(inner.data),
     )
 
 
@@ -192,7 +213,34 @@ def placed(
     """
     devices = np.array(parts.devices, np.int32)
     if reorder:
-        devices = _swap_like_devices(problem, net, parts, labels)
+        # [parts, devices] bytes between each part and the groups fixed on each device.
+        part_of = np.full(problem.groups.count, -1, np.int64)
+        part_of[parts.groups] = labels
+        vertices = np.repeat(np.arange(len(part_of)), np.diff(net.offsets))
+        at_edge = (part_of[vertices] >= 0) & (part_of[net.neighbours] < 0)
+        cells = part_of[vertices[at_edge]] * problem.devices + parts.fixed[net.neighbours[at_edge]]
+        shape = (len(devices), problem.devices)
+        sums = np.bincount(cells, weights=net.edge_bytes[at_edge], minlength=shape[0] * shape[1])
+        talk = sums.reshape(shape).astype(np.float64)
+
+        # Devices are alike in model, capacity and share.
+        sums = np.bincount(labels, weights=np.arange(len(labels)), minlength=len(devices))
+        means = sums / np.maximum(np.bincount(labels, minlength=len(devices)), 1)
+        alike: dict[tuple[str, int, float], list[int]] = {}
+        for part, device in enumerate(parts.devices):
+            model = problem.machine.devices[device].model
+            key = (model, int(problem.capacities[device]), round(float(parts.shares[part]), 2))
+            alike.setdefault(key, []).append(part)
+        swapped = devices.copy()
+        for members in alike.values():
+            along = np.array(members)[np.argsort(means[members], kind="stable")]
+            # Parts that exchange bytes with fixed groups are assigned so that most of these bytes
+            # stay on a device. Without any, parts are in the order of the mean index of their
+            # vertices.
+            block = talk[np.ix_(along, devices[members])]
+            chosen = linear_sum_assignment(-block)[1] if block.any() else np.arange(len(along))
+            swapped[along] = devices[members][chosen]
+        devices = swapped
     placement = parts.fixed.copy()
     placement[parts.groups] = devices[labels]
     return PartitionCandidate(parts.within, placement)
@@ -271,7 +319,12 @@ def refit(
     _relocate(problem.free[movable & ~legal], net, moves)
     crowded = problem.free[movable & (moves.room[placement[problem.free]] < 0)]
     if len(crowded):
-        _relocate(_cheapest_first(net, placement, group_bytes, crowded), net, moves)
+        rows = np.repeat(np.arange(len(placement)), np.diff(net.offsets))
+        same = placement[rows] == placement[net.neighbours]
+        signed = np.where(same, net.edge_bytes, -net.edge_bytes)
+        loss = np.bincount(rows, weights=signed, minlength=len(placement))
+        rates = (loss / np.maximum(group_bytes, 1))[crowded]
+        _relocate(crowded[np.argsort(rates, kind="stable")], net, moves)
     return placement
 
 
@@ -296,7 +349,10 @@ def _relocate(order: Int32, net: GroupNetwork, moves: _RepairState) -> None:
                 continue
             work = loads[device] + moves.work_seconds[group, device]
             rank = (2 if fits else 0) + (1 if work <= moves.most_seconds[0] else 0)
-            talk = _bytes_to(net, placement, group, device)
+            talk = 0.0
+            for i in range(net.offsets[group], net.offsets[group + 1]):
+                if placement[net.neighbours[i]] == device:
+                    talk += net.edge_bytes[i]
             better = rank > best_rank or (rank == best_rank and talk > best_talk)
             if not better and rank == best_rank and talk == best_talk:
                 better = loads[device] < loads[best]
@@ -310,103 +366,7 @@ def _relocate(order: Int32, net: GroupNetwork, moves: _RepairState) -> None:
             placement[group] = best
 
 
-@inlined
-def _bytes_to(net: GroupNetwork, placement: Int32, group: int, device: int) -> float:
-    """Return the bytes between a group and its neighbours on a device."""
-    total = 0.0
-    for i in range(net.offsets[group], net.offsets[group + 1]):
-        if placement[net.neighbours[i]] == device:
-            total += net.edge_bytes[i]
-    return total
-
-
-def _cheapest_first(
-    net: GroupNetwork, placement: GroupPlacement, group_bytes: NDArray[np.int64], groups: Int32
-) -> Int32:
-    """Return `groups` by rising cost of leaving their device: the bytes to neighbours on it, less
-    those to neighbours elsewhere, per byte of the group."""
-    rows = np.repeat(np.arange(len(placement)), np.diff(net.offsets))
-    same = placement[rows] == placement[net.neighbours]
-    signed = np.where(same, net.edge_bytes, -net.edge_bytes)
-    loss = np.bincount(rows, weights=signed, minlength=len(placement))
-    return groups[np.argsort((loss / np.maximum(group_bytes, 1))[groups], kind="stable")]
-
-
-def _work_shares(
-    problem: PlacementProblem, within: list[int], fixed: GroupPlacement, groups: Int32
-) -> tuple[Float64, Float64]:
-    """Return ([vertices] weight in seconds, [within] share of each device)."""
-    allowed = problem.allowed[groups][:, within]
-    seconds = np.where(allowed, problem.work_seconds[groups][:, within], 0.0)
-    fastest = np.where(allowed, seconds, np.inf).min(axis=1, initial=np.inf)
-    reachable = np.where(allowed, fastest[:, None], 0.0).sum(axis=0)
-    device_seconds = seconds.sum(axis=0)
-    speeds = np.divide(
-        reachable, device_seconds, out=np.ones(len(within)), where=device_seconds > 0
-    )
-    elsewhere = np.ones(problem.groups.count, dtype=bool)
-    elsewhere[groups] = False
-    fixed_devices = fixed[elsewhere]
-    pinned = problem.work_seconds[elsewhere, fixed_devices]
-    pinned = np.bincount(fixed_devices, weights=pinned, minlength=problem.devices)[within] * speeds
-    target = (fastest.sum() + pinned.sum()) * speeds / speeds.sum() - pinned
-    # A device can have no less than nothing, and no more than the work of all that may go there.
-    shares = np.minimum(np.maximum(target, 0.0), reachable)
-    return fastest, _normal(shares)
-
-
 def _normal(values: Float64) -> Float64:
     """Return the values scaled to a sum of 1; equal values if their sum is 0."""
     total = float(values.sum())
     return values / total if total > 0 else np.full(len(values), 1 / max(1, len(values)))
-
-
-def _induce_edges(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:
-    """Return the edges among `groups` as CSR (offsets, neighbours, bytes), renumbered."""
-    count = len(net.offsets) - 1
-    shape = (count, count)
-    matrix = csr_matrix((net.edge_bytes, net.neighbours, net.offsets), shape=shape)
-    inner = matrix if len(groups) == count else matrix[groups][:, groups].tocsr()
-    inner.sort_indices()
-    return inner.indptr.astype(np.int64), inner.indices.astype(np.int64), inner.data
-
-
-def _swap_like_devices(
-    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, labels: Int64
-) -> Int32:
-    """Return [parts] the device of each part, swapped only among devices alike in model, capacity
-    and share."""
-    devices = np.array(parts.devices, np.int32)
-    talk = _talk(problem, net, parts, labels)
-    sums = np.bincount(labels, weights=np.arange(len(labels)), minlength=len(devices))
-    means = sums / np.maximum(np.bincount(labels, minlength=len(devices)), 1)
-    alike: dict[tuple[str, int, float], list[int]] = {}
-    for part, device in enumerate(parts.devices):
-        model = problem.machine.devices[device].model
-        key = (model, int(problem.capacities[device]), round(float(parts.shares[part]), 2))
-        alike.setdefault(key, []).append(part)
-    answer = devices.copy()
-    for members in alike.values():
-        along = np.array(members)[np.argsort(means[members], kind="stable")]
-        # Parts that exchange bytes with fixed groups are assigned so that most of these bytes stay
-        # on a device. Without any, parts are in the order of the mean index of their vertices.
-        block = talk[np.ix_(along, devices[members])]
-        chosen = linear_sum_assignment(-block)[1] if block.any() else np.arange(len(along))
-        answer[along] = devices[members][chosen]
-    return answer
-
-
-def _talk(
-    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, labels: Int64
-) -> Float64:
-    """Return [parts, devices] the bytes between each part and the groups fixed on each device."""
-    part_of = np.full(problem.groups.count, -1, np.int64)
-    part_of[parts.groups] = labels
-    vertices = np.repeat(np.arange(len(part_of)), np.diff(net.offsets))
-    is_boundary = (part_of[vertices] >= 0) & (part_of[net.neighbours] < 0)
-    cells = (
-        part_of[vertices[is_boundary]] * problem.devices + parts.fixed[net.neighbours[is_boundary]]
-    )
-    shape = (len(parts.devices), problem.devices)
-    sums = np.bincount(cells, weights=net.edge_bytes[is_boundary], minlength=shape[0] * shape[1])
-    return sums.reshape(shape).astype(np.float64)

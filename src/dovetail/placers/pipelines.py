@@ -138,7 +138,24 @@ class PipelineProblem:
         """[from, to] (channel, latency seconds, bytes per second) of a transfer; through the host
         if there is no link, over the channel of the first hop. A device is on channel -1 with
         itself."""
-        return _routes(self.machine)
+        machine, host = self.machine, self.machine.host_index
+        channel_of = {name: index for index, name in enumerate(machine.channels)}
+        routes = []
+        for source in range(len(machine.devices)):
+            row = []
+            for target in range(len(machine.devices)):
+                if source == target:
+                    row.append((-1, 0.0, math.inf))
+                    continue
+                hops = [machine.link_index[source, target]]
+                if hops[0] < 0:
+                    hops = [machine.link_index[source, host], machine.link_index[host, target]]
+                links = [machine.links[int(hop)] for hop in hops]
+                rate = 1 / sum(1 / link.bandwidth_bytes_per_second for link in links)
+                latency = sum(link.latency_seconds for link in links)
+                row.append((channel_of[links[0].channel], latency, rate))
+            routes.append(row)
+        return routes
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +240,27 @@ class StageElements:
 def elements_of(problem: PipelineProblem) -> StageElements:
     """Return the elements of a problem. Near-linear in ops and reads, for each merged parameter."""
     graph, groups = problem.graph, problem.groups
-    edges = _group_edges(graph, groups.of_op, problem.chain)
+    phases, group_of = graph.phases, groups.of_op
+
+    # Pairs of groups, of which the second may not be in an earlier stage.
+    makers, readers = graph.producers[graph.input_tensors], graph.readers
+    befores = np.concatenate([makers, graph.control[:, 0]])
+    afters = np.concatenate([readers, graph.control[:, 1]])
+    ahead = (phases[befores] == Phase.FORWARD) & (phases[afters] == Phase.FORWARD)
+    back = (phases[befores] == Phase.BACKWARD) & (phases[afters] == Phase.BACKWARD)
+    in_order = group_of[:0]
+    if problem.chain is not None:
+        places, first_ops = np.unique(problem.chain, return_index=True)
+        in_order = group_of[first_ops[places >= 0]]
+    edges = np.concatenate(
+        [
+            np.stack([group_of[befores[ahead]], group_of[afters[ahead]]], axis=1),
+            np.stack([group_of[afters[back]], group_of[befores[back]]], axis=1),
+            np.stack([in_order[:-1], in_order[1:]], axis=1),
+        ]
+    ).astype(np.int64)
+    edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0).reshape(-1, 2)
+
     merged = _merge_readers(problem, edges)
     of_group = _components(groups.count, edges, merged)
     of_op = of_group[groups.of_op].astype(np.int32)
@@ -231,7 +268,6 @@ def elements_of(problem: PipelineProblem) -> StageElements:
     ends = np.unique(of_group[edges], axis=0)
     ends = ends[ends[:, 0] != ends[:, 1]]
     seconds = problem.costs.compute_seconds
-    phases = graph.phases
     is_weight = weight_ops(graph, of_op)
 
     def summed(ops: Bool) -> Float64:
@@ -247,7 +283,27 @@ def elements_of(problem: PipelineProblem) -> StageElements:
     firsts = np.full(count, len(graph), dtype=np.int64)
     ops = np.flatnonzero((phases == Phase.FORWARD) | backward)
     np.minimum.at(firsts, of_op[ops], ops)
-    kept, saved = _bytes_of(graph, of_op, count)
+
+    # Bytes that stay for the step: parameters and their state, and the sums of their gradients.
+    producers, sizes = graph.producers, graph.tensor_bytes
+    home = graph.residences[producers]
+    lives = graph.is_source[producers] & (home >= 0)
+    kept = np.bincount(of_op[home[lives]], weights=sizes[lives], minlength=count)
+    # What is not written lives with all that read it. The first reader counts.
+    is_read = np.diff(graph.consumer_offsets) > 0
+    frozen = graph.is_source[producers] & (home == EVERYWHERE) & is_read
+    first_readers = graph.consumers[graph.consumer_offsets[:-1][frozen]]
+    kept = kept + np.bincount(of_op[first_readers], weights=sizes[frozen], minlength=count)
+    once = phases[readers] == Phase.UPDATE
+    gradients = np.unique(graph.input_tensors[once & (phases[makers] == Phase.BACKWARD)])
+    kept += np.bincount(of_op[producers[gradients]], weights=sizes[gradients], minlength=count)
+    # Bytes that forward ops save for backward ops, for each micro-batch.
+    late = phases[readers] == Phase.BACKWARD
+    read_late = np.zeros(graph.tensors, dtype=bool)
+    read_late[graph.storages[graph.input_tensors[late]]] = True
+    saved = read_late[graph.storages] & (phases[producers] == Phase.FORWARD) & (graph.bases < 0)
+    saved_bytes = np.bincount(of_op[producers[saved]], weights=sizes[saved], minlength=count)
+
     added = np.zeros((count, seconds.shape[1]))
     np.add.at(added, of_op, sum_seconds(problem))
     return StageElements(
@@ -259,36 +315,14 @@ def elements_of(problem: PipelineProblem) -> StageElements:
         weights=summed(backward & is_weight),
         sums=added,
         updates=summed(phases == Phase.UPDATE),
-        kept_bytes=kept,
-        saved_bytes=saved,
+        kept_bytes=kept.astype(np.float64),
+        saved_bytes=saved_bytes.astype(np.float64),
         runs=runs,
         sent=_pairs(graph, of_op, Phase.FORWARD),
         returned=_pairs(graph, of_op, Phase.BACKWARD),
         loose=~works,
         firsts=firsts,
     )
-
-
-def _group_edges(graph: Graph, of_op: Int32, chain: Int32 | None) -> Int64:
-    """Return [edges, 2] pairs of groups: the second may not be in an earlier stage."""
-    makers, readers = graph.producers[graph.input_tensors], graph.readers
-    before, after = graph.control[:, 0], graph.control[:, 1]
-    befores, afters = np.concatenate([makers, before]), np.concatenate([readers, after])
-    forward = (graph.phases[befores] == Phase.FORWARD) & (graph.phases[afters] == Phase.FORWARD)
-    backward = (graph.phases[befores] == Phase.BACKWARD) & (graph.phases[afters] == Phase.BACKWARD)
-    in_order = of_op[:0]
-    if chain is not None:
-        places, firsts = np.unique(chain, return_index=True)
-        in_order = of_op[firsts[places >= 0]]
-    pairs = np.concatenate(
-        [
-            np.stack([of_op[befores[forward]], of_op[afters[forward]]], axis=1),
-            np.stack([of_op[afters[backward]], of_op[befores[backward]]], axis=1),
-            np.stack([in_order[:-1], in_order[1:]], axis=1),
-        ]
-    ).astype(np.int64)
-    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
-    return np.unique(pairs, axis=0).reshape(-1, 2)
 
 
 def _components(count: int, edges: Int64, unions: Sequence[Int64]) -> Int64:
@@ -420,30 +454,6 @@ def sum_seconds(problem: PipelineProblem) -> Float64:
         each = np.maximum(arithmetic, memory) + device.op_overhead_seconds
         np.add.at(seconds[:, index], graph.producers[tensors], each)
     return seconds
-
-
-def _bytes_of(graph: Graph, of_op: Int32, count: int) -> tuple[Float64, Float64]:
-    """Return [elements] (bytes that stay for the step, bytes saved for each micro-batch)."""
-    producers, sizes = graph.producers, graph.tensor_bytes
-    home = graph.residences[producers]
-    lives = graph.is_source[producers] & (home >= 0)
-    kept = np.bincount(of_op[home[lives]], weights=sizes[lives], minlength=count)
-    # What is not written lives with all that read it. The first reader counts.
-    frozen = (
-        graph.is_source[producers] & (home == EVERYWHERE) & (np.diff(graph.consumer_offsets) > 0)
-    )
-    readers = graph.consumers[graph.consumer_offsets[:-1][frozen]]
-    kept = kept + np.bincount(of_op[readers], weights=sizes[frozen], minlength=count)
-    once = (graph.phases == Phase.UPDATE)[graph.readers]
-    makers = producers[graph.input_tensors]
-    gradients = np.unique(graph.input_tensors[once & (graph.phases[makers] == Phase.BACKWARD)])
-    kept += np.bincount(of_op[producers[gradients]], weights=sizes[gradients], minlength=count)
-    late = (graph.phases == Phase.BACKWARD)[graph.readers]
-    read = np.zeros(graph.tensors, dtype=bool)
-    read[graph.storages[graph.input_tensors[late]]] = True
-    saved = read[graph.storages] & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
-    freed = np.bincount(of_op[producers[saved]], weights=sizes[saved], minlength=count)
-    return kept.astype(np.float64), freed.astype(np.float64)
 
 
 def _pairs(graph: Graph, of_op: Int32, phase: Phase) -> Int64:
@@ -662,31 +672,6 @@ def tasks_of(problem: PipelineProblem, cut: StageCut) -> Orders:
     return orders_of(cut.schedule, times_of(problem, cut), problem.micro_batches, cut.held)
 
 
-def _routes(machine: Machine) -> list[list[tuple[int, float, float]]]:
-    """Return what `PipelineProblem.routes` holds."""
-    channel_of = {name: index for index, name in enumerate(machine.channels)}
-    host = machine.host_index
-    routes = []
-    for source in range(len(machine.devices)):
-        row = []
-        for target in range(len(machine.devices)):
-            if source == target:
-                row.append((-1, 0.0, math.inf))
-                continue
-            link = int(machine.link_index[source, target])
-            hops = [link]
-            if link < 0:
-                hops = [
-                    int(machine.link_index[source, host]), int(machine.link_index[host, target])
-                ]  # fmt: skip
-            links = [machine.links[hop] for hop in hops]
-            rate = 1 / sum(1 / one.bandwidth_bytes_per_second for one in links)
-            latency = sum(one.latency_seconds for one in links)
-            row.append((channel_of[links[0].channel], latency, rate))
-        routes.append(row)
-    return routes
-
-
 def _transfers(
     problem: PipelineProblem, pairs: Int64, stages: Int64, latency: Float64, rate: Float64
 ) -> Float64:
@@ -868,20 +853,6 @@ class _Cells:
         return np.cumsum(change)[: len(order) + 1]
 
 
-def _cells_of(cutting: _Cutting) -> _Cells:
-    """Return at most `MOST_CELLS` runs of about equal work."""
-    forward, inputs, weights, _ = cutting.sums
-    total = np.where(np.isfinite(forward + inputs + weights), forward + inputs + weights, 0).max(
-        axis=1
-    )
-    places = len(cutting.order)
-    if places <= MOST_CELLS:
-        return _Cells(cutting, np.arange(places + 1))
-    marks = np.searchsorted(total, np.linspace(0, total[-1], MOST_CELLS + 1))
-    ends = np.unique(np.concatenate([[0], marks, [places]]))
-    return _Cells(cutting, ends.astype(np.int64))
-
-
 def device_sequences(problem: PipelineProblem) -> list[tuple[int, ...]]:
     """Return orders of devices for stages: all devices, and those of the fastest model; of unlike
     devices several orders, of like ones one."""
@@ -981,7 +952,9 @@ class _Search:
         self.seconds[asked] = math.inf
         # Task by task a cut is simulated much faster than op by op.
         self.budget.charge(0.01)
-        if _are_barred(self.problem, cutting, cuts, devices):
+        # A stage may have no element that may not be on its device.
+        bounds, of = np.array([0, *cuts, len(cutting.order)]), np.array(devices)
+        if (cutting.barred[bounds[1:], of] > cutting.barred[bounds[:-1], of]).any():
             return math.inf
         if not self.problem.permits(schedule, devices):
             return math.inf
@@ -1159,7 +1132,16 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
                 break
             tried.add(cut)
     if tried.best is None:
-        raise _infeasible(problem, tried)
+        over = tried.peaks - problem.capacities
+        device = int(over.argmax())
+        if tried.is_any and over[device] > 0:
+            name = problem.machine.device_names[device]
+            raise OutOfMemoryError(name, int(tried.peaks[device]), int(problem.capacities[device]))
+        raise InfeasibleError(
+            f"no stages for schedule {' or '.join(problem.schedules)} on {problem.machine.name}: "
+            "the pins, the kinds of devices, their number or the format leave none; use fewer "
+            "pins, another schedule, machine or number of micro-batches"
+        )
     return PipelineOutcome(*tried.best, tried.baselines, is_exact)
 
 
@@ -1182,15 +1164,35 @@ class _TriedCuts:
         is_best = self.best is None or self.best[0] is cut
         if cut.schedule != "zero-bubble" or (self.budget.exhausted and not is_best):
             return outcome
-        for other in _holding_others(self.problem, cut, slower=not outcome.feasible):
+
+        # Other numbers of micro-batches held: those with which the cut is faster task by task, the
+        # fastest first; ties: the fewest first. If it does not fit, those with fewer than S on some
+        # stage, whether they are faster or not.
+        problem = self.problem
+        times, count = times_of(problem, cut), problem.micro_batches
+        room = _room_of(problem, cut)
+        options = other_held(room, count)
+        if cut.name:
+            # Usual cuts have one try, with what there is room for.
+            options = [held for held in options if (np.array(held) <= room).all()]
+        if not outcome.feasible:
+            options = [held for held in options if min(held) < min(times.stages, count)]
+        seconds: dict[tuple[int, ...], float] = {
+            held: step_seconds(orders_of(cut.schedule, times, count, held), times, count)
+            for held in ((), *options)
+        }
+        limit = seconds[()] * (1 - LEAST_GAIN) if outcome.feasible else math.inf
+        chosen = sorted((taken, held) for held, taken in seconds.items() if held and taken < limit)
+        for taken, held in chosen[: 1 if cut.name else MOST_HELD]:
+            other = replace(cut, held=held, seconds=taken)
             # Task by task a step takes about as long as op by op.
             best = math.inf if self.best is None else self.best[1].value
             if outcome.feasible and not cut.name and other.seconds > best * (1 + NEAR):
                 break
-            found = self._try(other)
-            if found.feasible and (not outcome.feasible or found.value < outcome.value):
-                return found
-            if outcome.feasible and found.value >= outcome.value:
+            simulated = self._try(other)
+            if simulated.feasible and (not outcome.feasible or simulated.value < outcome.value):
+                return simulated
+            if outcome.feasible and simulated.value >= outcome.value:
                 break
         return outcome
 
@@ -1218,30 +1220,6 @@ class _TriedCuts:
         return int(np.maximum(peaks - self.problem.capacities, 0).max())
 
 
-def _holding_others(problem: PipelineProblem, cut: StageCut, *, slower: bool) -> list[StageCut]:
-    """Return the cut, which is of zero-bubble, with other numbers of micro-batches held: those with
-    which it is faster task by task, the fastest first; ties: the fewest first.
-
-    slower   with fewer than S on some stage, whether they are faster or not: S do not fit
-    """
-    times, count = times_of(problem, cut), problem.micro_batches
-    room = _room_of(problem, cut)
-    options = other_held(room, count)
-    if cut.name:
-        # Usual cuts have one try, with what there is room for.
-        options = [held for held in options if (np.array(held) <= room).all()]
-    if slower:
-        options = [held for held in options if min(held) < min(times.stages, count)]
-    seconds: dict[tuple[int, ...], float] = {
-        held: step_seconds(orders_of(cut.schedule, times, count, held), times, count)
-        for held in ((), *options)
-    }
-    limit = math.inf if slower else seconds[()] * (1 - LEAST_GAIN)
-    chosen = sorted((taken, held) for held, taken in seconds.items() if held and taken < limit)
-    chosen = chosen[: 1 if cut.name else MOST_HELD]
-    return [replace(cut, held=held, seconds=taken) for taken, held in chosen]
-
-
 def _room_of(problem: PipelineProblem, cut: StageCut) -> Float64:
     """Return [stages] for so many micro-batches a device has memory: what forward ops leave for
     backward ops, if they are not computed again, and what comes from other stages."""
@@ -1264,7 +1242,18 @@ def _room_of(problem: PipelineProblem, cut: StageCut) -> Float64:
 def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[StageCut]:
     """Return the best cuts, first those of each schedule in turn."""
     search = _Search(problem, budget, share=share)
-    cuttings = [_cells_of(_Cutting(problem, order)) for order in element_orders(problem)]
+    cuttings = []
+    for order in element_orders(problem):
+        cutting, places = _Cutting(problem, order), len(order)
+        ends = np.arange(places + 1)
+        if places > MOST_CELLS:
+            # The programmes cut runs of about equal work.
+            forward, inputs, weights, _ = cutting.sums
+            seconds = forward + inputs + weights
+            total = np.where(np.isfinite(seconds), seconds, 0).max(axis=1)
+            marks = np.searchsorted(total, np.linspace(0, total[-1], MOST_CELLS + 1))
+            ends = np.unique(np.concatenate([[0], marks, [places]]))
+        cuttings.append(_Cells(cutting, ends.astype(np.int64)))
     for sequence in device_sequences(problem):
         for schedule in problem.schedules:
             for cells in cuttings:
@@ -1368,14 +1357,6 @@ def _are_alike(problem: PipelineProblem, one: int, other: int) -> bool:
     )
 
 
-def _are_barred(
-    problem: PipelineProblem, cutting: _Cutting, cuts: Sequence[int], devices: Sequence[int]
-) -> bool:
-    """True if a stage has an element that may not be on its device."""
-    bounds, of = np.array([0, *cuts, len(cutting.order)]), np.array(devices)
-    return bool((cutting.barred[bounds[1:], of] > cutting.barred[bounds[:-1], of]).any())
-
-
 def _runs(problem: PipelineProblem, stages: Int64, order: Sequence[int]) -> bool:
     """True if every element may be where its stage is."""
     members = np.flatnonzero(stages >= 0)
@@ -1418,9 +1399,19 @@ def usual_cuts(problem: PipelineProblem) -> Iterator[tuple[str, StageCut]]:
     order = element_orders(problem)
     members = np.flatnonzero(~elements.loose)
     present = np.unique(layers[members])
+    # Bytes of the parameters that each element reads in the forward pass. One that several read
+    # counts for each, as DeepSpeed counts tied layers.
+    graph = problem.graph
+    makers = graph.producers[graph.input_tensors]
+    parameters = np.array([kind == "parameter" for kind in graph.kinds], dtype=bool)
+    reads = parameters[makers] & (graph.phases[graph.readers] == Phase.FORWARD)
+    readers = elements.of_op[graph.readers[reads]].astype(np.int64)
+    pairs = np.unique(np.stack([readers, graph.input_tensors[reads]], axis=1), axis=0)
+    sizes = graph.tensor_bytes[pairs[:, 1]].astype(np.float64)
+    read_bytes = np.bincount(pairs[:, 0], weights=sizes, minlength=elements.count)
     weights = [
-        np.bincount(layers, weights=kept, minlength=int(layers.max()) + 1)[present]
-        for kept in (elements.kept_bytes, _read_bytes(problem))
+        np.bincount(layers, weights=in_bytes, minlength=int(layers.max()) + 1)[present]
+        for in_bytes in (elements.kept_bytes, read_bytes)
     ]
     sequence = device_sequences(problem)[0]
     by_layer = min(order, key=lambda o: int((np.diff(layers[o]) < 0).sum()))
@@ -1444,19 +1435,6 @@ def usual_cuts(problem: PipelineProblem) -> Iterator[tuple[str, StageCut]]:
             yield name, cut
 
 
-def _read_bytes(problem: PipelineProblem) -> Float64:
-    """Return [elements] the bytes of the parameters that each reads in the forward pass. One that
-    several read counts for each, as DeepSpeed counts tied layers."""
-    graph, elements = problem.graph, problem.elements
-    makers = graph.producers[graph.input_tensors]
-    parameters = np.array([kind == "parameter" for kind in graph.kinds], dtype=bool)
-    reads = parameters[makers] & (graph.phases[graph.readers] == Phase.FORWARD)
-    readers = elements.of_op[graph.readers[reads]].astype(np.int64)
-    pairs = np.unique(np.stack([readers, graph.input_tensors[reads]], axis=1), axis=0)
-    sizes = graph.tensor_bytes[pairs[:, 1]].astype(np.float64)
-    return np.bincount(pairs[:, 0], weights=sizes, minlength=elements.count).astype(np.float64)
-
-
 def _equal(weights: Float64, parts: int) -> Int64:
     """Return [items] the part of each, such that the heaviest of contiguous parts is lightest."""
     count = len(weights)
@@ -1477,16 +1455,3 @@ def _equal(weights: Float64, parts: int) -> Int64:
         of[begin:end] = part - 1
         end = begin
     return of
-
-
-def _infeasible(problem: PipelineProblem, tried: _TriedCuts) -> InfeasibleError:
-    over = tried.peaks - problem.capacities
-    device = int(over.argmax())
-    if tried.is_any and over[device] > 0:
-        name = problem.machine.device_names[device]
-        return OutOfMemoryError(name, int(tried.peaks[device]), int(problem.capacities[device]))
-    return InfeasibleError(
-        f"no stages for schedule {' or '.join(problem.schedules)} on {problem.machine.name}: "
-        "the pins, the kinds of devices, their number or the format leave none; use fewer pins, "
-        "another schedule, machine or number of micro-batches"
-    )

@@ -243,18 +243,41 @@ def make_problem(
     `NoDeviceError` (an op that no device may run) and `CostError`.
     """
     costs.check(graph)
-    pinned = _pinned_devices(graph, machine, groups, tuple(pins))
-    allowed = _allowed_devices(graph, machine, costs, groups)
+    # Group -> the device that a pin puts it on, and that pin.
+    pinned: dict[int, tuple[int, str]] = {}
+    for pattern, name in pins:
+        device = machine.device_index(name)
+        for group in np.unique(groups.of_op[_choosable(graph, pattern)]).tolist():
+            earlier_device, earlier_pattern = pinned.setdefault(group, (device, pattern))
+            if earlier_device != device:
+                raise PinError(
+                    pattern,
+                    f"puts a group of ops on {name}, but pin {earlier_pattern!r} puts it on "
+                    f"{machine.device_names[earlier_device]}; ops of one group stay together",
+                )
+
+    # Where device kinds, costs, pins and `may_run` let each group go.
+    kinds = [device.kind for device in machine.devices]
+    per_op = np.stack([graph.runs_on(kind) for kind in kinds], axis=1)
+    per_op &= np.isfinite(costs.compute_seconds)
+    # Source ops do not run, so neither kinds nor costs limit them. Only the host is left out.
+    per_op[graph.is_source] = [kind != "host" for kind in kinds]
+    forbidden = np.zeros((groups.count, len(kinds)), dtype=bool)
+    np.logical_or.at(forbidden, groups.of_op, ~per_op)
+    allowed = ~forbidden
     if may_run is not None:
         barred = np.zeros_like(allowed)
         runs = ~graph.is_source
         np.logical_or.at(barred, groups.of_op[runs], ~may_run[runs])
         allowed &= ~barred
-    for group, device in pinned.items():
+    for group, (device, _) in pinned.items():
         allowed[group] &= np.arange(allowed.shape[1]) == device
     stuck = np.flatnonzero(~allowed.any(axis=1))
     if len(stuck):
-        raise NoDeviceError(graph.names[_culprit(graph, groups, allowed, int(stuck[0]))])
+        # The error names the group's first op that runs, or else its first op.
+        ops = np.flatnonzero(groups.of_op == stuck[0])
+        real = ops[~graph.is_source[ops]]
+        raise NoDeviceError(graph.names[real[0] if len(real) else ops[0]])
     capacities = capacities_of(machine, dict(caps))
     if contiguous:
         evaluate = _only_contiguous(evaluate, graph)
@@ -263,31 +286,25 @@ def make_problem(
         places = np.full(groups.count, -1, dtype=np.int32)
         np.maximum.at(places, groups.of_op, chain)
         evaluate = _only_runs(evaluate, groups, places)
-    coarser = _placeable(coarser, allowed)
-    return PlacementProblem(
-        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
-        contiguous, trace, ranked, places, coarser,
-    )  # fmt: skip
 
-
-def _placeable(
-    coarser: tuple[NDArray[np.int32], ...], allowed: NDArray[np.bool_]
-) -> tuple[NDArray[np.int32], ...]:
-    """Return the partitions, in which units whose groups have no device in common are split, each
-    into units of groups that may go to the same devices."""
+    # Units whose groups have no device in common are split, each into units of groups that may go
+    # to the same devices.
     placeable: list[NDArray[np.int32]] = []
-    _, pattern = np.unique(allowed, axis=0, return_inverse=True)
+    _, choice = np.unique(allowed, axis=0, return_inverse=True)
     for unit_of in coarser:
         common = np.ones((int(unit_of.max()) + 1, allowed.shape[1]), dtype=bool)
         np.logical_and.at(common, unit_of, allowed)
         has_device = np.asarray(common.any(axis=1))[unit_of]
-        apart = np.where(has_device, 0, pattern.reshape(-1) + 1)
+        apart = np.where(has_device, 0, choice.reshape(-1) + 1)
         # A finer partition must also split what a coarser one had to split.
         around = placeable[-1].astype(np.int64) if placeable else np.zeros(len(unit_of), np.int64)
         keys = np.stack([around, unit_of, apart], axis=1)
         _, split = np.unique(keys, axis=0, return_inverse=True)
         placeable.append(numbered(split.reshape(-1)).of_op)
-    return tuple(placeable)
+    return PlacementProblem(
+        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
+        contiguous, trace, ranked, places, tuple(placeable),
+    )  # fmt: skip
 
 
 def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> Evaluate:
@@ -322,45 +339,6 @@ def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
     return evaluate_contiguous
 
 
-def _allowed_devices(
-    graph: Graph, machine: Machine, costs: Costs, groups: Groups
-) -> NDArray[np.bool_]:
-    """Return [groups, devices] where device kinds and costs let each group go."""
-    kinds = [device.kind for device in machine.devices]
-    per_op = np.stack([graph.runs_on(kind) for kind in kinds], axis=1)
-    per_op &= np.isfinite(costs.compute_seconds)
-    # Source ops do not run, so neither kinds nor costs limit them. Only the host is left out.
-    per_op[graph.is_source] = [kind != "host" for kind in kinds]
-    forbidden = np.zeros((groups.count, len(kinds)), dtype=bool)
-    np.logical_or.at(forbidden, groups.of_op, ~per_op)
-    return ~forbidden
-
-
-def _culprit(graph: Graph, groups: Groups, allowed: NDArray[np.bool_], group: int) -> int:
-    """Return the op to name in an error: the group's first op that runs, or else its first op."""
-    ops = np.flatnonzero(groups.of_op == group)
-    real = ops[~graph.is_source[ops]]
-    return int(real[0] if len(real) else ops[0])
-
-
-def _pinned_devices(
-    graph: Graph, machine: Machine, groups: Groups, pins: tuple[tuple[str, str], ...]
-) -> dict[int, int]:
-    """Return group -> device for the groups that pins decide. Raises `PinError` if two differ."""
-    by: dict[int, tuple[int, str]] = {}
-    for pattern, name in pins:
-        device = machine.device_index(name)
-        for group in np.unique(groups.of_op[_choosable(graph, pattern)]).tolist():
-            earlier_device, earlier_pattern = by.setdefault(group, (device, pattern))
-            if earlier_device != device:
-                raise PinError(
-                    pattern,
-                    f"puts a group of ops on {name}, but pin {earlier_pattern!r} puts it on "
-                    f"{machine.device_names[earlier_device]}; ops of one group stay together",
-                )
-    return {group: device for group, (device, _) in by.items()}
-
-
 def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
     """Return [ops, devices] where device kinds and pins let each op run, whatever its group.
 
@@ -378,32 +356,27 @@ def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -
 
 
 def _choosable(graph: Graph, pattern: str) -> NDArray[np.bool_]:
-    """Return [ops] True for ops that match the pattern and whose device a plan chooses.
+    """Return [ops] True for ops that match the pattern and whose device a plan chooses. An op
+    matches if its name does, which is that in one micro-batch, or its module, or one around that.
 
     Raises `PinError` if there is none.
     """
-    matched = _match_pattern(graph, pattern)
-    if not matched.any():
-        raise PinError(pattern)
-    matched &= graph.residences >= 0
-    if not matched.any():
-        raise PinError(pattern, "matches only inputs and constants, which carry no choice")
-    return matched
-
-
-def _match_pattern(graph: Graph, pattern: str) -> NDArray[np.bool_]:
-    """Return [ops] True if an op's name, its module, or a module around that matches. The name is
-    that in one micro-batch."""
 
     @cache
     def inside(module: str) -> bool:
         same = module == pattern or module.startswith(pattern + ".")
         return same or fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")
 
-    return np.array(
+    matched = np.array(
         [
             name == pattern or fnmatchcase(name, pattern) or inside(module)
             for name, module in zip(names_in_one(graph), graph.modules, strict=True)
         ],
         dtype=bool,
     )
+    if not matched.any():
+        raise PinError(pattern)
+    matched &= graph.residences >= 0
+    if not matched.any():
+        raise PinError(pattern, "matches only inputs and constants, which carry no choice")
+    return matched

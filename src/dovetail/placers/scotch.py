@@ -110,7 +110,18 @@ class Scotch:
             strategy = self._make_object("strat", stack)
             flags, parts = number(_QUALITY), number(len(target.weights))
             self._call("stratGraphMapBuild", strategy, flags, parts, ctypes.c_double(imbalance))
-            graph = self._bind_context(self._graph(source, stack), seed, stack)
+            graph = self._graph(source, stack)
+            if self._contexts:
+                # The graph is bound to a context of one thread with its own random stream. Version
+                # 6 has no contexts.
+                context = self._make_object("context", stack)
+                self._call("contextThreadSpawn", context, ctypes.c_int(1), None)
+                self._call("contextRandomClone", context)
+                self._library.SCOTCH_contextRandomSeed(context, number(seed % 2**31))
+                self._library.SCOTCH_contextRandomReset(context)
+                bound = self._make_object("graph", stack)
+                self._call("contextBindGraph", context, graph, bound)
+                graph = bound
             self._call("graphMap", graph, machine, strategy, _pointer(labels))
         return labels.astype(np.int64)
 
@@ -129,22 +140,6 @@ class Scotch:
             neighbours, edge_weights,
         )  # fmt: skip
         return graph
-
-    def _bind_context(self, graph: ctypes.c_void_p, seed: int, stack: ExitStack) -> ctypes.c_void_p:
-        """Return the graph bound to a context of one thread with its own random stream.
-
-        Without contexts (version 6), return the graph itself.
-        """
-        if not self._contexts:
-            return graph
-        context = self._make_object("context", stack)
-        self._call("contextThreadSpawn", context, ctypes.c_int(1), None)
-        self._call("contextRandomClone", context)
-        self._library.SCOTCH_contextRandomSeed(context, self._number(seed % 2**31))
-        self._library.SCOTCH_contextRandomReset(context)
-        bound = self._make_object("graph", stack)
-        self._call("contextBindGraph", context, graph, bound)
-        return bound
 
     def _make_object(self, kind: str, stack: ExitStack) -> ctypes.c_void_p:
         """Return a new object of Scotch, which is closed and freed with the stack."""

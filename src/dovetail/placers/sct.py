@@ -89,7 +89,13 @@ def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGE
     if may.any() and may.sum() <= most_edges:
         chosen = _solve(tasks, mean_seconds(tasks, limits), sends, afters, may)
     if chosen is None:
-        chosen = _heaviest(tasks, sends, afters, may)
+        # Greedily, the longest sends first, so that no two share a parent and no two share a child.
+        edges = np.flatnonzero(may)
+        edges = edges[np.argsort(-sends[edges], kind="stable")]
+        taken = np.zeros((2, len(tasks.of_op)), np.int8)
+        is_chosen = np.zeros(len(edges), np.int8)
+        _match(tasks.befores[edges], afters[edges], taken, is_chosen)
+        chosen = edges[is_chosen == 1]
     parents, children = tasks.befores[chosen], afters[chosen]
     favourite = np.full(len(tasks.of_op), -1, np.int32)
     favourite[parents] = children
@@ -147,19 +153,6 @@ def _solve(
         options={"maxiter": MOST_ITERATIONS},
     )
     return np.asarray(edges[solved.x[:count] < 0.5 - ROUNDING]) if solved.status == 0 else None
-
-
-def _heaviest(
-    tasks: Tasks, sends: Float64, afters: Int32, may: NDArray[np.bool_]
-) -> NDArray[np.intp]:
-    """Return indices of sends chosen greedily, the longest first, so that no two share a parent and
-    no two share a child."""
-    edges = np.flatnonzero(may)
-    edges = edges[np.argsort(-sends[edges], kind="stable")]
-    taken = np.zeros((2, len(tasks.of_op)), np.int8)
-    chosen = np.zeros(len(edges), np.int8)
-    _match(tasks.befores[edges], afters[edges], taken, chosen)
-    return np.asarray(edges[chosen == 1])
 
 
 @kernel

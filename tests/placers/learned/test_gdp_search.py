@@ -24,11 +24,11 @@ def test_the_search_goes_on_from_the_best_that_the_policy_proposed(policy):
     alone, both = Budget(evaluations=200 * PROPOSING_SHARE), Budget(evaluations=200)
     proposed = placing.make_gdp(policy, 0)(problem, alone)
     found = make_gdp_search(policy, 0)(problem, both)
-    assert "gdp" in both.found
+    assert "gdp" in both.ledger.results
     scores = both.score(problem, np.stack([proposed, found]), always=True)
     assert scores[1] <= scores[0]
-    assert both.best is not None
-    assert scores[1] == both.best[0]
+    assert both.ledger.best is not None
+    assert scores[1] == both.ledger.best[0]
     assert both.spent <= 200
 
 
