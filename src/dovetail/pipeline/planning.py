@@ -69,17 +69,21 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
-    began, tried = time.perf_counter(), Tried()
-    for candidate in candidates(request, tried):
-        tried.add(candidate, progress)
-        if tried.interrupted:
-            break
-    best = tried.best(request.resolved_gain)
-    plan = tried.told(best)
+    began, tried, plan = time.perf_counter(), Tried(), None
     try:
+        for candidate in candidates(request, tried):
+            tried.add(candidate, progress)
+            if tried.interrupted:
+                break
+        best = tried.best(request.resolved_gain)
+        plan = tried.told(best)
         if not plan.interrupted:
             plan = _raced(request, tried, best, plan, progress)
+    # Ctrl-C outside a search: what was found stays.
     except KeyboardInterrupt:
+        if plan is None and not any(tried.plans.values()):
+            raise
+        plan = plan or tried.told(tried.best(request.resolved_gain))
         plan = replace(plan, interrupted=True)
     return replace(plan, planning_seconds=time.perf_counter() - began)
 
