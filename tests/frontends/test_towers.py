@@ -18,11 +18,10 @@ from dovetail.frontends import (
     resolve,
     run_call,
     run_step,
-    towers,
 )
 from dovetail.graph import Phase
 from dovetail.networks import NETWORKS
-from dovetail.transforms import Towers
+from dovetail.transforms import Towers, towers
 from dovetail.transforms.programs import average
 
 STEPS = 3

@@ -17,11 +17,11 @@ from dovetail.errors import (
     UnwritableError,
 )
 from dovetail.graph import Phase
+from dovetail.graph.source import Source
 from dovetail.machine import parse_machine
 from dovetail.plans import (
     Plan,
     Schedule,
-    Source,
     Stage,
     capacities_of,
     check,

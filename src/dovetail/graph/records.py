@@ -22,7 +22,7 @@ from enum import IntEnum
 from functools import cached_property
 from graphlib import CycleError as _CycleFound
 from graphlib import TopologicalSorter
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, final, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,7 @@ _LEFT_OUT: Any = object()
 made, so the neutral entries are filled in then."""
 
 
+@final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Graph:
     """A directed acyclic graph of ops and the tensors between them. Immutable.

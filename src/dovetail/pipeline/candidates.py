@@ -8,7 +8,7 @@
     contiguous                  `auto`, objective load   as it is; a stricter question
     here                        the text here/n          the best of these, on all cores as one
 
-All have one budget together (`Shares`). What the step takes in compiled code, and what its user
+All have one budget together (`BudgetShares`). What the step takes in compiled code, and what its user
 would run without a plan, is known only where it is measured: see `planning`.
 """
 
@@ -198,7 +198,7 @@ def as_it_is(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
     if request.resolved_objective == "pipeline":
         yield Candidate("pipeline", lambda: request, plan_pipeline)
         return
-    first = replace(request, budget=Shares.of(request).first)
+    first = replace(request, budget=BudgetShares.of(request).first)
     yield Candidate(AS_IT_IS, lambda: first)
 
 
@@ -216,7 +216,7 @@ def is_here(request: PlanRequest) -> bool:
 
 
 @dataclass(frozen=True)
-class Shares:
+class BudgetShares:
     """How one budget is divided: of the step as it is, of each other form, and of another search of
     the step as it is: contiguous, or with the costs of compiled code. Where there is nothing else,
     the first has all of it."""
@@ -226,7 +226,7 @@ class Shares:
     again: Limits
 
     @classmethod
-    def of(cls, request: PlanRequest) -> "Shares":
+    def of(cls, request: PlanRequest) -> "BudgetShares":
         """The shares of a request: the first search has two parts, what else there is one each."""
         forms, limits = forms_of(request), request.limits
         again = searches_as_compiled(request) or searches_contiguous(request)
@@ -266,7 +266,7 @@ def contiguous(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     free = tried.plan(AS_IT_IS)
     if free is None or not searches_contiguous(request):
         return
-    stricter = replace(request, contiguous=True, budget=Shares.of(request).again)
+    stricter = replace(request, contiguous=True, budget=BudgetShares.of(request).again)
 
     def search(asked: PlanRequest, progress: TellProgress) -> Plan:
         plan = search_to_fit(asked, progress)
@@ -293,7 +293,11 @@ def forms_of(request: PlanRequest) -> dict[str, Form]:
     step, machine = request.step, machine_asked(request)
     by_auto = request.placer == "auto" and request.method is None and not request.contiguous
     given = request.stages or request.format or request.place is not None or request.per_op
-    if not isinstance(step, Captured) or step.plain is None or the(Form, step.transforms):
+    if (
+        not isinstance(step, Captured)
+        or step.plain is None
+        or the(Form, step.transforms) is not None
+    ):
         return {}
     if not by_auto or given or not machine.local or has_gpus(machine):
         return {}
@@ -323,7 +327,7 @@ def in_other_forms(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     request = replace(request, replicas="")
     # On one device the number of threads is chosen for each form.
     machine = plan.machine if len(plan.machine.devices) > 1 else request.machine
-    share, step = Shares.of(request).form, request.planned_step
+    share, step = BudgetShares.of(request).form, request.planned_step
 
     def in_form(form: Transform) -> PlanRequest:
         return replace(request, step=form.apply(step), machine=machine, budget=share)

@@ -21,7 +21,7 @@ from dovetail.graph import Graph
 from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.candidates import (
     WHOLE,
-    Shares,
+    BudgetShares,
     Tried,
     candidates,
     is_here,
@@ -139,7 +139,7 @@ def _measured(
     limit_seconds, pair = request.compile_seconds, (plan, plan)
     if limit_seconds:
         began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
-        pair = with_compiled(plan, asked, share, progress, limits=Shares.of(request).again)
+        pair = with_compiled(plan, asked, share, progress, limits=BudgetShares.of(request).again)
         limit_seconds -= min(time.perf_counter() - began, share)
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))

@@ -323,7 +323,7 @@ class PlanRequest:
                     "replicas",
                     "auto is for training steps, whose towers share an update; use --train",
                 )
-            if repeats(self.step.transforms) > 1 or the(Parts, self.step.transforms):
+            if repeats(self.step.transforms) > 1 or the(Parts, self.step.transforms) is not None:
                 raise UsageError(
                     "replicas",
                     "auto takes the step of the whole batch, and this one is shared already",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
+from typing import cast
 
 import numpy as np
 
@@ -574,4 +575,4 @@ def source_of(step: Step, model: str) -> Source:
 
 def transforms_of(step: Step) -> tuple[AnyTransform, ...]:
     """The transforms that made the step of the captured one, which its plan keeps."""
-    return step.transforms if isinstance(step, Captured) else ()
+    return cast("tuple[AnyTransform, ...]", step.transforms) if isinstance(step, Captured) else ()

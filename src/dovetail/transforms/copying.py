@@ -391,7 +391,7 @@ class Copying(ABC):
         copied = np.flatnonzero(origins >= 0)
         places, entries = gather(graph.input_offsets, origins[copied])
         reads[np.repeat(origins >= 0, counts)] = self.reads_of_copies(
-            copied[places], graph.input_tensors[entries]
+            copied[places], graph.input_tensors[entries].astype(np.int64)
         )
         return offsets, reads
 
@@ -516,7 +516,7 @@ class Copying(ABC):
         # A view of a view is settled a round after it.
         while (storages[views] != storages[bases]).any():
             storages[views] = storages[bases]
-        return np.unique(storages, return_inverse=True)[1].reshape(-1)
+        return np.asarray(np.unique(storages, return_inverse=True)[1].reshape(-1))
 
     def _outputs(self) -> Int64:
         """The outputs: the mean of a floating-point output, every copy's own for another dtype, and

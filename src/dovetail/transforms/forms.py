@@ -7,6 +7,7 @@ from pydantic import Field
 
 from dovetail.errors import ModelError
 from dovetail.graph.records import Graph
+from dovetail.graph.source import Transform
 
 if TYPE_CHECKING:
     from dovetail.frontends.program import Captured
@@ -37,6 +38,8 @@ class Form:
         from dovetail.frontends.capturing import recaptured
 
         again = recaptured(step, chunks=self.recurrent_chunks, channels_last=self.channels_last)
-        others = tuple(other for other in step.transforms if not isinstance(other, Form))
+        others: tuple[Transform, ...] = tuple(
+            other for other in step.transforms if not isinstance(other, Form)
+        )
         # The form of the network as it is needs no entry in the list.
         return replace(again, transforms=others if self == Form() else (self, *others))

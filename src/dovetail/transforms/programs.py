@@ -1,5 +1,4 @@
-"""Makes the calls of several copies of a captured step: of its towers or micro-batches, and of
-computations that several devices share."""
+"""Makes the calls of several copies of a captured step: of its towers or micro-batches."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +10,9 @@ from torch import Tensor
 from dovetail.errors import UsageError
 from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.program import Call, Captured, Ref, Signature, SourceValue, fill_refs
-from dovetail.frontends.structures import TensorSlot, substitute
+from dovetail.frontends.structures import TensorSlot
 from dovetail.graph.source import Transform
 from dovetail.transforms.copying import AGAIN, SUM, Replicated
-from dovetail.transforms.shared import Copies, duplicate
 
 Examples = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """(inputs, targets) of a step."""
@@ -131,44 +129,3 @@ def accumulate(
     else:
         result = total.add_(gradient)
     return result if parts == 1 else result.div_(parts)
-
-
-def with_shared_copies(
-    captured: Captured, copies: tuple[Copies, ...], transform: Transform
-) -> Captured:
-    """Return the step with these copies. Each copy makes its origin's call on its own tensors, so
-    the step gives the same bits."""
-    program, copied = captured.program, duplicate(captured.graph, copies)
-    # refs[i]: the tensors that a call reads: row 0 where it reads the originals, row i + 1 where it
-    # belongs to, or reads, the i-th copies.
-    refs = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
-    reader_of = {op: i + 1 for i, extra in enumerate(copies) for op in extra.readers}
-    calls: list[Call | None] = []
-    for origin, copy in zip(copied.origins.tolist(), copied.copy_of.tolist(), strict=True):
-        call = program.calls[origin]
-        view = copy + 1 if copy >= 0 else reader_of.get(origin, 0)
-        results = refs[copy + 1]
-        calls.append(
-            call
-            and replace(
-                call,
-                args=fill_refs(call.args, refs[view]),
-                kwargs=fill_refs(call.kwargs, refs[view]),
-                results=tuple(results[t].tensor if t >= 0 else -1 for t in call.results),
-                # Copies shift the indices of later ops. Random numbers must stay the same, so a
-                # random call keeps its old index.
-                draws_of=call.seed_index(origin) if call.random else call.draws_of,
-            )
-        )
-    return replace(
-        captured,
-        graph=copied.graph,
-        program=replace(
-            program,
-            calls=tuple(calls),
-            sources=tuple(program.sources[origin] for origin in copied.origins.tolist()),
-            loss=refs[0][program.loss].tensor if program.loss >= 0 else -1,
-            outputs=substitute(program.outputs, Ref, lambda ref: refs[0][ref.tensor]),
-        ),
-        transforms=(*captured.transforms, transform),
-    )

@@ -8,7 +8,7 @@ copies can be told apart in a graph from a file too. Only ops that `shareable` n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import numpy as np
@@ -58,9 +58,43 @@ class SharedCopies:
             raise UsageError("copies", "are of ops that are not there or cannot be copied")
         if isinstance(step, Graph):
             return duplicate(step, self.copies).graph
-        from dovetail.transforms.programs import with_shared_copies
+        from dovetail.frontends.program import Call, Ref, fill_refs
+        from dovetail.frontends.structures import substitute
 
-        return with_shared_copies(step, self.copies, self)
+        # Each copy makes its origin's call on its own tensors, so the step gives the same bits.
+        program, copied = step.program, duplicate(step.graph, self.copies)
+        # refs[i]: the tensors that a call reads: row 0 where it reads the originals, row i + 1
+        # where it belongs to, or reads, the i-th copies.
+        refs = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
+        reader_of = {op: i + 1 for i, copy in enumerate(self.copies) for op in copy.readers}
+        calls: list[Call | None] = []
+        for origin, number in zip(copied.origins.tolist(), copied.copy_of.tolist(), strict=True):
+            call = program.calls[origin]
+            if call is not None:
+                reads = refs[number + 1 if number >= 0 else reader_of.get(origin, 0)]
+                results = refs[number + 1]
+                call = replace(
+                    call,
+                    args=fill_refs(call.args, reads),
+                    kwargs=fill_refs(call.kwargs, reads),
+                    results=tuple(results[t].tensor if t >= 0 else -1 for t in call.results),
+                    # Copies shift the indices of later ops. Random numbers must stay the same, so a
+                    # random call keeps its old index.
+                    draws_of=call.seed_index(origin) if call.random else call.draws_of,
+                )
+            calls.append(call)
+        return replace(
+            step,
+            graph=copied.graph,
+            program=replace(
+                program,
+                calls=tuple(calls),
+                sources=tuple(program.sources[origin] for origin in copied.origins.tolist()),
+                loss=refs[0][program.loss].tensor if program.loss >= 0 else -1,
+                outputs=substitute(program.outputs, Ref, lambda ref: refs[0][ref.tensor]),
+            ),
+            transforms=(*step.transforms, self),
+        )
 
 
 @dataclass(frozen=True, eq=False)
