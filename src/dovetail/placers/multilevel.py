@@ -106,9 +106,9 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
         [np.arange(sources), sources + tensors.owners[sources:], sources + writers]
     )
     order = np.argsort(producers, kind="stable")
-    place = np.empty(len(order), np.int64)
+    place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order))
-    storages = np.arange(len(order))
+    storages = np.arange(len(order), dtype=np.int32)
     storages[place[len(tensors.owners) :]] = written
     overwrites = np.zeros(len(order), dtype=bool)
     overwrites[place[len(tensors.owners) :]] = True
