@@ -469,11 +469,11 @@ def test_ctrl_c_ends_ideal_dp_with_a_plan():
     charge = budget.charge
     calls = []
 
-    def interrupting(evaluations):
-        calls.append(evaluations)
+    def interrupting(*counts):
+        calls.append(counts)
         if len(calls) == 32:  # after 30 orders, in the walks up the lattice
             os.kill(os.getpid(), signal.SIGINT)
-        charge(evaluations)
+        charge(*counts)
 
     budget.charge = interrupting
     assert threading.current_thread() is threading.main_thread()

@@ -8,8 +8,8 @@
     contiguous                  `auto`, objective load   as it is; a stricter question
     here                        the text here/n          the best of these, on all cores as one
 
-All have one budget together (`BudgetShares`). What the step takes in compiled code, and what its user
-would run without a plan, is known only where it is measured: see `planning`.
+All have one budget together (`BudgetShares`). What the step takes in compiled code, and what its
+user would run without a plan, is known only where it is measured: see `planning`.
 """
 
 from collections.abc import Callable, Iterator

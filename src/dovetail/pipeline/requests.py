@@ -281,7 +281,7 @@ class PlanRequest:
     @property
     def limits(self) -> "Limits":
         """The limits of the search: `budget` in numbers, once the record is built."""
-        assert not isinstance(self.budget, (str, float)), "the text is parsed when it is built"
+        assert not isinstance(self.budget, (str, int, float)), "parsed when the record was built"
         return self.budget
 
     @property

@@ -289,7 +289,7 @@ class Budget:
                 began = self.clock()
                 batch_placements = placements[affordable]
                 evaluation = problem.evaluate(problem.spread(batch_placements))
-                self.charge(len(affordable), evaluated=len(affordable))
+                self.charge(len(affordable), len(affordable))
                 over = np.maximum(evaluation.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
                 # An infeasible placement that fits into memory (it waits for itself, or is not
                 # contiguous) counts as lacking one byte, so that it is worse than every feasible

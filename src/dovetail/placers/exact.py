@@ -747,11 +747,44 @@ class _ShareModel:
         self.seconds, self.sum_seconds = seconds, float(seconds.sum())
         self.groups = problem.groups.count
         self.first: list[int] = []
-        self._system = _SparseRows()
-        columns = 1
+        self._system = system = _SparseRows()
+        load, columns = problem.load, 1
+        # Each kind's set has rows for its nets, its load and its memory. Loads are in units of
+        # `sum_seconds`.
         for kind in self.kinds if self.sum_seconds > 0 else []:
-            self.first.append(columns)
-            columns += _add_kind(kind, columns, self.sum_seconds, self._system)
+            first, device = columns, kind.device
+            into = first + self.groups
+            out = into + len(kind.enters)
+            self.first.append(first)
+            columns += len(kind.most)
+            work = np.where(problem.allowed[:, device], load.work_seconds[:, device], 0.0)
+            terms = [(0, -1.0)]
+            terms += [
+                (first + g, float(work[g] / self.sum_seconds))
+                for g in np.flatnonzero(work).tolist()
+            ]
+            for net in range(len(kind.enters)):
+                source = int(load.net_sources[net])
+                # enters >= x(target) - x(source)   and   leaves >= x(source) - x(target)
+                # where x of a net from the host is 0: it never leaves.
+                from_source = [(first + source, 1.0)] if source >= 0 else []
+                targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]]
+                for target in targets.tolist():
+                    row = [(first + target, -1.0), *from_source]
+                    if kind.enters[net] > 0:
+                        system.add([(into + net, 1.0), *row], 0.0, np.inf)
+                    if kind.leaves[net] > 0:
+                        negated = [(column, -value) for column, value in row]
+                        system.add([(out + net, 1.0), *negated], 0.0, np.inf)
+                if kind.enters[net] > 0:
+                    terms.append((into + net, float(kind.enters[net] / self.sum_seconds)))
+                if kind.leaves[net] > 0:
+                    terms.append((out + net, float(kind.leaves[net] / self.sum_seconds)))
+            system.add(terms, -np.inf, 0.0)
+            stay = necessary_bytes(problem)[0] / max(1.0, float(load.capacities[device]))
+            system.add(
+                [(first + g, float(stay[g])) for g in np.flatnonzero(stay).tolist()], 0.0, 1.0
+            )
         # A group is in the set of one kind at most.
         for group in range(self.groups):
             self._system.add([(column + group, 1.0) for column in self.first], 0.0, 1.0)
@@ -856,48 +889,13 @@ class _DeviceKind:
     """
 
     def __init__(self, problem: PlacementProblem, devices: list[int]) -> None:
-        self.problem, self.device, self.count = problem, devices[0], len(devices)
+        self.device, self.count = devices[0], len(devices)
         self.enters, self.leaves = _crossings(problem, self.device)
         groups, nets = problem.groups.count, len(self.enters)
         # Nets need no integers: with whole groups the least value of such a variable is 0 or 1.
         self.whole = np.concatenate([np.ones(groups), np.zeros(2 * nets)]).astype(np.int8)
         may = problem.allowed[:, self.device].astype(np.float64)
         self.most = np.concatenate([may, np.ones(2 * nets)])
-
-
-def _add_kind(kind: _DeviceKind, first: int, sum_seconds: float, system: _SparseRows) -> int:
-    """Add the rows of one kind's set to the system: its nets, its load and its memory. Its columns
-    begin at `first`. Returns the number of its columns.
-
-    Loads are in units of `sum_seconds`.
-    """
-    load, groups, device = kind.problem.load, kind.problem.groups.count, kind.device
-    into = first + groups
-    out = into + len(kind.enters)
-    work = np.where(kind.problem.allowed[:, device], load.work_seconds[:, device], 0.0)
-    terms = [(0, -1.0)]
-    terms += [(first + g, float(work[g] / sum_seconds)) for g in np.flatnonzero(work).tolist()]
-    for net in range(len(kind.enters)):
-        source = int(load.net_sources[net])
-        for target in load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist():
-            # enters >= x(target) - x(source)   and   leaves >= x(source) - x(target)
-            # where x of a net from the host is 0: it never leaves.
-            row = [(first + target, -1.0)]
-            if source >= 0:
-                row.append((first + source, 1.0))
-            if kind.enters[net] > 0:
-                system.add([(into + net, 1.0), *row], 0.0, np.inf)
-            if kind.leaves[net] > 0:
-                negated = [(column, -value) for column, value in row]
-                system.add([(out + net, 1.0), *negated], 0.0, np.inf)
-        if kind.enters[net] > 0:
-            terms.append((into + net, float(kind.enters[net] / sum_seconds)))
-        if kind.leaves[net] > 0:
-            terms.append((out + net, float(kind.leaves[net] / sum_seconds)))
-    system.add(terms, -np.inf, 0.0)
-    stay = necessary_bytes(kind.problem)[0] / max(1.0, float(load.capacities[device]))
-    system.add([(first + g, float(stay[g])) for g in np.flatnonzero(stay).tolist()], 0.0, 1.0)
-    return len(kind.most)
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:

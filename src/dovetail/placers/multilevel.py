@@ -106,9 +106,9 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
         [np.arange(sources), sources + tensors.owners[sources:], sources + writers]
     )
     order = np.argsort(producers, kind="stable")
-    place = np.empty(len(order), np.int64)
+    place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order))
-    storages = np.arange(len(order))
+    storages = np.arange(len(order), dtype=np.int32)
     storages[place[len(tensors.owners) :]] = written
     overwrites = np.zeros(len(order), dtype=bool)
     overwrites[place[len(tensors.owners) :]] = True
@@ -147,9 +147,9 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
     # source the first one is written last, and stays.
     units = np.zeros(sources + count, np.int32)
     units[sources:] = unit_of_op[nodes.first]
-    units[tensors.readers[::-1, 1][tensors.readers[::-1, 1] < sources]] = units[
-        sources + tensors.readers[::-1, 0][tensors.readers[::-1, 1] < sources]
-    ]
+    readers, read = tensors.readers[::-1].T
+    of_sources = read < sources
+    units[read[of_sources]] = units[sources + readers[of_sources]]
     units[written] = units[sources + writers]
 
     allowed = _allowed_devices(problem, unit_of)
@@ -205,8 +205,7 @@ class _MergedNodes:
 class _MergedTensors:
     """The tensors between nodes: those of sources first, then by node.
 
-    owners     [tensors] node that makes each; those of
-               sources are numbered above the nodes, see `_tensors`
+    owners     [tensors] node that makes each; for tensors of sources see `_tensors`
     occupied_bytes, sent_bytes, is_output   [tensors]
     readers    [reads, 2] distinct (node, tensor), ordered
     """

@@ -125,7 +125,13 @@ def pipeline_bound(
             if record.kind != "host" and elements.runs[:, device].any():
                 key = columns[:, :, device].tobytes() + elements.runs[:, device].tobytes()
                 alike.setdefault(key, []).append(device)
-        ideals, kinds = _ideals(elements), list(alike.values())
+        kinds = list(alike.values())
+        # Elements of ever more work are left out while there are too many ideals.
+        seconds = elements.forward + elements.backward
+        seconds = np.where(np.isfinite(seconds), seconds, 0.0).max(axis=1)
+        share = seconds / max(float(seconds.sum()), 1e-300)
+        tried = (_ideals(elements, ~elements.loose & (share >= s)) for s in LEFT_OUT_SHARES)
+        ideals = next((ideals for ideals in tried if ideals is not None), None)
         states = int(np.prod([len(members) + 1 for members in kinds]))
         if ideals is not None and states <= MOST_STATES:
             table = _BoundTable(problem, ideals, kinds)
@@ -155,25 +161,13 @@ def _depths(
     return ends
 
 
-def _ideals(elements: StageElements) -> tuple[Int64, Bool] | None:
+def _ideals(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | None:
     """Return (elements that count, ideals [ideals, those elements]), smaller ones first; None if
-    there are more than `MOST_IDEALS`.
+    there are none or more than `MOST_IDEALS`.
 
-    If there are too many, elements of very little work are left out, as if they were anywhere and
-    took no time. Those that wait for each other through them still do.
+    Elements that do not count may be anywhere and take no time. Those that wait for each other
+    through them still do.
     """
-    work = elements.forward + elements.backward
-    work = np.where(np.isfinite(work), work, 0.0)
-    share = work.max(axis=1) / max(float(work.max(axis=1).sum()), 1e-300)
-    for least in LEFT_OUT_SHARES:
-        ideals = _ideals_of(elements, ~elements.loose & (share >= least))
-        if ideals is not None:
-            return ideals
-    return None
-
-
-def _ideals_of(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | None:
-    """Return what `_ideals` returns, for the elements that count."""
     members = np.flatnonzero(counts)
     if not len(members):
         return None

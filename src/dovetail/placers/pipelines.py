@@ -1132,9 +1132,9 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
                 break
             tried.add(cut)
     if tried.best is None:
-        over = tried.peaks - problem.capacities
-        device = int(over.argmax())
-        if tried.is_any and over[device] > 0:
+        excess = tried.peaks - problem.capacities
+        device = int(excess.argmax())
+        if tried.is_any and excess[device] > 0:
             name = problem.machine.device_names[device]
             raise OutOfMemoryError(name, int(tried.peaks[device]), int(problem.capacities[device]))
         raise InfeasibleError(
