@@ -213,7 +213,7 @@ def _write(
         found.save(out)
         say(f"wrote {out}")
     if report is not None:
-        pipeline.report(found, step, report)
+        pipeline.report(found, step, report, file=out or "")
         say(f"wrote {report}")
     if as_json:
         show_json(_found(model, found, step, out))

@@ -76,7 +76,7 @@ def run(  # noqa: PLR0917  one argument an option
         if not tells:
             return
     if report is not None:
-        pipeline.report(opened, step, report, measurement=measurement)
+        pipeline.report(opened, step, report, measurement=measurement, file=plan)
         say(f"wrote {report}")
     if trace is not None:
         pipeline.write_trace(opened, step, trace, measurement=measurement)
@@ -168,7 +168,7 @@ def report(
     check_outputs(out, trace, inputs=[plan, model])
     opened, step = pipeline.open_to_show(plan, model)
     if out is not None:
-        pipeline.report(opened, step, out)
+        pipeline.report(opened, step, out, file=plan)
         say(f"wrote {out}")
     if trace is not None:
         pipeline.write_trace(opened, step, trace)
