@@ -175,7 +175,7 @@ def render(
         marks={i: style for i, (style, _) in enumerate(lines)},
     )
     hypothesis = Markup("<p><em>{}</em></p>").format(HYPOTHESIS_TEXT)
-    learned = [
+    learned: list[Part] = [
         Section(title, [Table(*content)]) for title, content in tables.tables_of(name, results.done)
     ]
     bounds = _bounds(results)

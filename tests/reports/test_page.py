@@ -217,6 +217,18 @@ def test_methods_memory_and_bound_are_shown():
     assert 'class="capacity"' in page
 
 
+def test_facts_that_no_card_tells_stand_in_the_last_table():
+    plan = replace(small_report().plan, contiguous=True, notes=("a note",), whole=("block.*",))
+    page = render(small_report(plan=plan))
+    facts = dict(
+        re.findall("<th scope=row>([a-z ]+)</th><td>([^<]*)</td>", page.split("Plan</h2>")[1])
+    )
+    assert facts["method"] == "etf, seed 7, contiguous"
+    assert facts["note"] == "a note"
+    assert facts["whole"] == "block.*"
+    assert not {"predicted", "lower bound", "gap"} & facts.keys()
+
+
 def test_an_empty_step_and_costs_without_seconds_still_make_a_page():
     machine = make_machine(1)
     graph = make_graph([("w", Phase.SOURCE, [])])
