@@ -419,6 +419,16 @@ def test_a_channel_that_is_busy_for_more_than_the_step_is_explained():
     assert "Each transfer counts" not in render(report)
 
 
+def test_a_device_that_is_a_channel_as_well_has_a_row_of_each():
+    report = small_report()
+    links = [Link("cpu0", "cpu1", 1e9, 0.0, "cpu0"), Link("cpu1", "cpu0", 1e9, 0.0, "cpu1")]
+    machine = replace(report.plan.machine, links=tuple(links))
+    line = make_timeline(machine, [(1, 0, 0.0, 4e-3)], [(0, 0, 0, 1, 4e-3, 5e-3)], step=5e-3)
+    page = render(replace(report, plan=replace(report.plan, machine=machine), predicted=line))
+    assert "<th scope=row>cpu0</th><td>4 ms</td><td>80.0 %</td>" in page
+    assert "<th scope=row>transfers on cpu0</th><td>1 ms</td><td>20.0 %</td>" in page
+
+
 def test_no_more_devices_are_at_work_than_there_are():
     machine = make_machine(3)
     host = replace(machine.devices[2], kind="host", flops_per_second={})

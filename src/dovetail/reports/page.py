@@ -262,14 +262,17 @@ def _use(report: PlanReport) -> list[Part]:
 
 def _devices(report: PlanReport, loads: dict[str, float]) -> list[Part]:
     """The timelines as a table, for readers who cannot see the picture."""
-    names = report.predicted.devices + report.predicted.channels
+    # A device may be a channel as well, and then has a row of each kind.
+    devices = report.predicted.devices
+    channels = [f"transfers on {c}" if c in devices else c for c in report.predicted.channels]
+    names = [*devices, *channels]
     head = ["device or channel"]
     columns: list[dict[str, str]] = []
     largest = 0.0
     for name, timeline in report.timelines:
         head += [f"{name} busy", "of the step"]
         busy = [*timeline.busy_seconds.tolist(), *timeline.channel_seconds.tolist()]
-        of = dict(zip(timeline.devices + timeline.channels, busy, strict=True))
+        of = dict(zip(names, busy, strict=True))
         step = timeline.step_seconds or 1.0
         columns.append({n: format_seconds(s) for n, s in of.items()})
         columns.append({n: f"{100 * s / step:.1f} %" for n, s in of.items()})
