@@ -22,8 +22,8 @@ from reproductions.records import (
     TowerResult,
 )
 
-TEMPLATES = Path(__file__).with_name("templates")
-"""The templates of the pages that are written here; they extend those of `dovetail.reports`."""
+STYLE = Path(__file__).with_name("papers.css")
+"""The style sheet of the papers' pages, behind that of `dovetail.reports`."""
 
 __all__ = [
     "CASES",
@@ -31,7 +31,7 @@ __all__ = [
     "GDP_COLUMNS",
     "RL17_CASES",
     "RL17_COLUMNS",
-    "TEMPLATES",
+    "STYLE",
     "Case",
     "CaseResult",
     "Column",

@@ -2,7 +2,6 @@
 by side. It runs in a checkout of the project."""
 
 import sys
-from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -292,8 +291,8 @@ def _bench_thesis(settings: "ThesisSettings", jobs: int, fresh: bool, as_json: b
             {"table": "thesis", "data": data.name, "cells": cells, "failures": failures} | files
         )
     else:
-        for shown in tables_of(settings, results):
-            _show_table(shown.title, shown.head, shown.rows)
+        for table in tables_of(settings, results):
+            show(table)
         say(ordering(settings, results))
     if failures:
         raise typer.Exit(1)
@@ -301,6 +300,7 @@ def _bench_thesis(settings: "ThesisSettings", jobs: int, fresh: bool, as_json: b
 
 def _bench_dos(settings: "DosSettings", rows: str, fresh: bool, as_json: bool) -> None:
     """Compute DOS's tables, write their files, and print the tables or one JSON object."""
+    from dovetail.reports.kit import Table
     from reproductions.dos import OTHER_SIZE, run_rows
     from reproductions.dos_page import tables_of, write_dos_csv, write_dos_page
     from reproductions.table import matching
@@ -335,7 +335,7 @@ def _bench_dos(settings: "DosSettings", rows: str, fresh: bool, as_json: bool) -
         })  # fmt: skip
     else:
         for shown in tables_of(found.lines):
-            _show_table(shown.title, shown.head, shown.rows)
+            show(Table(shown.head, shown.rows, title=shown.title))
     if found.failures:
         raise typer.Exit(1)
 
@@ -350,15 +350,6 @@ def _dos_command(settings: "DosSettings") -> str:
         f"--seed {settings.seed}",
     ]
     return " ".join(words)
-
-
-def _show_table(title: str, head: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
-    from rich.table import Table as RichTable
-
-    table = RichTable(*head, title=title)
-    for row in rows:
-        table.add_row(*row)
-    show(table)
 
 
 def _thesis_command(settings: "ThesisSettings", jobs: int) -> str:

@@ -32,7 +32,7 @@ from dovetail.executors.stages.placing import require
 from dovetail.machine.local import local_machine
 from dovetail.pipeline.requests import CPU, ScheduleRequest, is_cuda, runs_here
 from dovetail.pipeline.scheduling import find_schedules, one_device
-from dovetail.reports.stages_figures import launches_of, measured_of, noise_of
+from dovetail.reports.schedules import launches_of, measured_of, noise_of
 from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate, Scheduled, Schedules
 from reproductions.store import SCHEDULED, Store, fingerprint
 from reproductions.table import BenchTask, matching, work_off

@@ -12,15 +12,23 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from markupsafe import Markup
 
-from dovetail.reports.markup import Card, PageTable, render_page, save_page
-from dovetail.reports.plots import Axes, Line, bar_chart, line_chart
-from dovetail.reports.stages_page import scatter_chart
+from dovetail.reports.charts import Axes, Line, bar_chart, line_chart, scatter_chart
+from dovetail.reports.kit import (
+    Card,
+    Figure,
+    Figures,
+    Page,
+    Part,
+    Section,
+    Table,
+    render_page,
+    save_page,
+    strong,
+)
 from dovetail.runtime.files import write_atomically
 from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.results import SEQUENTIAL
-from reproductions import TEMPLATES
 from reproductions.dos import (
     BLOCK,
     DOS,
@@ -411,22 +419,32 @@ def render_dos(
         ("measured", ", ".join(measured) or "none", "devices of this machine"),
         ("predicted", ", ".join(predicted) or "none", "by analytic costs"),
     ]
-    tables = [(t.title, t.note, PageTable(t.head, t.rows)) for t in tables_of(lines)]
+    about: list[Part] = [
+        "Accelerate DNN Inference by Inter-Operator Parallelism (DOS), 2019, beside ours. Its text "
+        "could not be read: its figures are of excerpts, and those of its successor of the README "
+        "of IOS's code. The paper's figures are of a V100, where no other device is named. Ours "
+        "are measured or predicted, as each line says; a prediction by a device's data sheet is a "
+        "first look, and its gains below about 15 % mean nothing."
+    ]
+    if missing:
+        about.append(f"Not computed: {', '.join(missing)}.")
+    parts: list[Part] = [Section("", about)]
+    parts += [Section(t.title, [t.note, Table(t.head, t.rows)]) for t in tables_of(lines)]
+    if charts := _charts(lines):
+        parts.append(Section("Pictures", [Figures(charts)]))
+    parts.append(Section("How this was made", [Table((), facts, "scroll left")]))
     return render_page(
-        "dos.html",
-        "Inter-operator schedules: the tables of DOS, and ours",
-        cards,
-        styles=("page.css", "training.css"),
-        tables=tables,
-        charts=_charts(lines),
-        missing=", ".join(missing),
-        warning=warning,
-        facts=PageTable((), [list(fact) for fact in facts], "scroll left"),
-        folder=TEMPLATES,
+        Page(
+            "Inter-operator schedules: the tables of DOS, and ours",
+            cards,
+            parts,
+            brand="python -m reproductions dos",
+            lead=[strong(warning)] if warning else [],
+        )
     )
 
 
-def _charts(lines: Lines) -> list[tuple[str, Markup]]:
+def _charts(lines: Lines) -> list[Figure]:
     charts = []
     for row, of_row in _by(lines, "row", table=TABLE2, kind=SCHEDULE):
         title = f"Figure 6: speed-up over sequential, against the batch size, {_of(of_row)}"
@@ -434,17 +452,16 @@ def _charts(lines: Lines) -> list[tuple[str, Markup]]:
             Line(scheduler, np.array([float(b) for b in gains]), np.array([*gains.values()]), i)
             for i, (scheduler, gains) in enumerate(_gains(of_row).items())
         ]
-        charts.append((title, line_chart(drawn, Axes(f"speed-up against batch size, {row}"))))
+        charts.append(Figure(title, line_chart(drawn, Axes(f"speed-up against batch size, {row}"))))
     for _, of_row in _by(lines, "row", kind=SAMPLE):
-        charts.append(
-            (f"Figure 7: random schedules, {_of(of_row)}", scatter_chart(_points(of_row)))
-        )
+        title = f"Figure 7: random schedules, {_of(of_row)}"
+        charts.append(Figure(title, scatter_chart(_points(of_row))))
     for _, of_row in _by(lines, "row", kind=BLOCK):
         gains = _block_gains(of_row)
         if gains:
             title = "part: how many times as fast as sequential, predicted"
             chart = bar_chart([*gains.values()], [*gains], Axes(title))
-            charts.append((f"Speed-up of each part, {_of(of_row)}", chart))
+            charts.append(Figure(f"Speed-up of each part, {_of(of_row)}", chart))
     return charts
 
 

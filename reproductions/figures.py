@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs
 from dovetail.graph import Graph, Groups, Phase
 from dovetail.machine import Machine
-from dovetail.reports.layout import GraphView, view
+from dovetail.reports.pictures import GraphView, view
 from dovetail.simulator import Simulator
 from dovetail.units import format_bytes, format_seconds
 from reproductions.records import PlanWork

@@ -21,8 +21,20 @@ from markupsafe import Markup, escape
 
 from dovetail.machine import Machine, parse_machine
 from dovetail.machine.presets import FITTED
-from dovetail.reports.markup import Card, PageTable, drawing, remarked, render_page, save_page
-from dovetail.reports.plots import Axes, Line, line_chart
+from dovetail.reports.charts import Axes, Line, line_chart
+from dovetail.reports.kit import (
+    Card,
+    Figure,
+    Figures,
+    Page,
+    Part,
+    Section,
+    Table,
+    drawing,
+    remarked,
+    render_page,
+    save_page,
+)
 from dovetail.units import (
     format_bandwidth,
     format_bytes,
@@ -30,7 +42,7 @@ from dovetail.units import (
     format_count,
     format_seconds,
 )
-from reproductions import TEMPLATES, tables
+from reproductions import STYLE, tables
 from reproductions.cases import AS_PUBLISHED, LEARNED, METHOD_OF, machine_of
 from reproductions.learned import trained_columns
 from reproductions.methods import APART, HYPOTHESIS, PLAIN
@@ -105,26 +117,14 @@ class _TableResults:
 
 
 @dataclass(frozen=True)
-class _PlanShown:
-    """A plan's picture and the chart of its loads."""
-
-    role: str
-    seconds: str
-    picture: Markup
-    loads: Markup
-
-
-@dataclass(frozen=True)
 class _ColumnShown:
     """One of our columns of a row; `holds` has an item for each ordering of the paper."""
 
     name: str
-    title: str
-    is_hypothesis: bool
     holds: list[bool | None]
-    orderings: PageTable | None
-    plans: list[_PlanShown]
-    methods: PageTable
+    orderings: Part
+    plans: list[Part]
+    methods: Table
 
 
 @dataclass(frozen=True)
@@ -167,35 +167,97 @@ def render(
     """The page as text. See `write_page`."""
     results = _TableResults(name, tuple(cases), {row.key: row for row in rows})
     shown = [_shown_case(results, case, row) for case, row in results.done]
+    lines = [line for case in results.cases for line in _seconds_lines(results, case)]
+    seconds = Table(
+        ["", *results.paper_columns, "best of ours", "bound", "expert over best"],
+        [cells for _, cells in lines],
+        "scroll seconds",
+        marks={i: style for i, (style, _) in enumerate(lines)},
+    )
+    hypothesis = Markup("<p><em>{}</em></p>").format(HYPOTHESIS_TEXT)
+    learned: list[Part] = [
+        Section(title, [Table(*content)]) for title, content in tables.tables_of(name, results.done)
+    ]
+    bounds = _bounds(results)
+    lacking = "; ".join(case.title for case in results.cases if case.key not in results.rows)
+    missing = [f"Not yet run: {lacking}."] if lacking else []
+    ours = [(case.title, case.ours) for case in cases if case.ours]
+    parts: list[Part] = [
+        Section("Seconds of one step", [
+            "The first line of a row has the paper's seconds. Below it stand ours, simulated, with "
+            "their ratio to the paper's. OOM: out of memory. For a method that learns, we give the "
+            "training of the median, and the range from the best training to the worst; best of "
+            "ours is the best method that does not learn.",
+            *([hypothesis] if HYPOTHESIS in results.columns else []),
+            seconds,
+        ]),
+        Section("Learned methods", [
+            HOW_LEARNED[name], *(learned or ["No training was run."])
+        ]),
+        Section("Best, bound and expert", [
+            "No placement of the graph on the machine takes less time than the bound, whatever is "
+            "known of it. Best is the least of all methods that do not learn.",
+            bounds if bounds.rows else "Not yet run.",
+        ]),
+        Section("Ops and groups", [
+            "A group is what is placed together. The paper counts ops of TensorFlow, ours are ops "
+            "of ATen, an optimizer's update of one parameter being one op.",
+            _sizes(results),
+        ]),
+        Section("Which of the paper's orderings hold", [
+            "Two columns within 2 % of each other are as fast. Of a learned method the training of "
+            "the median counts. Nothing was tuned to make an ordering hold.",
+            *(Section(case.title, [_of_column(c.name, [c.orderings]) for c in case.columns])
+              for case in shown),
+            *missing,
+        ]),
+        Section("Placements and loads", [
+            "Each plan as a picture: rows are modules, cells groups of ops in the order of the "
+            "data, colours devices; thin lines are the largest tensors between devices. Below it "
+            "the seconds that each device computes, and that the busiest channels carry.",
+            *(Section(case.title, [_of_column(c.name, c.plans) for c in case.columns], "closed")
+              for case in shown),
+            *missing,
+        ]),
+        Section("All methods", [
+            *(Section(case.title, [_of_column(c.name, [c.methods]) for c in case.columns], "closed")
+              for case in shown),
+            *missing,
+        ]),
+    ]  # fmt: skip
     # Towers and curves are RL17's; another paper has the sections only if it has figures for them.
     is_rl17 = name == "rl17"
+    if is_rl17 or towers:
+        parts.append(Section("Data-parallel towers", _towers(towers, curves)))
+    if is_rl17 or curves:
+        parts.append(Section("Loss against simulated time", _curves(curves)))
+    not_given = "Sizes and choices that the paper does not give; these are ours."
     return render_page(
-        "papers.html",
-        f"{name.upper()}'s table of device placement, and ours",
-        _cards(results, shown),
-        styles=("page.css",),
-        more_style=(TEMPLATES / "papers.css").read_text("utf-8"),
-        folder=TEMPLATES,
-        citation=CITATIONS[name],
-        hypothesis=HYPOTHESIS_TEXT if HYPOTHESIS in results.columns else "",
-        seconds_head=["", *results.paper_columns, "best of ours", "bound", "expert over best"],
-        seconds=[_seconds_lines(results, case) for case in results.cases],
-        how_learned=HOW_LEARNED[name],
-        learned=[
-            (title, PageTable(*content)) for title, content in tables.tables_of(name, results.done)
-        ],
-        bounds=_bounds(results),
-        sizes=_sizes(results),
-        cases=shown,
-        missing=[case.title for case in results.cases if case.key not in results.rows],
-        towers=_towers(towers, curves) if is_rl17 or towers else None,
-        curves=_curves(curves) if is_rl17 or curves else None,
-        fit=_fit(name, cases),
-        ours=PageTable(
-            ("row", "ours"), [(case.title, case.ours) for case in cases if case.ours], "scroll left"
-        ),
-        facts=_facts(name, rows, facts),
+        Page(
+            f"{name.upper()}'s table of device placement, and ours",
+            _cards(results, shown),
+            [
+                *parts,
+                Section("The machine, and how it was fitted", _fit(name, cases)),
+                Section(
+                    "What the paper does not say",
+                    [not_given, Table(("row", "ours"), ours, "scroll left")]
+                    if ours
+                    else ["The paper gives all sizes."],
+                ),
+                Section("How this was made", [_facts(name, rows, facts)]),
+            ],
+            brand="python -m reproductions",
+            lead=[CITATIONS[name]],
+            more_style=STYLE.read_text("utf-8"),
+        )
     )
+
+
+def _of_column(name: str, parts: Sequence[Part]) -> Section:
+    """What belongs to one of our columns; the hypothesis is set apart."""
+    title = COLUMN_TITLES.get(name, name).capitalize()
+    return Section(title, parts, style="hypothesis-box" if name == HYPOTHESIS else "")
 
 
 def _cards(results: _TableResults, shown: Sequence[_CaseShown]) -> list[Card]:
@@ -319,7 +381,7 @@ def _last_cells(column: Column) -> list[str]:
     ]
 
 
-def _bounds(results: _TableResults) -> PageTable:
+def _bounds(results: _TableResults) -> Table:
     """The table of best, bound and expert of every row and column, with what proves the bound."""
     rows = []
     for case, row in results.done:
@@ -338,10 +400,10 @@ def _bounds(results: _TableResults) -> PageTable:
             ))  # fmt: skip
     head = ("row", "best method", "best", "bound", "above the bound", "expert", "expert over best",
             "the bound is proven by")  # fmt: skip
-    return PageTable(head, rows)
+    return Table(head, rows)
 
 
-def _sizes(results: _TableResults) -> PageTable:
+def _sizes(results: _TableResults) -> Table:
     """The table of sizes: ops and groups beside the paper's. Each network stands once."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for case in results.cases:
@@ -360,7 +422,7 @@ def _sizes(results: _TableResults) -> PageTable:
         rows.setdefault((case.model, case.train), cells)
     head = ("network", "ops, paper", "ops, ours", "groups, paper", "groups, ours", "of a step",
             "parameters", "MODEL")  # fmt: skip
-    return PageTable(head, list(rows.values()))
+    return Table(head, list(rows.values()))
 
 
 # ---- Rows that are done: orderings, plans, methods ----
@@ -383,21 +445,21 @@ def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseSho
             for ordering in orderings
         ]
         head = ("the paper's ordering", "its seconds", "ours", "holds", "why, or a remark")
+        plans: list[Part] = [_shown_plan(case, column, method) for method in column.shown]
         columns.append(
             _ColumnShown(
                 name,
-                COLUMN_TITLES.get(name, name).capitalize(),
-                name == HYPOTHESIS,
                 [ordering.holds for ordering in orderings],
-                PageTable(head, lines, "scroll why") if lines else None,
-                [_shown_plan(case, column, method) for method in column.shown],
+                Table(head, lines, "scroll why") if lines else "The paper has no figures to order.",
+                plans or ["No plan fits."],
                 _method_table(column, to_train if name in trained else ()),
             )
         )
     return _CaseShown(case.title, columns)
 
 
-def _shown_plan(case: Case, column: Column, method: str) -> _PlanShown:
+def _shown_plan(case: Case, column: Column, method: str) -> Figures:
+    """A plan's picture and the chart of its loads."""
     work = column.shown[method]
     role = "expert" if method == EXPERT else f"best: {method}"
     if method == column.best == EXPERT:
@@ -409,10 +471,11 @@ def _shown_plan(case: Case, column: Column, method: str) -> _PlanShown:
         role += f", best of {len(runs)} trainings" if len(runs) > 1 else ""
         seconds = format_step(tables.span(runs)[0])
     chart = load_chart(work, f"{case.title}, {role}: seconds by device and channel")
-    return _PlanShown(role, seconds, drawing(work.picture), chart)
+    caption = Markup("<b>{}</b>, {} a step").format(role, seconds)
+    return Figures([Figure(caption, drawing(work.picture) + chart)])
 
 
-def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
+def _method_table(column: Column, learned: Sequence[str]) -> Table:
     """The table of methods: seconds, memory, and how long each searched."""
     best = _seconds_of(column, column.best)
     rows = []
@@ -430,7 +493,7 @@ def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
         ))  # fmt: skip
     rows += [(name, NOT_RUN, "", "", "", "") for name in learned if name not in column.methods]
     head = ("method", "seconds of a step", "to the best", "fullest device", "search took", "")
-    return PageTable(head, rows)
+    return Table(head, rows)
 
 
 # ---- Charts of the papers' figures as inline SVG. Colours come from the style sheet, by class ----
@@ -588,61 +651,8 @@ FIT_TEXT = {
 }
 
 
-@dataclass(frozen=True)
-class _TowersShown:
-    """The section of towers; `compared` are sentences that compare them with planned steps."""
-
-    text: str
-    table: PageTable
-    compared: list[str]
-
-
-@dataclass(frozen=True)
-class _CurvesOfNetwork:
-    """A network's curves; the table is None if none was run."""
-
-    title: str
-    chart: Markup
-    table: PageTable | None
-    convergence: str
-
-
-@dataclass(frozen=True)
-class _CurvesShown:
-    """The curves of all networks."""
-
-    text: str
-    networks: list[_CurvesOfNetwork]
-
-
-@dataclass(frozen=True)
-class _Residuals:
-    """The published seconds that a fit used, beside the seconds simulated with it."""
-
-    text: str
-    table: PageTable
-
-
-@dataclass(frozen=True)
-class _FitShown:
-    """The section of the fit, with the table's largest machine and its rates.
-
-    provisional                  the fit has not been made yet
-    without_convolutions_apart   a second fit, in which convolutions reach the same share of the
-                                 peak as other ops
-    """
-
-    text: str
-    provisional: bool
-    residuals: _Residuals | None
-    without_convolutions_apart: _Residuals | None
-    command: str
-    machine: str
-    rates: list[PageTable]
-
-
-def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> _TowersShown:
-    """The section of towers."""
+def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> list[Part]:
+    """The towers' steps, and sentences that compare them with planned steps."""
     rows = [
         (
             tower.title,
@@ -654,7 +664,8 @@ def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> _Towe
         for tower in towers
     ]
     head = ("network", "towers", "replicas x batch", "seconds of a step", "examples per second")
-    return _TowersShown(TOWERS_TEXT, PageTable(head, rows), list(_against_towers(curves)))
+    table: Part = Table(head, rows) if rows else "Not yet run."
+    return [TOWERS_TEXT, table, *_against_towers(curves)]
 
 
 def _against_towers(curves: Sequence[LossCurve]) -> Iterator[str]:
@@ -690,24 +701,20 @@ def _against_experts(curves: Sequence[LossCurve]) -> Iterator[str]:
                 )
 
 
-def _curves(curves: Sequence[LossCurve]) -> _CurvesShown:
-    """The section of training curves."""
-    networks = []
+def _curves(curves: Sequence[LossCurve]) -> list[Part]:
+    """The training curves of each network, with a table and sentences if any was run."""
+    parts: list[Part] = []
     for title in dict.fromkeys(curve.title for curve in curves):
         of_network = [curve for curve in curves if curve.title == title]
         usable = _usable(of_network)
-        networks.append(
-            _CurvesOfNetwork(
-                title,
-                loss_chart(of_network, f"{title}: loss"),
-                _losses(usable) if usable else None,
-                " ".join([*_against_experts(usable), _convergence(usable)]).strip(),
-            )
-        )
-    return _CurvesShown(CURVES_TEXT, networks)
+        compared = " ".join([*_against_experts(usable), _convergence(usable)]).strip()
+        of_title: list[Part] = [loss_chart(of_network, f"{title}: loss")]
+        of_title += [_losses(usable)] if usable else []
+        parts.append(Section(title, [*of_title, *([compared] if compared else [])]))
+    return [CURVES_TEXT, *(parts or ["Not yet run."])]
 
 
-def _losses(curves: Sequence[LossCurve]) -> PageTable:
+def _losses(curves: Sequence[LossCurve]) -> Table:
     """The table of the curves: each one's loss when the first curve ends, and at its own end."""
     end = _shared_seconds(curves)
     rows = []
@@ -726,7 +733,7 @@ def _losses(curves: Sequence[LossCurve]) -> PageTable:
         ))  # fmt: skip
     head = ("", "seconds of a step", f"steps in {format_seconds(end)}", "loss then",
             "loss after all steps", "all steps")  # fmt: skip
-    return PageTable(head, rows)
+    return Table(head, rows)
 
 
 def _convergence(curves: Sequence[LossCurve]) -> str:
@@ -757,21 +764,25 @@ def _last_mean(losses: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def _fit(name: str, cases: Sequence[Case]) -> _FitShown:
-    """The section of the fit: which rates of the machines were fitted, and the residuals."""
+def _fit(name: str, cases: Sequence[Case]) -> list[Part]:
+    """Which rates of the machines were fitted, the residuals, and the table's largest machine."""
     fit = _fit_of(name)
+    parts: list[Part] = [FIT_TEXT[name]]
+    if fit.get("provisional"):
+        parts.append(Markup("<p><b>Provisional: the fit has not been made yet.</b></p>"))
+    parts += _residuals(fit)
+    # A second fit, in which convolutions reach the same share of the peak as other ops.
     without = fit.get("without_convolutions_apart")
+    if isinstance(without, Mapping) and (residuals := _residuals(without)):
+        title = "The same without an efficiency of their own for convolutions"
+        parts.append(Section(title, residuals, "closed"))
+    if fit.get("command"):
+        parts.append(Markup("<p>Made by <code>{}</code>.</p>").format(str(fit["command"])))
     largest = max(cases, key=lambda case: case.gpus, default=None)
-    machine = None if largest is None else parse_machine(largest.machine)
-    return _FitShown(
-        text=FIT_TEXT[name],
-        provisional=bool(fit.get("provisional")),
-        residuals=_residuals(fit),
-        without_convolutions_apart=_residuals(without) if isinstance(without, Mapping) else None,
-        command=str(fit.get("command") or ""),
-        machine="" if machine is None else machine.name,
-        rates=[] if machine is None else _rates(machine),
-    )
+    if largest is not None:
+        machine = parse_machine(largest.machine)
+        parts.append(Section(machine.name, _rates(machine)))
+    return parts
 
 
 def _fit_of(name: str) -> dict[str, Any]:
@@ -784,11 +795,12 @@ def _fit_of(name: str) -> dict[str, Any]:
     return fit if isinstance(fit, dict) else {}
 
 
-def _residuals(fit: Mapping[str, Any]) -> _Residuals | None:
-    """The figures that a fit met, with the number of its parameters; None if it names none."""
+def _residuals(fit: Mapping[str, Any]) -> list[Part]:
+    """The published seconds that a fit used, beside the seconds simulated with it, and the number
+    of its parameters; nothing if it names no figures."""
     figures, parameters = fit.get("figures"), fit.get("parameters")
     if not figures:
-        return None
+        return []
     text = f"{len(figures)} figures met {parameters} parameters." if parameters else ""
     if parameters == len(figures):
         text += (
@@ -807,10 +819,10 @@ def _residuals(fit: Mapping[str, Any]) -> _Residuals | None:
         for figure in figures
     ]
     head = ("network", "machine", "column", "paper", "simulated", "ratio")
-    return _Residuals(text, PageTable(head, rows))
+    return [text, Table(head, rows)]
 
 
-def _rates(machine: Machine) -> list[PageTable]:
+def _rates(machine: Machine) -> list[Table]:
     """The tables of a machine's rates: a line for each model of device, and one for each pair of
     models that links join, with the rates of the last of these links."""
     models = {device.model: device for device in machine.devices}
@@ -842,12 +854,12 @@ def _rates(machine: Machine) -> list[PageTable]:
         for link in machine.links
     }
     link_rows = [(name, *rates) for name, rates in links.items()]
-    return [PageTable(head, rows), PageTable(("link", "bandwidth", "latency"), link_rows)]
+    return [Table(head, rows), Table(("link", "bandwidth", "latency"), link_rows)]
 
 
-def _facts(name: str, rows: Sequence[CaseResult], facts: Sequence[tuple[str, str]]) -> PageTable:
+def _facts(name: str, rows: Sequence[CaseResult], facts: Sequence[tuple[str, str]]) -> Table:
     """The table of facts on the run: the command, and how long the rows took."""
     lines = dict(facts) or {"command": f"python -m reproductions {name}"}
     row_seconds = sum(row.seconds for row in rows)
     lines["all rows together"] = f"{format_seconds(row_seconds)} of computing, captures included"
-    return PageTable((), list(lines.items()), "facts")
+    return Table((), list(lines.items()), "facts")

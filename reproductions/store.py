@@ -39,12 +39,12 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
         "reproductions/hypothesis.py",
     ),
     DRAWN: (
-        *_SHARED, "reports/layout.py", "reproductions/figures.py", "reproductions/hypothesis.py",
+        *_SHARED, "reports/pictures.py", "reproductions/figures.py", "reproductions/hypothesis.py",
     ),
     TRAINED: ("runtime", "training", "reproductions/thesis.py"),
     SCHEDULED: (
         "runtime", "graph", "machine", "costs", "networks", "frontends", "schedulers",
-        "executors/stages", "pipeline/scheduling.py", "reports/stages_figures.py",
+        "executors/stages", "pipeline/scheduling.py", "reports/schedules.py",
         "reproductions/dos.py",
     ),
 }  # fmt: skip

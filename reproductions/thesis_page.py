@@ -7,15 +7,23 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from markupsafe import Markup
 
-from dovetail.reports.markup import Card, PageTable, render_page, save_page
-from dovetail.reports.plots import Axes, Line, line_chart
+from dovetail.reports.charts import Axes, Line, line_chart
+from dovetail.reports.kit import (
+    Card,
+    Figure,
+    Figures,
+    Page,
+    Part,
+    Section,
+    Table,
+    render_page,
+    save_page,
+    strong,
+)
 from dovetail.runtime.files import write_atomically
-from reproductions import TEMPLATES
 from reproductions.thesis import (
     MNIST,
     RULES,
@@ -39,18 +47,9 @@ WARNING = (
 )
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A table of accuracies: its title, head and rows. Cells are % with half the seeds' range."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: list[list[str]]
-
-
-def tables_of(settings: ThesisSettings, results: Results) -> list[Shown]:
+def tables_of(settings: ThesisSettings, results: Results) -> list[Table]:
     """The tables of validation and training accuracy: a row for each n and lambda, our columns,
-    then the thesis'."""
+    then the thesis'. Cells are % with half the seeds' range."""
     data = settings.load().name
     of_setting = by_setting(dict(results))
     printed = published()
@@ -67,7 +66,8 @@ def tables_of(settings: ThesisSettings, results: Results) -> list[Shown]:
                 theirs = [printed.get((rule, workers, window)) for rule in beside]
                 cells = ["-" if p is None else f"{100 * getattr(p, figure):.2f}" for p in theirs]
                 rows.append([str(workers), str(window), *ours, *cells])
-        shown.append(Shown(f"{figure.capitalize()} accuracy, %, on {_named(data)}", head, rows))
+        title = f"{figure.capitalize()} accuracy, %, on {_named(data)}"
+        shown.append(Table(head, rows, title=title))
     return shown
 
 
@@ -168,20 +168,37 @@ def render_thesis(
         ("cells", f"{len(results):,} of {cells:,}", f"{settings.seeds} seeds each"),
         ("epochs", str(settings.epochs), "of 40 in the thesis"),
     ]
+    text = ordering(settings, results)
+    head = ("n", "lambda", *(RULES[rule] for rule in settings.rules))
+    parts: list[Part] = [
+        Section("Accuracy", [
+            "J. Hermans, On Scalable Deep Learning and Parallelizing Gradient Descent, 2017, "
+            "chapter Accumulated Gradient Normalization, last table: n workers, lambda local steps "
+            "between commits, a perceptron of 784-1000-2000-1000-10. A cell is the mean of the "
+            "seeds, and half the way from the lowest to the highest. The thesis' training accuracy "
+            "is the workers' on their last batches; ours is the center's.",
+            *([f"{text}."] if text else []),
+            *(Section(table.title, [table]) for table in tables_of(settings, results)),
+        ])
+    ]  # fmt: skip
+    if charts := _charts(settings, results):
+        parts.append(Section("More workers", [Figures(charts)]))
+    parts += [
+        Section("Virtual time", [
+            "Steps of one worker until the run ended, and in brackets the mean staleness of the "
+            "commits. The thesis' seconds are those of a cluster.",
+            Table(head, _times(settings, results)),
+        ]),
+        Section("How this was made", [Table((), facts, "scroll left")]),
+    ]  # fmt: skip
     return render_page(
-        "thesis.html",
-        "Workers and windows: the thesis' grid, and ours" + _marked(data.name),
-        cards,
-        styles=("page.css", "training.css"),
-        folder=TEMPLATES,
-        warning="" if data.name == MNIST else WARNING,
-        ordering=ordering(settings, results),
-        tables=[(t.title, PageTable(t.head, t.rows)) for t in tables_of(settings, results)],
-        charts=_charts(settings, results),
-        times=PageTable(
-            ("n", "lambda", *(RULES[rule] for rule in settings.rules)), _times(settings, results)
-        ),
-        facts=PageTable((), [list(fact) for fact in facts], "scroll left"),
+        Page(
+            "Workers and windows: the thesis' grid, and ours" + _marked(data.name),
+            cards,
+            parts,
+            brand="python -m reproductions thesis",
+            lead=[] if data.name == MNIST else [strong(WARNING)],
+        )
     )
 
 
@@ -189,8 +206,8 @@ def _marked(data: str) -> str:
     return "" if data == MNIST else f" ({data} data)"
 
 
-def _charts(settings: ThesisSettings, results: Results) -> list[tuple[str, Markup]]:
-    """(title, chart) for each window: validation accuracy against the number of workers."""
+def _charts(settings: ThesisSettings, results: Results) -> list[Figure]:
+    """The chart of each window: validation accuracy against the number of workers."""
     if len(settings.workers) < 2:
         return []
     of_setting, charts = by_setting(dict(results)), []
@@ -206,7 +223,7 @@ def _charts(settings: ThesisSettings, results: Results) -> list[tuple[str, Marku
             lines.append(Line(RULES[rule], x, y, colour))
         title = f"lambda {window}"
         axes = Axes(f"Validation accuracy, %, against workers, {title}", str, zero=False)
-        charts.append((title, line_chart(lines, axes)))
+        charts.append(Figure(title, line_chart(lines, axes)))
     return charts
 
 

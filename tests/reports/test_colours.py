@@ -1,13 +1,12 @@
 import numpy as np
 import pytest
 
-from dovetail.reports import colours as module
-from dovetail.reports.colours import LIGHT, device_colours, device_styles
+from dovetail.reports.charts import LIGHT, device_colours, device_styles, linear_rgb, oklab
 
 
 def least_distance(colours):
     """The least distance of two of them in OKLab; black and white are 1 apart."""
-    spots = module._oklab(module._rgb(list(colours)))
+    spots = oklab(linear_rgb(colours))
     apart = np.linalg.norm(spots[:, None] - spots[None], axis=2)
     np.fill_diagonal(apart, np.inf)
     return apart.min()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dovetail.graph.records import Phase
-from dovetail.reports.page import fill, filling_chart, throughput
+from dovetail.reports.gantt import fill, filling_chart, throughput
 from tests.support.report_samples import EVIL, make_graph, make_machine, make_plan
 
 F = Phase.FORWARD

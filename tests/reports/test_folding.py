@@ -1,8 +1,8 @@
 import numpy as np
 
 from dovetail.graph.records import Phase
-from dovetail.reports import folding
-from dovetail.reports.folding import fold
+from dovetail.reports import pictures
+from dovetail.reports.pictures import fold
 from tests.support.report_samples import make_graph, make_machine, make_plan, training_chain
 
 F, S = Phase.FORWARD, Phase.SOURCE
@@ -119,7 +119,7 @@ def test_a_leaf_is_drawn_in_the_outermost_closed_fold_around_it():
 
 
 def test_a_model_too_deep_is_cut_off_and_no_more_is_open_than_can_be_seen(monkeypatch):
-    monkeypatch.setattr(folding, "MOST_LEAVES", 5)
+    monkeypatch.setattr(pictures, "MOST_LEAVES", 5)
     graph, plan = layers_of(10, by_layer(6))
     folds = fold(graph, plan)
     assert (
@@ -127,7 +127,7 @@ def test_a_model_too_deep_is_cut_off_and_no_more_is_open_than_can_be_seen(monkey
         or len(folds.leaf_folds) <= 5
     )
     monkeypatch.undo()
-    monkeypatch.setattr(folding, "MOST_SHOWN", 4)
+    monkeypatch.setattr(pictures, "MOST_SHOWN", 4)
     folds = fold(graph, plan)
     nodes = set(zip(folds.shown(folds.opened).tolist(), folds.leaf_devices.tolist(), strict=True))
     assert len(nodes) <= 4

@@ -1,8 +1,8 @@
 import numpy as np
 
 from dovetail.graph.records import Phase
-from dovetail.reports import layout
-from dovetail.reports.layout import draw
+from dovetail.reports import pictures
+from dovetail.reports.pictures import draw
 from tests.support.report_samples import make_graph, make_machine, make_plan, training_chain
 
 F, B, U, S = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.SOURCE
@@ -47,7 +47,7 @@ def test_no_two_nodes_stand_on_one_spot_and_every_op_is_counted_once():
 
 
 def test_a_graph_too_large_is_not_drawn_op_by_op(monkeypatch):
-    monkeypatch.setattr(layout, "MOST_OPS", 20)
+    monkeypatch.setattr(pictures, "MOST_OPS", 20)
     graph = training_chain(12)
     assert draw(graph, make_plan(graph, make_machine(2), np.zeros(len(graph), dtype=int))) == []
 

@@ -10,7 +10,8 @@ from dovetail.errors import UnwritableError
 from dovetail.graph.records import Phase
 from dovetail.machine import Link
 from dovetail.reports import PlanReport, write_html
-from dovetail.reports.page import render, runs, split_name
+from dovetail.reports.page import render
+from dovetail.reports.pictures import runs, split_name
 from tests.support.report_samples import (
     EVIL,
     make_graph,
@@ -216,6 +217,18 @@ def test_methods_memory_and_bound_are_shown():
     assert 'class="capacity"' in page
 
 
+def test_facts_that_no_card_tells_stand_in_the_last_table():
+    plan = replace(small_report().plan, contiguous=True, notes=("a note",), whole=("block.*",))
+    page = render(small_report(plan=plan))
+    facts = dict(
+        re.findall("<th scope=row>([a-z ]+)</th><td>([^<]*)</td>", page.split("Plan</h2>")[1])
+    )
+    assert facts["method"] == "etf, seed 7, contiguous"
+    assert facts["note"] == "a note"
+    assert facts["whole"] == "block.*"
+    assert not {"predicted", "lower bound", "gap"} & facts.keys()
+
+
 def test_an_empty_step_and_costs_without_seconds_still_make_a_page():
     machine = make_machine(1)
     graph = make_graph([("w", Phase.SOURCE, [])])
@@ -299,3 +312,130 @@ def test_module_names_are_escaped_in_the_table():
         make_plan(graph, machine, [0, 0]), graph, run_in_order(graph, machine, [0, 0], [1e-3] * 2)
     )
     assert "<img" not in render(report)
+
+
+def text_of(page):
+    """The page's text between the tags, in one line."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.partition("<body>")[2]))
+
+
+def cards_of(page):
+    return re.findall(r'<div class="card"><span>(.*?)</span><strong>(.*?)</strong>', page)
+
+
+def local_report(**changes):
+    """A report of a plan on cores of this machine."""
+    report = small_report()
+    devices = tuple(
+        replace(device, cores=(i,)) for i, device in enumerate(report.plan.machine.devices)
+    )
+    machine = replace(report.plan.machine, devices=devices)
+    return replace(report, plan=replace(report.plan, machine=machine, **changes))
+
+
+def test_a_plan_that_was_interrupted_says_so_above_all_else():
+    report = small_report()
+    page = render(replace(report, plan=replace(report.plan, interrupted=True)))
+    header = page.partition("<header>")[2].partition('<div class="cards">')[0]
+    assert "This plan is not finished" in header
+    assert "not finished" not in render(report)
+
+
+def test_first_comes_how_much_faster_it_is_then_the_command_then_why_then_the_methods():
+    measured = {"placed": 4e-3, "torch.compile": 5e-3, "eager": 8e-3}
+    page = render(local_report(measured=measured, baselines={"eager": 8e-3}))
+    (first, *_) = cards_of(page)
+    assert first == ("speed-up", "1.25 x")
+    assert "over torch.compile, measured" in page
+    titles = re.findall("<h2>(.*?)</h2>", page)
+    assert titles[0] == "Use it"
+    assert titles.index("What bounds it") < titles.index("Methods")
+
+
+def test_the_command_is_the_one_that_works_for_this_plan():
+    def use_of(report):
+        return text_of(render(report)).partition("Use it")[2].partition("Timeline of")[0]
+
+    local = local_report()
+    of_zoo = use_of(replace(local, file="my plans/a.json"))
+    assert "dovetail run &#39;my plans/a.json&#39;" in of_zoo
+    assert "dt.run(plan, step)" in of_zoo
+    source = replace(local.plan.source, model="my_models:digits")
+    of_code = use_of(replace(local, plan=replace(local.plan, source=source)))
+    assert "dovetail run plan.json my_models:digits" in of_code
+    source = replace(local.plan.source, model="Sequential")
+    of_module = use_of(replace(local, plan=replace(local.plan, source=source)))
+    assert "dovetail run" not in of_module
+    assert "dt.run(plan, step)" in of_module
+    elsewhere = use_of(small_report())
+    assert "dovetail export plan.json --to device-map" in elsewhere
+    assert "dovetail run" not in elsewhere
+
+
+def test_where_nothing_is_faster_than_what_the_user_has_the_page_says_so():
+    measured = {"placed": 9e-3, "eager": 4e-3}
+    report = local_report(way="eager", placer="eager", measured=measured, lower_bound=0.0)
+    page = render(report)
+    assert cards_of(page)[0] == ("speed-up", "none")
+    assert "no plan is faster than eager, which runs" in page
+    uncompared = render(local_report(way="eager", placer="eager", lower_bound=0.0))
+    assert cards_of(uncompared)[0] == ("speed-up", "not compared")
+
+
+def test_without_a_bound_nothing_is_said_of_a_distance_to_it():
+    report = small_report()
+    assert ("distance to the bound", "within 25 % of optimal") in cards_of(render(report))
+    page = render(replace(report, plan=replace(report.plan, lower_bound=0.0)))
+    assert "distance to the bound" not in dict(cards_of(page))
+    assert "no bound" not in text_of(page)
+
+
+def test_a_measured_step_has_one_card_and_other_figures_of_it_are_explained():
+    report = local_report(measured={"placed": 3e-3, "eager": 8e-3})
+    slower = make_timeline(report.plan.machine, [(1, 0, 0.0, 5e-3)], step=5e-3)
+    seconds = np.array([1e-3, 2e-3, 2e-3, 2e-3, 6e-3])
+    page = render(replace(report, measured=slower, measured_seconds=seconds))
+    steps = [card for card in cards_of(page) if "step" in card[0]]
+    assert steps == [("measured step", "2 ms")]
+    assert "spread 0.0 % of 5 steps; predicted step 4 ms, by etf" in page
+    text = text_of(page)
+    assert "measured timeline, of 5 ms, is one more step" in text
+    assert "measured while planning, in turn with eager" in text
+    assert "step, beside your own ways 4 ms 3 ms +33.3 %" in text
+    # Without a run there is the figure of the planning alone.
+    page = render(report)
+    assert ("measured step", "3 ms") in cards_of(page)
+    assert "while planning; predicted step 4 ms, by etf" in page
+    assert "one more step" not in text_of(page)
+
+
+def test_a_channel_that_is_busy_for_more_than_the_step_is_explained():
+    report = small_report()
+    both = [(0, 0, 0, 1, 0.0, 1e-3), (1, 1, 0, 1, 0.0, 1e-3)]
+    line = make_timeline(report.plan.machine, [(1, 0, 0.0, 1e-3)], both, step=1e-3)
+    page = render(replace(report, predicted=line))
+    assert "200.0 %" in page
+    assert "Each transfer counts, also where several share a channel" in page
+    assert "Each transfer counts" not in render(report)
+
+
+def test_a_device_that_is_a_channel_as_well_has_a_row_of_each():
+    report = small_report()
+    links = [Link("cpu0", "cpu1", 1e9, 0.0, "cpu0"), Link("cpu1", "cpu0", 1e9, 0.0, "cpu1")]
+    machine = replace(report.plan.machine, links=tuple(links))
+    line = make_timeline(machine, [(1, 0, 0.0, 4e-3)], [(0, 0, 0, 1, 4e-3, 5e-3)], step=5e-3)
+    page = render(replace(report, plan=replace(report.plan, machine=machine), predicted=line))
+    assert "<th scope=row>cpu0</th><td>4 ms</td><td>80.0 %</td>" in page
+    assert "<th scope=row>transfers on cpu0</th><td>1 ms</td><td>20.0 %</td>" in page
+
+
+def test_no_more_devices_are_at_work_than_there_are():
+    machine = make_machine(3)
+    host = replace(machine.devices[2], kind="host", flops_per_second={})
+    machine = replace(machine, devices=(*machine.devices[:2], host), host="cpu2")
+    graph = make_graph([("a", Phase.FORWARD, [], "one"), ("b", Phase.FORWARD, [0], "two")])
+    plan = make_plan(graph, machine, [0, 1], objective="load", value=2e-3,
+                     peak_memory_bytes=(1, 1, 0))  # fmt: skip
+    report = PlanReport(plan, graph, run_in_order(graph, machine, [0, 1], np.full(2, 1e-3)))
+    share = dict(cards_of(render(report)))["devices at work"]
+    assert 0 < float(share.removesuffix(" %")) <= 100

@@ -8,9 +8,11 @@ import pytest
 from rich.console import Console
 
 from dovetail.errors import UnwritableError
+from dovetail.reports import schedules as drawing
 from dovetail.reports import schedules_table
-from dovetail.reports import stages_page as drawing
-from dovetail.reports.stages_figures import answer
+from dovetail.reports.kit import Page as PageContent
+from dovetail.reports.kit import render_page
+from dovetail.reports.schedules import answer
 from dovetail.reports.stages_page import drawable, render_stages, write_stages_page
 from dovetail.schedulers.results import Schedules, SearchEffort
 from tests.support.page_checks import check_self_contained
@@ -51,6 +53,12 @@ def text_of(renderable):
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(renderable)
     return console.export_text()
+
+
+def drawn(result, scheduler):
+    """The pictures of a schedule, without a page around them."""
+    parts = drawing.draw_schedule(result, result.candidate(scheduler))
+    return render_page(PageContent("drawn", [], parts)).partition("<main>")[2]
 
 
 def headings(page):
@@ -184,7 +192,7 @@ def test_the_terminal_shows_each_scheduler_of_each_batch():
 @pytest.mark.parametrize("scheduler", ["sequential", "ios", "dataflow"])
 def test_every_kernel_is_drawn_once_and_no_box_on_another(sizes, scheduler):
     result = make_scheduled(**sizes)
-    page = drawing.draw_schedule(result, result.candidate(scheduler))
+    page = drawn(result, scheduler)
     names = re.findall(r"<title>(kernel\.\d+)\n", page)
     assert sorted(names) == sorted(work.name for work in result.kernels)
     pictures = Page(page).pictures
@@ -199,7 +207,7 @@ def test_every_kernel_is_drawn_once_and_no_box_on_another(sizes, scheduler):
 @pytest.mark.parametrize("scheduler", ["sequential", "ios", "dataflow"])
 def test_lines_run_down_and_all_edges_are_drawn(scheduler):
     result = make_scheduled()
-    picture = Page(drawing.draw_schedule(result, result.candidate(scheduler)))
+    picture = Page(drawn(result, scheduler))
     lines = [a["d"] for tag, a in picture.tags if tag == "path"]
     curves = re.findall(r"M\d+ (\d+)C[\d ]*? (\d+)(?=M|$)", "\n".join(lines), re.M)
     edges = sum(before.bit_count() for before in result.block.predecessors)
@@ -217,7 +225,7 @@ def test_long_schedules_are_drawn_in_pieces_that_end_with_blocks():
     for piece in found[:-1]:
         assert drawing.FEW <= sum(len(best.stages[i].kernels) for i in piece) <= drawing.MANY
     assert min(best.stages[found[1].start].kernels) in {block[0] for block in result.blocks}
-    page = drawing.draw_schedule(result, best)
+    page = drawn(result, best.scheduler)
     assert page.count("<details open>") == 3 < page.count("<details")
     assert "stages 1 to 11: blocks 1 to 6, 26 kernels" in page
     whole = replace(result, blocks=())  # unknown blocks: pieces end where they must

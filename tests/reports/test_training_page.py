@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dovetail.errors import UnwritableError, UsageError
-from dovetail.reports import plots, training_page
+from dovetail.reports import charts, gantt
 from dovetail.reports.training_page import histogram, render_training, write_training_page
 from dovetail.training.history import History
 from dovetail.training.records import Evaluation, Event, Outcome
@@ -168,21 +168,21 @@ def test_size_is_bounded_whatever_the_length():
 
 def test_short_runs_are_drawn_span_by_span_and_long_ones_as_shares(monkeypatch):
     history = make_history(9)
-    exact = training_page.timeline(history)
+    exact = gantt.timeline(history)
     assert exact.count("z") - exact.count("zz") >= 9 * 2
-    monkeypatch.setattr(training_page, "MOST_SPANS", 3)
-    assert "Shares of pieces" in training_page.timeline(history)
+    monkeypatch.setattr(gantt, "MOST_SPANS", 3)
+    assert "Shares of pieces" in gantt.timeline(history)
     assert "Shares of pieces" not in exact
 
 
 def test_shares_of_time_add_up_to_what_the_lanes_hold():
     history = make_history(60)
-    for lane in training_page.lanes_of(history):
+    for lane in gantt.lanes_of(history):
         assert lane.seconds_of("compute") == pytest.approx(0.8 * 20)
         assert lane.seconds_of("exchange") == pytest.approx(0.1 * 20)
         assert lane.seconds_of("wait") == pytest.approx(0.1 * 19)
         edges = np.linspace(0, 20, 41)
-        covered = training_page._covered(*lane.spans_of("compute"), edges)
+        covered = gantt.covered(*lane.spans_of("compute"), edges)
         assert covered[-1] == pytest.approx(0.8 * 20)
         assert (np.diff(covered) >= -1e-12).all()
         assert np.diff(covered).max() <= 0.5 + 1e-12
@@ -191,8 +191,8 @@ def test_shares_of_time_add_up_to_what_the_lanes_hold():
 def test_clocks_that_disagree_make_no_negative_span():
     history = make_history(9)
     rows = tuple(replace(row, begin_seconds=-5.0, end_seconds=99.0) for row in history.outcome.rows)
-    for lane in training_page.lanes_of(History(replace(history.outcome, rows=rows))):
-        for kind in training_page.KINDS:
+    for lane in gantt.lanes_of(History(replace(history.outcome, rows=rows))):
+        for kind in gantt.KINDS:
             starts, stops = lane.spans_of(kind)
             assert (stops >= starts).all()
 
@@ -202,7 +202,7 @@ def test_losses_and_restarts_are_marked_in_their_lane():
         events=(Event("lost", 1, 4.0, "killed"), Event("restarted", 1, 6.0),
                 Event("joined", 0, 0.0), Event("server_restarted", -1, 9.0))
     )  # fmt: skip
-    drawn = training_page.timeline(history)
+    drawn = gantt.timeline(history)
     marks = re.findall(r'class="mark"[^>]* y="([\d.]+)"[^>]*>(.)', drawn)
     assert [sign for _, sign in marks] == ["✕", "▲"]
     assert len({y for y, _ in marks}) == 1
@@ -227,7 +227,7 @@ def test_a_histogram_has_at_most_forty_bins(values, labels):
     ("low", "high"), [(0, 1), (0, 0.97), (-1, 1.5), (3, 3.0001), (0, 1e30), (0, 7e-9)]
 )
 def test_ticks_are_four_to_nine_round_values_within_the_range(low, high):
-    found = plots.ticks(low, high)
+    found = charts.ticks(low, high)
     assert 4 <= len(found) <= 10
     assert low - 1e-9 * abs(high) <= found[0] <= found[-1] <= high * (1 + 1e-9)
 
@@ -235,7 +235,7 @@ def test_ticks_are_four_to_nine_round_values_within_the_range(low, high):
 def test_averages_leave_out_what_is_not_finite():
     x = np.arange(8.0)
     y = np.array([1, math.nan, 3, 5, math.inf, math.nan, 1, 1.0])
-    ends, means = plots.averaged(x, y, 4)
+    ends, means = charts.averaged(x, y, 4)
     assert ends.tolist() == [1, 3, 5, 7]
     assert means[[0, 1, 3]].tolist() == [1, 4, 1]
     assert math.isnan(means[2])

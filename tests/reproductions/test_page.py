@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from dovetail.errors import UnwritableError
-from dovetail.reports.markup import drawing
+from dovetail.reports.kit import drawing
 from reproductions import CASES
 from reproductions.cases import LEARNED
 from reproductions.page import render, write_page

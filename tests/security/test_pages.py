@@ -3,24 +3,24 @@
 import json
 import re
 from html.parser import HTMLParser
-from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dovetail.placers.learned.records import Learned
+from dovetail.reports.kit import save_page
 from dovetail.reports.learning_page import render_learning
-from dovetail.reports.markup import save_page
 from dovetail.reports.page import render
 from dovetail.reports.stages_page import render_stages
 from dovetail.reports.training_page import render_training
-from reproductions import TEMPLATES
 from tests.pipeline.test_learning_progress import point
 from tests.reports.test_page import named_report
 from tests.reports.test_stages_page import named_schedules
 from tests.reports.test_training_page import named_history
 from tests.reproductions.test_page import named_page
 
+ROOT = Path(__file__).parents[2]
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
     "</script><script>alert(1)</script>",
@@ -112,8 +112,18 @@ def test_no_name_makes_a_tag_an_attribute_or_a_script(kind, name, tmp_path):
 
 
 def test_every_kind_of_page_is_among_them():
-    folders = resources.files("dovetail.reports").joinpath("templates"), TEMPLATES
-    templates = {each.name for folder in folders for each in folder.iterdir()}
-    shells = {"shell.html", "parts.html", "papers.css"}
+    makers = {
+        file.stem
+        for folder in ("src/dovetail/reports", "reproductions")
+        for file in (ROOT / folder).glob("*.py")
+        if "render_page(" in file.read_text("utf-8") and file.stem != "kit"
+    }
+    names = {"page" if kind in ("plan", "papers") else f"{kind}_page" for kind in PAGES}
     # The tables of the other papers hold our own names, and have tests beside their code.
-    assert templates - shells - {"dos.html", "thesis.html"} == {f"{kind}.html" for kind in PAGES}
+    assert makers - {"dos_page", "thesis_page"} == names
+
+
+def test_templates_mark_nothing_as_safe():
+    folder = ROOT / "src/dovetail/reports/templates"
+    for template in folder.iterdir():
+        assert not re.search(r"\|\s*safe|autoescape", template.read_text("utf-8")), template.name

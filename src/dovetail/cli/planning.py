@@ -97,7 +97,7 @@ def plan(
         found = replace(found, transforms=(Towers(count, asynchronous), *others))
     step = pipeline.planned(found, request.planned_step)
     write(out, found.save)
-    write(report, partial(pipeline.report, found, step))
+    write(report, partial(pipeline.report, found, step, file=out or ""))
     if as_json:
         show_json(_found(model, found, step, out))
     else:

@@ -85,7 +85,7 @@ def run(  # noqa: PLR0917  one argument an option
                 measurement = placed.measure(steps=steps)
         if not tells:
             return
-    write(report, partial(pipeline.report, opened, step, measurement=measurement))
+    write(report, partial(pipeline.report, opened, step, measurement=measurement, file=plan))
     write(trace, partial(pipeline.write_trace, opened, step, measurement=measurement))
     predicted = pipeline.timeline_of(opened, captured.graph)
     is_placed = opened.way == PLACED
@@ -158,7 +158,7 @@ def report(
 
     check_outputs(out, trace, inputs=[plan, model])
     opened, step = pipeline.open_to_show(plan, model)
-    write(out, partial(pipeline.report, opened, step))
+    write(out, partial(pipeline.report, opened, step, file=plan))
     write(trace, partial(pipeline.write_trace, opened, step))
     if out is None and trace is None:
         graph = pipeline.graph_of(pipeline.planned(opened, step))

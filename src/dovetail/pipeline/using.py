@@ -106,9 +106,13 @@ def report(
     path: str | Path,
     *,
     measurement: Measurement | None = None,
+    file: str | Path = "",
 ) -> None:
     """Write the page of a plan: its predicted step, and beside it the measured one if a measurement
-    is given. Raises `UnwritableError`."""
+    is given. Raises `UnwritableError`.
+
+    file   the plan's own file, which the page's commands name
+    """
     graph = graph_of(planned(plan, step))
     write_html(
         PlanReport(
@@ -117,6 +121,7 @@ def report(
             predicted=timeline_of(plan, graph),
             measured=_timeline_of(plan, measurement),
             measured_seconds=None if measurement is None else measurement.step_seconds,
+            file=str(file),
         ),
         path,
     )

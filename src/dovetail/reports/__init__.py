@@ -1,9 +1,8 @@
 """Draws plans and results as terminal tables, web pages and traces."""
 
-from dovetail.reports.colours import device_colours
+from dovetail.reports.charts import device_colours
 from dovetail.reports.limits import StepLimits, find_limits
-from dovetail.reports.page import write_html
-from dovetail.reports.records import PlanReport
+from dovetail.reports.page import PlanReport, write_html
 from dovetail.reports.tables import (
     gpus_table,
     graph_summary,

@@ -10,17 +10,27 @@ The page has no script.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
-from markupsafe import Markup
 
-from dovetail.placers.learned.curves import Floats, LearningCurve, curves_of
+from dovetail.placers.learned.curves import curves_of
 from dovetail.placers.learned.records import Learned
 from dovetail.plans import Plan
-from dovetail.reports.markup import Card, PageTable, render_page, save_page
-from dovetail.reports.plots import COLOURS, Axes, Line, averaged, line_chart
-from dovetail.units import format_count, format_seconds
+from dovetail.reports.charts import Axes, Line, averaged, line_chart
+from dovetail.reports.kit import (
+    Figure,
+    Figures,
+    Page,
+    Part,
+    Section,
+    Table,
+    preformatted,
+    render_page,
+    save_page,
+    strong,
+)
+from dovetail.units import format_seconds
 
 MOST_CURVES = 32
 """A chart draws at most this many curves, the first ones."""
@@ -59,79 +69,64 @@ def render_learning(
 ) -> str:
     """The page as text. O(updates), but the number of points drawn is bounded."""
     curves = curves_of(learned.points)
+    tasks = list(dict.fromkeys(curve.task for curve in curves))
     method = str(card.get("method", "policy"))
-    return render_page(
-        "learning.html",
-        f"{method} learning {', '.join(dict.fromkeys(curve.task for curve in curves))}",
-        _cards(learned, method),
-        styles=("page.css", "training.css"),
-        tasks=_tasks(learned, curves, plans or {}),
-        charts=_charts(curves[:MOST_CURVES]),
-        curves=len(curves),
-        drawn=MOST_CURVES,
-        policy_card=PageTable(
-            (), [(name, _value(value)) for name, value in card.items()], "scroll left"
-        ),
-        made=made,
-    )
 
+    def seconds_text(seconds: float | None) -> str:
+        return "-" if seconds is None or not np.isfinite(seconds) else format_seconds(seconds)
 
-def _cards(learned: Learned, method: str) -> list[Card]:
-    controllers = len({point.controller for point in learned.points})
+    # A row for each task: its best placement, and the values of the methods that do not learn.
+    fitting_plans = {task: plan for task, plan in (plans or {}).items() if plan is not None}
+    cheap = dict.fromkeys(name for plan in fitting_plans.values() for name in plan.baselines)
+    rows = []
+    for task in tasks:
+        plan = fitting_plans.get(task)
+        values = {} if plan is None else plan.baselines
+        rows.append([
+            task,
+            seconds_text(learned.values.get(task)),
+            f"{learned.found[task]:,}" if task in learned.found else "-",
+            *(seconds_text(values.get(name)) for name in cheap),
+            "-" if plan is None else seconds_text(plan.lower_bound),
+        ])  # fmt: skip
+    figures = []
+    for field, title in _SHOWN:
+        lines = [
+            Line(curve.name, *averaged(curve.trials, getattr(curve, field)), colour=i)
+            for i, curve in enumerate(curves[:MOST_CURVES])
+        ]
+        axes = Axes(f"{title}, against trials", zero=field != "mean")
+        figures.append(Figure(title, line_chart(lines, axes)))
+    charts: list[Part] = [Figures(figures)]
+    if len(curves) > MOST_CURVES:
+        charts.append(f"The first {MOST_CURVES} of {len(curves)} curves are drawn.")
+    facts = [
+        (name, value if isinstance(value, str) else json.dumps(value, default=str))
+        for name, value in card.items()
+    ]
+    policy = Section("the policy file's card", [Table((), facts, "scroll left")], fold="closed")
     pace = learned.trials / learned.seconds if learned.seconds > 0 else 0.0
-    ended = "interrupted" if learned.interrupted else "done"
-    return [
-        ("method", method, ended),
+    controllers = len({point.controller for point in learned.points})
+    cards = [
+        ("method", method, "interrupted" if learned.interrupted else "done"),
         ("trials", f"{learned.trials:,}", f"{pace:.3g} a second"),
         ("updates", f"{learned.updates:,}", f"by {controllers} controllers"),
         ("took", format_seconds(learned.seconds), f"{len(learned.values)} tasks with a plan"),
     ]
-
-
-def _tasks(
-    learned: Learned, curves: Sequence[LearningCurve], plans: Mapping[str, Plan | None]
-) -> PageTable:
-    """A row for each task: its best placement, and the values of the methods that do not learn."""
-    baselines = list(
-        dict.fromkeys(name for plan in plans.values() if plan for name in plan.baselines)
-    )
-    rows = []
-    for task in dict.fromkeys(curve.task for curve in curves):
-        plan = plans.get(task)
-        values = plan.baselines if plan is not None else {}
-        rows.append([
-            task,
-            _seconds(learned.values.get(task)),
-            f"{learned.found[task]:,}" if task in learned.found else "-",
-            *(_seconds(values.get(baseline)) for baseline in baselines),
-            _seconds(plan.lower_bound) if plan is not None else "-",
-        ])  # fmt: skip
-    return PageTable(["task", "best tried", "after trials", *baselines, "bound"], rows)
-
-
-def _charts(curves: Sequence[LearningCurve]) -> list[tuple[str, Markup]]:
-    """(title, chart) of each figure in `_SHOWN`; each curve is a line."""
-    charts = []
-    for field, title in _SHOWN:
-        lines = [
-            Line(curve.name, *_thin(curve.trials, getattr(curve, field)), colour=i % COLOURS)
-            for i, curve in enumerate(curves)
-        ]
-        axes = Axes(f"{title}, against trials", format_count, zero=field != "mean")
-        charts.append((title, line_chart(lines, axes)))
-    return charts
-
-
-def _thin(trials: Floats, values: Floats) -> tuple[Floats, Floats]:
-    x, y = averaged(trials, values)
-    return np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-
-
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None or not np.isfinite(seconds):
-        return "-"
-    return format_seconds(float(seconds))
+    unfinished = "This run was interrupted: it shows what was learned up to then."
+    return render_page(
+        Page(
+            f"{method} learning {', '.join(tasks)}",
+            cards,
+            [
+                Section("What came of each task", [
+                    Table(["task", "best tried", "after trials", *cheap, "bound"], rows)
+                ]),
+                Section("Learning", charts),
+                Section("The policy", [policy]),
+                Section("How this was made", [preformatted(made)]),
+            ],
+            brand="dovetail learn",
+            lead=[strong(unfinished)] if learned.interrupted else [],
+        )
+    )  # fmt: skip

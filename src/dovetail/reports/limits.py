@@ -66,7 +66,9 @@ def find_limits(timeline: Timeline, graph: Graph) -> StepLimits:
     chain: list[Event] = []
     seen: set[Event] = set()
     now = timeline.step_seconds
-    event = events.latest(events.all(), now, seen)
+    every = [(OP, i) for i in range(len(timeline.ops))]
+    every += [(TRANSFER, i) for i in range(len(timeline.transfer_ops))]
+    event = events.latest(every, now, seen)
     while event is not None:
         chain.append(event)
         seen.add(event)
@@ -122,10 +124,6 @@ class _Events:
         for before, after in graph.control.tolist():
             self.control_before.setdefault(after, []).append(before)
 
-    def all(self) -> list[Event]:
-        ops = [(OP, i) for i in range(len(self.timeline.ops))]
-        return ops + [(TRANSFER, i) for i in range(len(self.timeline.transfer_ops))]
-
     def span(self, event: Event) -> tuple[float, float]:
         """(start, end) of the event, in seconds."""
         kind, i = event
@@ -149,42 +147,43 @@ class _Events:
     def causes(self, event: Event) -> list[Event]:
         """All events that this event can have waited for."""
         kind, index = event
-        return self._causes_of_op(index) if kind == OP else self._causes_of_transfer(index)
-
-    def _causes_of_op(self, span: int) -> list[Event]:
-        """The events that an op can have waited for. Ops that start together on a device are a
-        stage, which waits for the inputs of all of them."""
-        device = int(self.timeline.op_devices[span])
-        starts, start = self.device_starts[device], float(self.timeline.op_starts[span])
+        timeline = self.timeline
+        if kind == TRANSFER:
+            # What it carries, and its channel.
+            source = int(timeline.transfer_sources[index])
+            events = self._run_on(source, int(timeline.transfer_ops[index]))
+            # In the second of two hops over the host, another transfer brought the cargo to the
+            # source.
+            events += self._arrivals_of(self._cargo(index, timeline.transfer_sources))
+            if index in self.channel_before:
+                events.append((TRANSFER, self.channel_before[index]))
+            # A channel with a device's name is that device, which may have run an op before.
+            channel = timeline.channels[int(timeline.transfer_channels[index])]
+            if channel in timeline.devices:
+                start = float(timeline.transfer_starts[index])
+                events += self._last_op(timeline.devices.index(channel), start)
+            return events
+        # Ops that start together on a device are a stage, which waits for the inputs of all of
+        # them.
+        device = int(timeline.op_devices[index])
+        starts, start = self.device_starts[device], float(timeline.op_starts[index])
         first, stop = bisect_left(starts, start), bisect_right(starts, start)
         stage = self.device_spans[device][first:stop].tolist()
         # Ops of the same stage explain each other in one direction alone, by index.
-        events: list[Event] = [(OP, member) for member in stage if member < span]
+        events = [(OP, member) for member in stage if member < index]
         events += self._last_op(device, start)
-        events += self._last_carried(device, start)
+        # The last transfer before it that the device itself carried, if any.
+        carried = self.channel_transfers.get(timeline.devices[device], [])
+        before = bisect_left(carried, start, key=lambda i: float(timeline.transfer_starts[i]))
+        events += [(TRANSFER, carried[before - 1])] if before else []
         for member in stage:
-            op = int(self.timeline.ops[member])
+            op = int(timeline.ops[member])
             for tensor in self.graph.inputs_of(op).tolist():
                 events += self._run_on(device, int(self.graph.producers[tensor]))
                 events += self._arrivals_of((tensor, -1, device))
-            for before in self.control_before.get(op, []):
-                events += self._run_on(device, before)
-                events += self._arrivals_of((-1, before, device))
-        return events
-
-    def _causes_of_transfer(self, transfer: int) -> list[Event]:
-        """The events that a transfer can have waited for: what it carries, and its channel."""
-        source = int(self.timeline.transfer_sources[transfer])
-        events = self._run_on(source, int(self.timeline.transfer_ops[transfer]))
-        # In the second of two hops over the host, another transfer brought the cargo to the source.
-        events += self._arrivals_of(self._cargo(transfer, self.timeline.transfer_sources))
-        if transfer in self.channel_before:
-            events.append((TRANSFER, self.channel_before[transfer]))
-        # A channel with a device's name is that device, which may have run an op before.
-        channel = self.timeline.channels[int(self.timeline.transfer_channels[transfer])]
-        if channel in self.timeline.devices:
-            device = self.timeline.devices.index(channel)
-            events += self._last_op(device, float(self.timeline.transfer_starts[transfer]))
+            for earlier in self.control_before.get(op, []):
+                events += self._run_on(device, earlier)
+                events += self._arrivals_of((-1, earlier, device))
         return events
 
     def _last_op(self, device: int, start: float) -> list[Event]:
@@ -192,13 +191,6 @@ class _Events:
         of them, because they end together."""
         before = bisect_left(self.device_starts[device], start)
         return [(OP, int(self.device_spans[device][before - 1]))] if before else []
-
-    def _last_carried(self, device: int, start: float) -> list[Event]:
-        """The last transfer before `start` that the device itself carried, if any."""
-        transfers = self.channel_transfers.get(self.timeline.devices[device], [])
-        starts = self.timeline.transfer_starts
-        before = bisect_left(transfers, start, key=lambda i: float(starts[i]))
-        return [(TRANSFER, transfers[before - 1])] if before else []
 
     def _run_on(self, device: int, op: int) -> list[Event]:
         """The op's run, if it ran on this device."""
@@ -235,8 +227,9 @@ def shares(limits: StepLimits, timeline: Timeline) -> list[tuple[str, float]]:
     return [(what, seconds / total) for what, seconds in ordered if seconds > 0]
 
 
-def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
-    """Two or three sentences: what the critical chain is spent on, and what the bound proves."""
+def explain(limits: StepLimits, timeline: Timeline, plan: Plan, *, with_proof: bool = True) -> str:
+    """Two or three sentences: what the critical chain is spent on, and what the bound proves of
+    the plan, `with_proof`."""
     parts = [
         f"{100 * share:.0f} % {what}"
         for what, share in shares(limits, timeline)[:4]
@@ -249,7 +242,15 @@ def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
         text = f"The step's critical chain is {chain}."
         if limits.total_seconds > 0:
             text += " " + _what_binds(limits, timeline)
-    return text + _what_is_proven(plan)
+    if plan.lower_bound <= 0 or not with_proof:
+        return text
+    which = "contiguous plan" if plan.contiguous else "plan"
+    text += f" The bound '{plan.bound_proof}' proves that no {which} "
+    if plan.gap <= OPTIMAL_GAP:
+        return text + "is better, but for rounding."
+    # The share is rounded down, so that the sentence stays true.
+    share = math.floor(1000 / (1 + plan.gap)) / 10
+    return text + f"takes less than {share:g} % of this plan's value."
 
 
 def _what_binds(limits: StepLimits, timeline: Timeline) -> str:
@@ -271,16 +272,3 @@ def _what_binds(limits: StepLimits, timeline: Timeline) -> str:
         "It is bound by ops that wait for one another: even the busiest device, "
         f"{device}, computes only {100 * share:.0f} % of the time."
     )
-
-
-def _what_is_proven(plan: Plan) -> str:
-    """A sentence on what the bound proves of other plans; "" without a bound. The share is rounded
-    down, so that the sentence stays true."""
-    if plan.lower_bound <= 0:
-        return ""
-    which = "contiguous plan" if plan.contiguous else "plan"
-    proves = f" The bound '{plan.bound_proof}' proves that no {which} "
-    if plan.gap <= OPTIMAL_GAP:
-        return proves + "is better, but for rounding."
-    share = math.floor(1000 / (1 + plan.gap)) / 10
-    return proves + f"takes less than {share:g} % of this plan's value."

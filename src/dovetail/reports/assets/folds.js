@@ -1,4 +1,4 @@
-// The graph by module, folded: from what folding.py packed to a view as layout.py makes them.
+// The graph by module, folded: from what pictures.py packed to a view as it makes them.
 //
 // What is within a closed fold is one node per phase and device. Nodes stand in columns by depth and
 // in lanes by device and phase; backward and update nodes stand below their forward node.

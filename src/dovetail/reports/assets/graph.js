@@ -1,4 +1,4 @@
-// The graph: nodes in columns and lanes, placed by layout.py, coloured by device.
+// The graph: nodes in columns and lanes, placed by pictures.py, coloured by device.
 
 const LANE_GUTTER = 118;
 

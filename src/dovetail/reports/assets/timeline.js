@@ -6,7 +6,7 @@
 
 const GUTTER = 132, AXIS = 24, TITLE = 26, DEVICE_ROW = 30, CHANNEL_ROW = 17, GAP = 4;
 
-/** Undoes payload.py: differences to values, rows to lanes. */
+/** Undoes the packing of pictures.py: differences to values, rows to lanes. */
 function unpackOps(ops) {
   const templates = Int32Array.from(ops.which), numbers = Int32Array.from(ops.numbers);
   const lastNumbers = new Int32Array(ops.templates.length);
