@@ -390,7 +390,7 @@ def test_advice_is_printed_with_its_evidence(train):
     assert set(printed) == ADVICE_KEYS
     assert printed["command"] == (
         f"dovetail train {MODEL} --rule {printed['rule']} --workers {printed['workers']} "
-        f"--window {printed['window']} --batch 24 --lr 0.02 --backend threads"
+        f"--window {printed['window']} --backend threads --batch 24 --lr 0.02"
     )
     assert printed["step_seconds"] > 0
     keys = ("rule", "workers", "window")
