@@ -173,7 +173,9 @@ class Tried:
             baselines={**chosen.baselines, **rows},
             lower_bound=weakest.lower_bound,
             bound_proof=(
-                chosen.bound_proof if weakest is chosen else "every way to share the batch"
+                chosen.bound_proof
+                if weakest is self.plans[best]
+                else "every way to share the batch"
             ),
             notes=(*chosen.notes, *notes),
         )
@@ -324,7 +326,8 @@ def in_other_forms(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     plan = tried.plan(name)
     if plan is None or tried.best(request.resolved_gain) != name:
         return
-    request = replace(request, replicas="")
+    if request.replicas:
+        request = replace(request, replicas="", schedule=AUTO, recompute=AUTO)
     # On one device the number of threads is chosen for each form.
     machine = plan.machine if len(plan.machine.devices) > 1 else request.machine
     share, step = BudgetShares.of(request).form, request.planned_step
