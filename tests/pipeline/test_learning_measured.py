@@ -9,7 +9,7 @@ import pytest
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, UsageError, WorkerDiedError, WorkerError
 from dovetail.machine.local import local_machine
-from dovetail.pipeline import TaskRequest, learn, learning, planning, resolve_model
+from dovetail.pipeline import TaskRequest, learn, learning, resolve_model, searching
 from dovetail.pipeline.learning import FINAL_RUNS, LONG_RUNS, MOST_RUNS, MeasuredTrials, task_of
 from dovetail.placers.learned.records import PlacementTask
 
@@ -24,7 +24,7 @@ def _quick_costs():
             learning, "costs_of", lambda step, machine, *_: analytic_costs(step.graph, machine)
         )
         patch.setattr(
-            planning, "costs_of", lambda step, machine, *_: analytic_costs(step.graph, machine)
+            searching, "costs_of", lambda step, machine, *_: analytic_costs(step.graph, machine)
         )
         yield
 

@@ -22,7 +22,7 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.machine import local_machine, save_machine
-from dovetail.pipeline import opening, plan, planning, sources, verify
+from dovetail.pipeline import opening, plan, searching, sources, verify
 from dovetail.simulator import Simulator
 from tests.support.builders import Op, graph_of, machine_of, source
 
@@ -112,7 +112,7 @@ def elsewhere(machine):
 
 
 def test_cores_of_another_machine_are_refused_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(planning, "costs_of", raising(AssertionError("measured")))
+    monkeypatch.setattr(searching, "costs_of", raising(AssertionError("measured")))
     with pytest.raises(MachineError, match="'other'"):
         plan(three_ops(), elsewhere(local_machine()))
 
@@ -172,10 +172,10 @@ def interrupting(function, times=1):
 @pytest.mark.parametrize(
     ("module", "moment"),
     [
-        (planning, "run_placer"),
+        (searching, "run_placer"),
         (opening, "lower_bound"),
-        (planning, "normalise"),
-        (planning, "source_of"),
+        (searching, "normalise"),
+        (searching, "source_of"),
     ],
 )
 def test_a_first_ctrl_c_at_any_moment_of_the_search_keeps_the_plan(monkeypatch, module, moment):
@@ -194,7 +194,9 @@ def test_a_ctrl_c_in_the_first_evaluation_keeps_the_plan(monkeypatch):
     assert {"single", "expert", "balanced", "etf"} <= set(found.baselines)
 
 
-@pytest.mark.parametrize(("module", "moment"), [(planning, "run_placer"), (opening, "lower_bound")])
+@pytest.mark.parametrize(
+    ("module", "moment"), [(searching, "run_placer"), (opening, "lower_bound")]
+)
 def test_a_second_ctrl_c_aborts(monkeypatch, module, moment):
     monkeypatch.setattr(module, moment, interrupting(getattr(module, moment), times=2))
     with pytest.raises(KeyboardInterrupt):
@@ -228,7 +230,7 @@ def test_a_thread_that_cannot_be_interrupted_plans_as_well():
     ],
 )
 def test_wrong_options_are_refused_before_the_costs_are_measured(monkeypatch, options, error):
-    monkeypatch.setattr(planning, "costs_of", raising(AssertionError("measured")))
+    monkeypatch.setattr(searching, "costs_of", raising(AssertionError("measured")))
     with pytest.raises(error):
         plan(three_ops(), machine_of(2), **options)
 

@@ -23,7 +23,7 @@ from dovetail.pipeline import (
     Notes,
     PlanRequest,
     open_plan,
-    planning,
+    searching,
     silent,
     staging,
     timeline_of,
@@ -183,7 +183,7 @@ def by_data_sheet(step, machine, *_):
 @pytest.fixture
 def measured(monkeypatch):
     """Ops cost what the data sheet says and stages what `free_stages` says."""
-    monkeypatch.setattr(planning, "costs_of", by_data_sheet)
+    monkeypatch.setattr(searching, "costs_of", by_data_sheet)
     monkeypatch.setattr(staging, "_measured_stages", free_stages)
 
 
@@ -259,7 +259,7 @@ def test_all_cores_as_one_device_are_measured_against_several_devices(
 
     monkeypatch.setattr(machine, "parse_machine", parse)
     monkeypatch.setattr(machine, "check_local", lambda _machine: None)
-    monkeypatch.setattr(planning, "machine_of", lambda _step, text, *_: parse(text))
+    monkeypatch.setattr(searching, "machine_of", lambda _step, text, *_: parse(text))
 
     def fake_run(plan, _step, **_):
         several = len(plan.machine.devices) == 2

@@ -21,7 +21,16 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph
-from dovetail.plans import PLACED, Plan, capacities_of, describe_gap, format_value
+from dovetail.plans import (
+    COMPILED,
+    EAGER,
+    PLACED,
+    REDUCED,
+    Plan,
+    capacities_of,
+    describe_gap,
+    format_value,
+)
 from dovetail.reports import charts
 from dovetail.reports.gantt import fill, filling_chart, throughput
 from dovetail.reports.kit import (
@@ -108,7 +117,7 @@ class PlanReport:
         does, both measured. Where nothing was measured it is predicted, over the best single
         device, and None if no single device fits."""
         plan = self.plan
-        own_ways = [name for name in plan.measured if name != PLACED]
+        own_ways = [name for name in (EAGER, COMPILED, REDUCED) if name in plan.measured]
         if own_ways:
             best = min(own_ways, key=lambda name: plan.measured[name])
             return plan.measured[best] / plan.measured[plan.way], f"over {best}, measured"
