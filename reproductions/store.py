@@ -23,7 +23,16 @@ FORMAT, VERSION = "dovetail.bench", 1
 GRAPHS, PLANNED, LEARNED, SEARCHED, DRAWN, TOWERS, TRAINED, SCHEDULED = (
     "graphs", "planned", "learned", "searched", "drawn", "towers", "trained", "scheduled",
 )  # fmt: skip
-_SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
+_SHARED = (
+    "runtime",
+    "graph",
+    "transforms",
+    "machine",
+    "timeline.py",
+    "plans",
+    "costs",
+    "simulator",
+)
 _NETWORKS = ("networks", "frontends", "reproductions/graphs.py")
 _RESTS_ON: dict[str, tuple[str, ...]] = {
     GRAPHS: ("runtime", "graph", *_NETWORKS),

@@ -200,7 +200,7 @@ def test_code_that_computes_nothing_of_a_kind_is_not_among_what_it_rests_on():
     }
     # GDP's features are made by these planners, and DOS's lines hold figures of this module.
     assert {"placers/etf.py", "placers/expert.py"} <= files[store.LEARNED]
-    assert "reports/stages_figures.py" in files[store.SCHEDULED]
+    assert "reports/schedules.py" in files[store.SCHEDULED]
     # `auto` reads there which methods it tries.
     assert "methods.py" in files[store.PLANNED] & files[store.SEARCHED]
     policy, planner = "placers/learned/gdp.py", "placers/local_search.py"
