@@ -5,7 +5,6 @@
     pipeline                    objective pipeline       micro-batches in stages
     whole batch, 2 towers, ...  `replicas` auto          parts of the batch
     with channels last, ...     `auto` on cores here     captured again in another form
-    contiguous                  `auto`, objective load   as it is; a stricter question
     here                        the text here/n          the best of these, on all cores as one
 
 All have one budget together (`BudgetShares`). What the step takes in compiled code, and what its
@@ -219,20 +218,18 @@ def is_here(request: PlanRequest) -> bool:
 
 @dataclass(frozen=True)
 class BudgetShares:
-    """How one budget is divided: of the step as it is, of each other form, and of another search of
-    the step as it is: contiguous, or with the costs of compiled code. Where there is nothing else,
-    the first has all of it."""
+    """How one budget is divided: of the step as it is, of each other form, and of the search with
+    the costs of compiled code. Where there is nothing else, the first has all of it."""
 
     first: Limits
     form: Limits
-    again: Limits
+    compiled: Limits
 
     @classmethod
     def of(cls, request: PlanRequest) -> "BudgetShares":
         """The shares of a request: the first search has two parts, what else there is one each."""
         forms, limits = forms_of(request), request.limits
-        again = searches_as_compiled(request) or searches_contiguous(request)
-        parts = 2 + bool(forms) + again
+        parts = 2 + bool(forms) + searches_as_compiled(request)
         if parts == 2:
             return cls(limits, limits, limits)
         form = limits.divided(parts * max(1, len(forms)))
@@ -253,32 +250,6 @@ def searches_as_compiled(request: PlanRequest) -> bool:
         and request.resolved_objective == "step"
         and not (request.stages or request.format)
     )
-
-
-def searches_contiguous(request: PlanRequest) -> bool:
-    """True if contiguous plans are searched for too, among which `auto` may find a better one: by
-    objective load, where methods for stages are at their best."""
-    by_auto = request.placer == "auto" and request.method is None and not request.contiguous
-    given = request.format or request.per_op or request.place is not None
-    return by_auto and request.resolved_objective == "load" and not given
-
-
-def contiguous(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
-    """Yield contiguous plans, which answer a stricter question."""
-    free = tried.plan(AS_IT_IS)
-    if free is None or not searches_contiguous(request):
-        return
-    stricter = replace(request, contiguous=True, budget=BudgetShares.of(request).again)
-
-    def search(asked: PlanRequest, progress: TellProgress) -> Plan:
-        plan = search_to_fit(asked, progress)
-        # Its own bound may be of contiguous plans alone.
-        bound_seconds = min(free.lower_bound, plan.value)
-        return replace(
-            plan, contiguous=False, lower_bound=bound_seconds, bound_proof=free.bound_proof
-        )
-
-    yield Candidate("contiguous", lambda: stricter, search)
 
 
 # --- Other forms of the same step ---
@@ -500,7 +471,6 @@ CANDIDATES: list[Callable[[PlanRequest, Tried], Iterator[Candidate]]] = [
     as_it_is,
     shared,
     in_other_forms,
-    contiguous,
     on_all_cores,
 ]
 """What can be planned, in the order in which it is tried. Each function yields its candidates for a

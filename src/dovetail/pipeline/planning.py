@@ -139,7 +139,7 @@ def _measured(
     limit_seconds, pair = request.compile_seconds, (plan, plan)
     if limit_seconds:
         began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
-        pair = with_compiled(plan, asked, share, progress, limits=BudgetShares.of(request).again)
+        pair = with_compiled(plan, asked, share, progress, limits=BudgetShares.of(request).compiled)
         limit_seconds -= min(time.perf_counter() - began, share)
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))
