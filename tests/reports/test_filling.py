@@ -5,6 +5,7 @@ import pytest
 
 from dovetail.graph.records import Phase
 from dovetail.reports.gantt import fill, filling_chart, throughput
+from dovetail.transforms import Towers
 from tests.support.report_samples import EVIL, make_graph, make_machine, make_plan
 
 F = Phase.FORWARD
@@ -56,8 +57,10 @@ def test_branches_run_side_by_side_and_join():
 )
 def test_throughput_counts_the_samples_of_a_step(shapes, replicas, said):
     _, plan = chain([0, 1])
-    source = replace(plan.source, shapes=shapes, replicas=replicas)
-    assert throughput(replace(plan, source=source, value=0.25)) == said
+    plan = replace(plan, source=replace(plan.source, shapes=shapes), value=0.25)
+    if replicas > 1:
+        plan = replace(plan, transforms=(Towers(replicas),))
+    assert throughput(plan) == said
     assert throughput(replace(plan, value=0.0)) == ("", "")
 
 
