@@ -16,7 +16,7 @@ from dovetail.frontends import initial_values, run_step
 from dovetail.graph.copies import tower_count, towers_of
 from dovetail.machine import parse_machine
 from dovetail.machine.local import local_machine
-from dovetail.pipeline import ways
+from dovetail.pipeline import candidates, planning, ways
 from dovetail.pipeline.candidates import WHOLE, Candidate, Sharing, Tried, sharings
 from dovetail.pipeline.opening import open_plan, verify
 from dovetail.pipeline.pipelining import plan_pipeline, towers_devices
@@ -295,6 +295,20 @@ def test_here_a_shared_batch_is_measured_beside_the_whole_one(monkeypatch, faste
     graph = shared.graph if fastest == "this plan" else step.graph
     assert plan.graph_fingerprint == graph.fingerprint
     assert plan.way == ("eager" if fastest == "eager" else "placed")
+    inputs, targets = examples()
+    with dt.run(plan, step) as placed:
+        assert float(placed.step(inputs, targets)) == pytest.approx(plain_training()[0][0])
+
+
+@pytest.mark.compares_ways
+def test_here_a_pipeline_of_micro_batches_is_raced_too():
+    step, tried = captured(), Tried()
+    request = PlanRequest(step, "here/2", replicas="auto", budget="40e", compile_budget="0s")
+    for sharing in (WHOLE, Sharing(1, 4)):
+        tried.add(candidates._sharing_candidate(request, step, sharing, request.limits), silent)
+    best = str(Sharing(1, 4))
+    plan = planning._raced(request, tried, best, tried.told(best), silent)
+    assert plan.measured["eager"] > 0
     inputs, targets = examples()
     with dt.run(plan, step) as placed:
         assert float(placed.step(inputs, targets)) == pytest.approx(plain_training()[0][0])

@@ -153,7 +153,7 @@ class Tried:
                 texts.append(f"{name} {value}" if failed is None else f"{name}: {failed}")
             note = f"the step as predicted: {', '.join(texts)}"
             return replace(chosen, notes=(*chosen.notes, note))
-        plans = [plan for plan in self.plans.values() if plan is not None]
+        plans = [plan for name in among if (plan := self.plan(name)) is not None]
         weakest = min(plans, key=lambda plan: plan.lower_bound)
         rows = {
             name: None if plan is None else plan.value

@@ -99,7 +99,9 @@ def _raced(
         plan = replace(plan, baselines={**plan.baselines, **row})
     if staged and rival is not None:
         plan = _against_all_cores(plan, rival, tried.requests[best], progress)
-    if is_here(request) and plan.objective == "step" and not request.format:
+    # Towers of micro-batches are a pipeline, whose value is the seconds of a step as well.
+    is_step = request.resolved_objective == "step"
+    if is_here(request) and is_step and not request.format:
         plan = _measured(request, tried, best, plan, progress)
     if plan.measured or staged or rival is None:
         return plan
@@ -137,7 +139,7 @@ def _measured(
     if not isinstance(step, Captured) or whole is None:
         return plan
     limit_seconds, pair = request.compile_seconds, (plan, plan)
-    if limit_seconds:
+    if limit_seconds and plan.objective == "step":
         began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
         pair = with_compiled(plan, asked, share, progress, limits=BudgetShares.of(request).compiled)
         limit_seconds -= min(time.perf_counter() - began, share)
