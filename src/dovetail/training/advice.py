@@ -458,13 +458,24 @@ def _judge(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> Ad
     # With the median as the level, at least half of the stable candidates reach it, and one that
     # learns little but fast cannot win.
     level = float(np.median([run.best for run in stable])) if stable else math.nan
-    evidence = tuple(_evidence(run, level) for run in tried)
+    evidence = []
+    for run in tried:
+        rate = staleness = math.nan
+        if run.outcome is not None:
+            staleness = History(run.outcome).staleness.mean
+            rate = run.outcome.samples / run.outcome.seconds if run.outcome.seconds else math.nan
+        evidence.append(
+            Evidence(
+                run.candidate, rate, run.best, math.nan if run.diverged else run.seconds_to(level),
+                staleness, run.diverged, _known_limit(run.candidate),
+            )
+        )  # fmt: skip
     reached = [e for e in evidence if e.stable and math.isfinite(e.seconds)]
     if not reached:
         least = min(evidence, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf)
         chosen = least.candidate
-        return Advice(measured, chosen, evidence, level, steps, "all diverged: "
-                      + remedy(chosen.rule, chosen.window, chosen.workers))  # fmt: skip
+        why = "all diverged: " + remedy(chosen.rule, chosen.window, chosen.workers)
+        return Advice(measured, chosen, tuple(evidence), level, steps, why)
     fastest = min(e.seconds for e in reached)
     even = [e for e in reached if e.seconds <= (1 + EVEN) * fastest]
     # Of equals, `min` keeps the first, which is the simpler rule.
@@ -473,18 +484,7 @@ def _judge(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> Ad
     why = f"the first to a loss of {level:.4g}, which half of the stable candidates reach"
     if chosen.workers > 1 and math.isfinite(alone.seconds):
         why += f"; {alone.seconds / fastest:.2g} times as fast as one worker"
-    return Advice(measured, chosen, evidence, level, steps, why)
-
-
-def _evidence(run: _Tried, level: float) -> Evidence:
-    seconds = math.nan if run.diverged else run.seconds_to(level)
-    rate = staleness = math.nan
-    if run.outcome is not None:
-        history = History(run.outcome)
-        staleness = history.staleness.mean
-        rate = run.outcome.samples / run.outcome.seconds if run.outcome.seconds else math.nan
-    limit = _known_limit(run.candidate)
-    return Evidence(run.candidate, rate, run.best, seconds, staleness, run.diverged, limit)
+    return Advice(measured, chosen, tuple(evidence), level, steps, why)
 
 
 def _by_what_is_known(

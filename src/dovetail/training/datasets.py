@@ -112,20 +112,17 @@ def _as_tensors(tree: Any) -> Any:
         tensor = tree.detach()
     else:
         try:
-            tensor = _share(np.asarray(tree))
+            array = np.asarray(tree)
+            with warnings.catch_warnings():
+                # The tensor shares the array's memory, also if that is a mapped file. torch warns
+                # that writing to such a tensor is undefined. Rows are only copied out of it.
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+                tensor = torch.as_tensor(array)
         except (TypeError, ValueError) as error:
             raise UsageError("dataset", f"{type(tree).__name__} is no array: {error}") from None
     if tensor.ndim == 0:
         raise UsageError("dataset", "an array of it has no rows: it is a single number")
     return tensor
-
-
-def _share(array: NDArray[Any]) -> Tensor:
-    """The array as a tensor of the same memory, also if that is a mapped file."""
-    with warnings.catch_warnings():
-        # torch warns that writing to such a tensor is undefined. Rows are only copied out of it.
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.as_tensor(array)
 
 
 def _lengths(tree: Any) -> Iterator[int]:
@@ -154,22 +151,18 @@ class MapSource:
         # Plain ints, because not every `__getitem__` takes numpy's integers.
         rows = indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
+        items: list[Any] = []
         if many is not None:
             with UserCode(lambda: f"{_items(rows)} of the data set", self._dataset):
                 items = list(many(rows))
         else:
-            items = self._one_by_one(rows)
+            with UserCode(lambda: f"item {rows[len(items)]} of the data set", self._dataset):
+                for row in rows:
+                    items.append(self._dataset[row])
         if len(items) != len(rows):
             says = f"__getitems__ returns {len(items)} items for {len(rows)} indices"
             raise UsageError("dataset", f"{says}{at(many)}")
         return _collated(self._collate, items, self._dataset), len(rows)
-
-    def _one_by_one(self, rows: list[int]) -> list[Any]:
-        items: list[Any] = []
-        with UserCode(lambda: f"item {rows[len(items)]} of the data set", self._dataset):
-            for row in rows:
-                items.append(self._dataset[row])
-        return items
 
 
 def _items(rows: list[int]) -> str:

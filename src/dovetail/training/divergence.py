@@ -78,7 +78,10 @@ class LossWatch:
         if len(self._first) < self._many:
             self._first.append(loss)
             if len(self._first) == self._many:
-                self._limit = self._limit_of(np.array(self._first))
+                # `abs`, because twice a negative loss would be a lower limit.
+                middle = float(np.median(self._first))
+                spread = SPREADS * float(np.std(self._first))
+                self._limit = middle + (GROWTH - 1) * abs(middle) + spread
             return ""
         if len(self._last) == self._many:
             self._before.append(self._last[0])
@@ -90,11 +93,6 @@ class LossWatch:
         if last > self._limit and last > np.median(self._before):
             return f"the loss went from {np.median(self._first):.3g} to {last:.3g}"
         return ""
-
-    def _limit_of(self, first: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
-        # `abs`, because a loss may be negative, and twice a negative loss would be a lower limit.
-        middle = float(np.median(first))
-        return middle + (GROWTH - 1) * abs(middle) + SPREADS * float(first.std())
 
 
 def diverging(rows: Iterable[Row], workers: int = 1) -> Divergence | None:

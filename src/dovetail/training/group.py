@@ -128,8 +128,11 @@ class GroupLearner:
             self._reducer.share(theta)
             return self._part.gradient(theta, parts[0], epoch)
         except RuntimeError:
-            # gloo raises RuntimeError when a rank is gone. The rank's own error says more.
-            self._raise_theirs()
+            # gloo raises RuntimeError when a rank is gone. The rank's own error says more, if it
+            # reports one within a second.
+            for member in self._members:
+                with suppress(TimeoutError):
+                    member.receive(timeout_seconds=1.0)
             raise
 
     def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
@@ -143,12 +146,6 @@ class GroupLearner:
     def close(self) -> None:
         """Ends the group's processes."""
         self._end()
-
-    def _raise_theirs(self) -> None:
-        """Raises the error that a rank reported, if one did within a second."""
-        for member in self._members:
-            with suppress(TimeoutError):
-                member.receive(timeout_seconds=1.0)
 
 
 def _end(members: list[Worker], folder: Path) -> None:

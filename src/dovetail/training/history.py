@@ -222,6 +222,11 @@ class History:
         epochs = []
         for start, stop in zip(starts, [*starts[1:], len(self)], strict=True):
             part = {name: column[start:stop] for name, column in columns.items()}
+            losses, samples = part["loss"], part["samples"]
+            # The losses of a run that diverged may overflow here, which is no reason for a warning.
+            with np.errstate(all="ignore"):
+                summed = (losses * samples).sum()
+                loss = summed / samples.sum() if samples.sum() else losses.mean()
             epoch = int(of_commit[start])
             last = [
                 evaluation
@@ -232,8 +237,8 @@ class History:
                 Epoch(
                     epoch=epoch,
                     commits=int(stop - start),
-                    samples=int(part["samples"].sum()),
-                    loss=_weighted_mean(part["loss"], part["samples"]),
+                    samples=int(samples.sum()),
+                    loss=float(loss),
                     seconds=float(part["seconds"][-1]),
                     staleness=float(part["staleness"].mean()),
                     figures=dict(last[-1].figures) if last else {},
@@ -273,19 +278,63 @@ class History:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all but the parameters as JSON, compressed by gzip if the name ends in `.gz`. If
         writing fails, the old file stays as it was. Raises `UnwritableError`."""
-        text = json.dumps(_as_json(self.outcome), allow_nan=False).encode()
+        outcome = self.outcome
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{name: _to_plain(getattr(outcome, name)) for name in _WHOLE},
+            "commits": {
+                name: [_to_plain(getattr(row, name)) for row in outcome.rows] for name in COLUMNS
+            },
+            "evaluations": [_to_plain(vars(evaluation)) for evaluation in outcome.evaluations],
+            "events": [_to_plain(vars(event)) for event in outcome.events],
+        }
+        text = json.dumps(content, allow_nan=False).encode()
         # `mtime=0` keeps the time out of the file, so that equal histories give equal files.
         write_atomically(path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a file that `save` wrote. Its `theta` is empty. Raises `FileFormatError`."""
-        return cls(_from_json(os.fspath(path), read_json(os.fspath(path))))
+        file = os.fspath(path)
+        try:
+            read: Any = _FILE.model_validate(read_json(file))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise FileFormatError(file, f"no saved history: {where}: {first['msg']}") from None
+        if _depth(read.meta) > MOST_DEPTH:
+            raise FileFormatError(file, f"its meta is nested more than {MOST_DEPTH} times")
+        columns = [getattr(read.commits, column) for column in COLUMNS]
+        if len({len(column) for column in columns}) > 1:
+            raise FileFormatError(file, "its columns are not of one length")
+        outcome = Outcome(
+            theta=np.zeros(0, dtype=np.float32),
+            rows=tuple(Row(*values) for values in zip(*columns, strict=True)),
+            events=tuple(Event(**vars(event)) for event in read.events),
+            evaluations=tuple(Evaluation(**vars(evaluation)) for evaluation in read.evaluations),
+            **{name: getattr(read, name) for name in _WHOLE},
+        )
+        _check_drawable(file, outcome)
+        return cls(outcome)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes commits, evaluations and events, a line each. If writing fails, the old file stays
         as it was. Raises `UnwritableError`."""
-        write_atomically(path, _as_csv(self.outcome).encode("utf-8", "backslashreplace"))
+        names = dict.fromkeys(name for e in self.outcome.evaluations for name in e.figures)
+        text = io.StringIO()
+        columns = [*_CSV_KEYS, *(_FIGURE + name for name in names)]
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in self.outcome.rows:
+            writer.writerow({"record": "commit", **vars(row)})
+        for evaluation in self.outcome.evaluations:
+            cells = dict(vars(evaluation))
+            figures = {_FIGURE + name: value for name, value in cells.pop("figures").items()}
+            writer.writerow({"record": "evaluation", **cells, **figures})
+        for event in self.outcome.events:
+            writer.writerow({"record": "event", **vars(event)})
+        write_atomically(path, text.getvalue().encode("utf-8", "backslashreplace"))
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Self:
@@ -308,15 +357,75 @@ class History:
 
     def facts(self) -> list[tuple[str, str]]:
         """(label, text) pairs that sum the run up."""
-        return _facts(self)
+        outcome = self.outcome
+        options = outcome.meta.get("options")
+        options_text = ""
+        if isinstance(options, dict) and options:
+            options_text = f" ({', '.join(f'{key} {value}' for key, value in options.items())})"
+        facts = [("rule", self.rule + options_text), ("backend", self.backend)]
+        sizes = [f"{self.workers} workers"]
+        sizes += [
+            f"{field} {value}"
+            for field in ("window", "batch", "epochs")
+            if (value := self.of_job(field)) is not None
+        ]
+        job = outcome.meta.get("job")
+        partition = job.get("partition", LEASED) if isinstance(job, dict) else LEASED
+        if partition != LEASED:
+            sizes.append(f"partition {partition}")
+        facts.append(("run", ", ".join(sizes)))
+        working = outcome.seconds - self.start_up_seconds
+        rate = len(self) / working if working > 0 else math.nan
+        did = f"{len(self):,} commits of {outcome.samples:,} samples in "
+        did += format_seconds(outcome.seconds)
+        if math.isfinite(rate):
+            did += f", {format_count(rate)} commits/s"
+        facts.append(("did", did))
+        for figure in self.figures:
+            if (best := self.best(figure)) is not None:
+                reached = f"{best.samples:,} samples, {format_seconds(best.seconds)}"
+                facts.append((f"best {figure}", f"{best.figures[figure]:.4g} after {reached}"))
+        tau = self.staleness
+        if tau.commits:
+            spread = f"p50 {tau.p50:.3g}, p95 {tau.p95:.3g}, max {tau.max:.0f}"
+            facts.append(("staleness", f"mean {tau.mean:.2f}, {spread}"))
+        if math.isfinite(self.momentum):
+            expected = f"1 - 1/n is {self.expected_momentum:.3g}"
+            facts.append(("implicit momentum", f"{self.momentum:.3g}, {expected}"))
+        counts = {kind: len(events_of(outcome, kind)) for kind in _COUNTED}
+        if any(counts.values()):
+            event_texts = (f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
+            facts.append(("events", ", ".join(event_texts)))
+        if (divergence := self.divergence) is not None:
+            advice = remedy(self.rule, self.of_job("window"), self.workers)
+            facts.append(("diverged", f"{divergence.detail}; {advice}"))
+        if self.interrupted or outcome.stopped:
+            facts.append(("ended", "interrupted" if self.interrupted else "before its epochs"))
+        return [(label, text) for label, text in facts if text]
 
     def summary(self) -> str:
         """The facts, and a line for each epoch, for at most `SUMMARY_EPOCHS` of them."""
         facts = self.facts()
         width = max(len(label) for label, _ in facts)
         lines = [f"{label:<{width}}  {text}" for label, text in facts]
-        if self.epochs:
-            lines += ["", *_align(_epoch_cells(self))]
+        if not self.epochs:
+            return printable("\n".join(lines))
+        shown = np.linspace(0, len(self.epochs) - 1, SUMMARY_EPOCHS).round().astype(int)
+        cells = [["epoch", "commits", "training loss", "staleness", "ended", *self.figures]]
+        for epoch in (self.epochs[i] for i in np.unique(shown)):
+            figures = [
+                f"{epoch.figures[name]:.4g}" if name in epoch.figures else "-"
+                for name in self.figures
+            ]
+            cells.append(
+                [str(epoch.epoch + 1), str(epoch.commits), f"{epoch.loss:.4g}",
+                 f"{epoch.staleness:.2f}", format_seconds(epoch.seconds), *figures]
+            )  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines.append("")
+        for line in cells:
+            aligned = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            lines.append("  ".join(aligned))
         return printable("\n".join(lines))
 
 
@@ -336,88 +445,6 @@ def common_level(histories: Sequence[History], figure: str) -> float | None:
 def events_of(outcome: Outcome, kind: str) -> list[Event]:
     """The events of one kind, in order."""
     return [event for event in outcome.events if event.kind == kind]
-
-
-def _weighted_mean(values: Column, weights: Column) -> float:
-    total = float(weights.sum())
-    # The losses of a run that diverged may overflow here, which is no reason for a warning.
-    with np.errstate(all="ignore"):
-        return float((values * weights).sum() / total) if total else float(values.mean())
-
-
-def _facts(history: History) -> list[tuple[str, str]]:
-    outcome = history.outcome
-    options = outcome.meta.get("options")
-    facts = [("rule", history.rule + _options_text(options)), ("backend", history.backend)]
-    sizes = [f"{history.workers} workers"]
-    sizes += [
-        f"{field} {value}"
-        for field in ("window", "batch", "epochs")
-        if (value := history.of_job(field)) is not None
-    ]
-    job = outcome.meta.get("job")
-    partition = job.get("partition", LEASED) if isinstance(job, dict) else LEASED
-    if partition != LEASED:
-        sizes.append(f"partition {partition}")
-    facts.append(("run", ", ".join(sizes)))
-    working = outcome.seconds - history.start_up_seconds
-    rate = len(history) / working if working > 0 else math.nan
-    facts.append(
-        ("did", f"{len(history):,} commits of {outcome.samples:,} samples in "
-                f"{format_seconds(outcome.seconds)}"
-                + (f", {format_count(rate)} commits/s" if math.isfinite(rate) else ""))
-    )  # fmt: skip
-    for figure in history.figures:
-        if (best := history.best(figure)) is not None:
-            facts.append((f"best {figure}", f"{best.figures[figure]:.4g} after "
-                          f"{best.samples:,} samples, {format_seconds(best.seconds)}"))  # fmt: skip
-    tau = history.staleness
-    if tau.commits:
-        facts.append(("staleness", f"mean {tau.mean:.2f}, p50 {tau.p50:.3g}, p95 {tau.p95:.3g}, "
-                      f"max {tau.max:.0f}"))  # fmt: skip
-    if math.isfinite(history.momentum):
-        facts.append(("implicit momentum", f"{history.momentum:.3g}, 1 - 1/n is "
-                      f"{history.expected_momentum:.3g}"))  # fmt: skip
-    counts = {kind: len(events_of(outcome, kind)) for kind in _COUNTED}
-    if any(counts.values()):
-        event_texts = (f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
-        facts.append(("events", ", ".join(event_texts)))
-    if (divergence := history.divergence) is not None:
-        advice = remedy(history.rule, history.of_job("window"), history.workers)
-        facts.append(("diverged", f"{divergence.detail}; {advice}"))
-    if history.interrupted or outcome.stopped:
-        facts.append(("ended", "interrupted" if history.interrupted else "before its epochs"))
-    return [(label, text) for label, text in facts if text]
-
-
-def _options_text(options: Any) -> str:
-    if not isinstance(options, dict) or not options:
-        return ""
-    return " (" + ", ".join(f"{key} {value}" for key, value in options.items()) + ")"
-
-
-def _epoch_cells(history: History) -> list[list[str]]:
-    epochs = history.epochs
-    kept = np.unique(np.linspace(0, len(epochs) - 1, SUMMARY_EPOCHS).round().astype(int))
-    cells = [["epoch", "commits", "training loss", "staleness", "ended", *history.figures]]
-    for epoch in (epochs[i] for i in kept):
-        figures = [
-            f"{epoch.figures[name]:.4g}" if name in epoch.figures else "-"
-            for name in history.figures
-        ]
-        cells.append(
-            [str(epoch.epoch + 1), str(epoch.commits), f"{epoch.loss:.4g}",
-             f"{epoch.staleness:.2f}", format_seconds(epoch.seconds), *figures]
-        )  # fmt: skip
-    return cells
-
-
-def _align(cells: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    ]
 
 
 # Files: their fields are those of the records. A file that lacks a field, or has an unknown one, is
@@ -470,42 +497,6 @@ _FILE = _strict_model(
 )
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        **{name: _to_plain(getattr(outcome, name)) for name in _WHOLE},
-        "commits": {
-            name: [_to_plain(getattr(row, name)) for row in outcome.rows] for name in COLUMNS
-        },
-        "evaluations": [_to_plain(vars(evaluation)) for evaluation in outcome.evaluations],
-        "events": [_to_plain(vars(event)) for event in outcome.events],
-    }
-
-
-def _from_json(path: str, raw: Any) -> Outcome:
-    try:
-        read: Any = _FILE.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise FileFormatError(path, f"no saved history: {where}: {first['msg']}") from None
-    if _depth(read.meta) > MOST_DEPTH:
-        raise FileFormatError(path, f"its meta is nested more than {MOST_DEPTH} times")
-    columns = [getattr(read.commits, column) for column in COLUMNS]
-    if len({len(column) for column in columns}) > 1:
-        raise FileFormatError(path, "its columns are not of one length")
-    outcome = Outcome(
-        theta=np.zeros(0, dtype=np.float32),
-        rows=tuple(Row(*values) for values in zip(*columns, strict=True)),
-        events=tuple(Event(**vars(event)) for event in read.events),
-        evaluations=tuple(Evaluation(**vars(evaluation)) for evaluation in read.evaluations),
-        **{name: getattr(read, name) for name in _WHOLE},
-    )
-    _check_drawable(path, outcome)
-    return outcome
-
-
 def _depth(value: Any) -> int:
     """How many lists and objects are around the innermost value."""
     depth, level = 0, [value]
@@ -551,23 +542,6 @@ def _check_drawable(path: str, outcome: Outcome) -> None:
     totals += [n for e in outcome.evaluations for n in (e.clock, e.samples)]
     if not all(0 <= n < 2**53 for n in totals):
         raise FileFormatError(path, "a clock or a number of samples is no count")
-
-
-def _as_csv(outcome: Outcome) -> str:
-    names = dict.fromkeys(name for e in outcome.evaluations for name in e.figures)
-    text = io.StringIO()
-    columns = [*_CSV_KEYS, *(_FIGURE + name for name in names)]
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for row in outcome.rows:
-        writer.writerow({"record": "commit", **vars(row)})
-    for evaluation in outcome.evaluations:
-        cells = dict(vars(evaluation))
-        figures = {_FIGURE + name: value for name, value in cells.pop("figures").items()}
-        writer.writerow({"record": "evaluation", **cells, **figures})
-    for event in outcome.events:
-        writer.writerow({"record": "event", **vars(event)})
-    return text.getvalue()
 
 
 def _from_csv(path: str) -> Outcome:
@@ -636,21 +610,16 @@ def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
     for tag, name in _SCALARS.items():
         finite = np.isfinite(columns[name])
         if finite.any():
+            seconds, samples = columns["seconds"][finite], columns["seen"][finite]
             values = columns[name][finite].astype(np.float64)
-            scalars[f"train/{tag}"] = _thin(
-                columns["seconds"][finite], columns["seen"][finite], values
-            )
+            if len(values) > POINTS:
+                # Each point is the mean over a run of consecutive commits, and has the seconds and
+                # samples of the last of them.
+                starts = np.linspace(0, len(values), POINTS, endpoint=False).astype(np.int64)
+                last = np.append(starts[1:], len(values)) - 1
+                means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
+                seconds, samples, values = seconds[last], samples[last], means
+            scalars[f"train/{tag}"] = seconds, samples, values
     for figure in history.figures:
         scalars[f"evaluation/{figure}"] = history.curve(figure)
     return scalars
-
-
-def _thin(seconds: Column, samples: Column, values: Column) -> tuple[Column, Column, Column]:
-    """Returns at most `POINTS` points. Each is the mean over a run of consecutive commits, and has
-    the seconds and samples of the last of them."""
-    if len(values) <= POINTS:
-        return seconds, samples, values
-    starts = np.linspace(0, len(values), POINTS, endpoint=False).astype(np.int64)
-    last = np.append(starts[1:], len(values)) - 1
-    means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
-    return seconds[last], samples[last], means

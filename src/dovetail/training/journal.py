@@ -409,7 +409,11 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
         raise JournalError(os.fspath(path), "its header lacks the state or the vectors")
     vectors, end = {}, start + length
     for entry in entries:
-        name, kind, size, expected = _vector_entry(path, entry)
+        kinds = [type(value) for value in entry] if isinstance(entry, list) else []
+        if kinds != [str, str, int, int] or entry[1] not in _KINDS or entry[2] < 0:
+            detail = f"its header lists {entry!r:.60}, which is no vector"
+            raise JournalError(os.fspath(path), detail)
+        name, kind, size, expected = entry
         begin, end = end, end + size * np.dtype(kind).itemsize
         octets = data[begin:end]
         if octets.size != end - begin or checksum(octets) != expected:
@@ -418,15 +422,6 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
     if end != data.size:
         raise JournalError(os.fspath(path), f"it goes on where it should end, at byte {end}")
     return state, vectors
-
-
-def _vector_entry(path: Path, entry: Any) -> tuple[str, str, int, int]:
-    """(name, dtype, size, checksum) of a vector that a snapshot's header lists."""
-    kinds = [type(value) for value in entry] if isinstance(entry, list) else []
-    if kinds != [str, str, int, int] or entry[1] not in _KINDS or entry[2] < 0:
-        raise JournalError(os.fspath(path), f"its header lists {entry!r:.60}, which is no vector")
-    name, kind, size, expected = entry
-    return name, kind, size, expected
 
 
 def explain_start(start: bytes, expected: bytes, what: str) -> str:

@@ -236,18 +236,15 @@ class ModuleLearner:
             self._module.to(self._device)
             self._set_parameters(self._theta_there)
         self._pieces = views_of(self._flat_there, self._parameters)
-        self._optimizer = self._make(optimizer)
-        self._rates = Rates(self._optimizer, schedule)
-
-    def _make(self, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """The user's optimizer, made for twins of the parameters. The twins are views of `_home`,
-        and their gradients are views of `_flat`, where the module computes."""
+        # The user's optimizer gets twins of the parameters. They are views of `_home`, and their
+        # gradients are views of `_flat`, where the module computes.
         twins = [nn.Parameter(view) for view in views_of(self._home_there, self._parameters)]
         for twin, piece in zip(twins, self._pieces, strict=True):
             twin.grad = piece
         with UserCode("making the optimizer", optimizer):
             made = optimizer(twins)
-        return check_optimizer(made, twins, optimizer)
+        self._optimizer = check_optimizer(made, twins, optimizer)
+        self._rates = Rates(self._optimizer, schedule)
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
         """The gradient of the mean loss over these samples; over fewer if a stream ends."""
@@ -312,7 +309,11 @@ class ModuleLearner:
         """Makes the parameters views of `theta`, or of a copy if `theta` is read-only or the module
         computes on another device."""
         if self._theta_there is not None:
-            self._theta_there.copy_(_readable(theta))
+            with warnings.catch_warnings():
+                # torch cannot say that a tensor may not be written to, and warns of that. Nobody
+                # writes to this one.
+                warnings.simplefilter("ignore", UserWarning)
+                self._theta_there.copy_(torch.from_numpy(theta))
             return
         if theta is self._bound:
             return
@@ -368,14 +369,6 @@ def device_of(text: str, worker: int) -> str:
     if text != "cuda":
         return text
     return f"cuda:{worker % max(torch.cuda.device_count(), 1)}"
-
-
-def _readable(vector: Vector) -> Tensor:
-    """A tensor over the vector, which nobody writes to."""
-    with warnings.catch_warnings():
-        # torch cannot say that a tensor may not be written to, and warns of that.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(vector)
 
 
 def store_gradient(piece: Tensor, gradient: Tensor | None) -> None:

@@ -120,7 +120,10 @@ class FlatAdam:
 
     def __post_init__(self) -> None:
         not_negative("lr", self.lr)
-        _check_betas(self.betas)
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise UsageError("betas", f"must be two numbers, not {self.betas!r}")
+        for beta in self.betas:
+            fraction("betas", beta)
         object.__setattr__(self, "betas", tuple(self.betas))
         not_negative("eps", self.eps)
         not_negative("weight_decay", self.weight_decay)
@@ -282,13 +285,6 @@ def make_optimizer(name: str, **settings: Any) -> FlatOptimizer:
             raise UsageError(setting, f"{name} has no such setting; it has {', '.join(offered)}")
     optimizer: FlatOptimizer = kind(**settings)
     return optimizer
-
-
-def _check_betas(value: Any) -> None:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise UsageError("betas", f"must be two numbers, not {value!r}")
-    for beta in value:
-        fraction("betas", beta)
 
 
 def _sgd_decayed(out: Vector, theta: Vector, gradient: Vector, lr: float, decay: float) -> None:

@@ -81,7 +81,12 @@ class Optimizer(torch.optim.Optimizer):
         *,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        _check_optimizer(optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            says = f"give a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            raise UsageError("optimizer", says)
+        if isinstance(optimizer, Optimizer):
+            raise UsageError("optimizer", "is wrapped already")
+        check_steps(optimizer)
         options.positive("timeout_seconds", timeout_seconds)
         self._inner = optimizer
         # The groups are the same dictionaries, so schedulers of this object act on both.
@@ -353,15 +358,6 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             self.close()
             raise
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        says = f"give a torch.optim.Optimizer, not {type(optimizer).__name__}"
-        raise UsageError("optimizer", says)
-    if isinstance(optimizer, Optimizer):
-        raise UsageError("optimizer", "is wrapped already")
-    check_steps(optimizer)
 
 
 def _parameters_of(

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from dovetail.training.datasets import (
 )
 from dovetail.training.group import GroupLearners
 from dovetail.training.keras_models import check_keras, is_keras
-from dovetail.training.learner import MakeLearner
 from dovetail.training.modules import (
     ModuleLearner,
     ModuleLearners,
@@ -88,65 +87,72 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     if request.backend == "ranks" and launched_rank():
         # Rank 0 alone keeps the run's state and calls back.
         request = replace(request, folder=None, resume=False, storage={}, callbacks=())
-    _check_model(request.model)
+    model = request.model
+    if is_keras(model):
+        check_keras(model)
+    if not isinstance(model, nn.Module):
+        raise ModelError(type(model).__name__, f"is no torch.nn.Module{at(model)}")
+    check_travels({"model": model})
     _check_device(request)
-    parameters = parameters_of(request.model)
-    _check_hooks(request.model)
+    parameters = parameters_of(model)
+    for path, parameter in named_parameters(model):
+        if has_parameter_hooks(parameter):
+            says = f"{path} has a hook, which workers' copies would lack; put it into the model"
+            raise ModelError(type(model).__name__, f"{says} or the optimizer{at(model)}")
     optimizer = resolve_optimizer(request.optimizer, request.lr, parameters)
     rule = bind_rule(request.rule, optimizer)
-    run = _backend_of(request)
+    run = (
+        load_backend(request.backend, **request.backend_options)
+        if isinstance(request.backend, str)
+        else request.backend
+    )
     source = open_dataset(dataset, request.collate, request.epochs)
     length = source.length if isinstance(source, StreamSource) else source.samples
     check_callbacks(request.callbacks, length)
     learners = ModuleLearners(
-        request.model, request.loss, optimizer, dataset, request.schedule, request.collate,
+        model, request.loss, optimizer, dataset, request.schedule, request.collate,
         request.epochs, request.seed, _arrangement(request, source), request.device,
         request.autocast,
     )  # fmt: skip
-    theta = flatten(request.model)
+    theta = flatten(model)
     here = _device_here(request)
     learner = _try_out(learners, theta, request.batch, here)
     evaluator = _evaluator(request, source, validation, here)
     if request.backend not in _IN_PROCESS:
-        _check_travels(learners)
+        sent = ("loss", "optimizer", "schedule", "collate", "dataset")
+        check_travels({name: getattr(learners, name) for name in sent})
     job = _job(request, rule, source, theta)
-    _check_wire(request.wire, job, rule)
-    folder = None
+    wire = request.wire
+    make_wire(wire, job.size, job.dtype)  # raises what is wrong with it
+    if wire.startswith("topk") and RULES[rule.name].sends_parameters:
+        raise UsageError(
+            "wire",
+            f"{rule.name} sends parameters, and what {wire} leaves out would be 0 in the mean; "
+            "give float16 or bfloat16, or a rule that sends updates, as agn",
+        )
+    folder = storage = None
     if request.folder is not None:
-        folder = open_folder(request.folder, _facts(request.model, job, rule), request.resume)
-    assignment = _assignment(request, job, rule, theta, learners, folder)
+        folder = open_folder(request.folder, _facts(model, job, rule), request.resume)
+        storage = Storage(Path(folder.center), resume=request.resume, **request.storage)
+    facts = {}
     if request.backend == "ranks":
         facts = _facts_of_ranks(request, job, rule, learner, source)
-        assignment = replace(assignment, facts=facts)
-    return PreparedTraining(
-        request, assignment, run, evaluator, *request.evaluation_times(length), length, folder
-    )
-
-
-def _assignment(
-    request: TrainRequest,
-    job: Job,
-    rule: Rule,
-    theta: Vector,
-    learners: ModuleLearners,
-    folder: RunFolder | None,
-) -> Assignment:
-    make: MakeLearner = learners if request.group == 1 else GroupLearners(learners, request.group)
-    storage = None
-    if folder is not None:
-        storage = Storage(Path(folder.center), resume=request.resume, **request.storage)
-    return Assignment(
+    assignment = Assignment(
         job=replace(job, run=folder.run if folder else uuid.uuid4().hex),
         rule=rule,
         theta=theta,
-        learner=make,
+        learner=learners if request.group == 1 else GroupLearners(learners, request.group),
         guard=request.guard,
         policy=request.policy,
         storage=storage,
         shards=request.shards,
-        wire=request.wire,
+        wire=wire,
         order=request.order,
         device=request.device,
+        facts=facts,
+    )
+    return PreparedTraining(
+        request, assignment, run, evaluator, *request.evaluation_times(length), length, folder
     )
 
 
@@ -177,22 +183,6 @@ def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
             'for its server; give the rule as "sync"',
         )
     return rule
-
-
-def _check_model(model: Any) -> None:
-    if is_keras(model):
-        check_keras(model)
-    if not isinstance(model, nn.Module):
-        raise ModelError(type(model).__name__, f"is no torch.nn.Module{at(model)}")
-    check_travels({"model": model})
-
-
-def _check_hooks(model: nn.Module) -> None:
-    """Raises `ModelError` for hooks of parameters, which copies of a parameter lack."""
-    for path, parameter in named_parameters(model):
-        if has_parameter_hooks(parameter):
-            says = f"{path} has a hook, which workers' copies would lack; put it into the model"
-            raise ModelError(type(model).__name__, f"{says} or the optimizer{at(model)}")
 
 
 def _check_device(request: TrainRequest) -> None:
@@ -226,12 +216,6 @@ def _device_here(request: TrainRequest) -> str:
     if request.backend == "ray" and not torch.cuda.is_available():
         return "cpu"
     return device_of(request.device, 0)
-
-
-def _backend_of(request: TrainRequest) -> Backend:
-    if isinstance(request.backend, str):
-        return load_backend(request.backend, **request.backend_options)
-    return request.backend
 
 
 def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -> ModuleLearner:
@@ -295,27 +279,6 @@ def _arrangement(request: TrainRequest, source: SampleSource) -> NDArray[np.int6
     by_label = request.partition == "by-label"
     labels = labels_of(source) if by_label else np.zeros(source.samples, np.bool_)
     return arrangement(request.partition, labels, request.seed)
-
-
-def _check_wire(wire: str, job: Job, rule: Rule) -> None:
-    make_wire(wire, job.size, job.dtype)  # raises what is wrong with it
-    if wire.startswith("topk") and RULES[rule.name].sends_parameters:
-        raise UsageError(
-            "wire",
-            f"{rule.name} sends parameters, and what {wire} leaves out would be 0 in the mean; "
-            "give float16 or bfloat16, or a rule that sends updates, as agn",
-        )
-
-
-def _check_travels(learners: ModuleLearners) -> None:
-    parts: Mapping[str, object] = {
-        "loss": learners.loss,
-        "optimizer": learners.optimizer,
-        "schedule": learners.schedule,
-        "collate": learners.collate,
-        "dataset": learners.dataset,
-    }
-    check_travels(parts)
 
 
 def _job(request: TrainRequest, rule: Rule, source: SampleSource, theta: Vector) -> Job:

@@ -340,7 +340,10 @@ class Rates:
             return self._epochs[int(epoch)]
         if self._schedule is None:
             return self._epochs[0]
-        factor = _factor(self._schedule, epoch)
+        with UserCode("the schedule", self._schedule):
+            factor = float(self._schedule(epoch))
+        if not 0 <= factor < float("inf"):
+            raise UsageError("schedule", f"gives the factor {factor} at epoch {epoch}")
         return [{**group, "lr": group["lr"] * factor} for group in self._epochs[0]]
 
     def _next(self) -> list[dict[str, Any]]:
@@ -395,11 +398,3 @@ def _is_function_of_epoch(schedule: Any) -> bool:
     except UserCodeError:
         # A function that makes a scheduler fails on a number, with an exception of any kind.
         return False
-
-
-def _factor(schedule: Any, epoch: float) -> float:
-    with UserCode("the schedule", schedule):
-        factor = float(schedule(epoch))
-    if not 0 <= factor < float("inf"):
-        raise UsageError("schedule", f"gives the factor {factor} at epoch {epoch}")
-    return factor

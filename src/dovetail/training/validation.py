@@ -178,7 +178,9 @@ class Evaluator:
         batches = self._batches(self._training, MOST_NORM_BATCHES)
         compute_statistics(there, (batch for batch, _ in batches), self._casting)
         if there is not module:
-            _copy_statistics(there, module)
+            for norm, twin in zip(norms_of(there), norms_of(module), strict=True):
+                for name in ("running_mean", "running_var", "num_batches_tracked"):
+                    getattr(twin, name).copy_(getattr(norm, name))
 
     def _batches(self, source: SampleSource, most: int | None = None) -> Iterator[tuple[Any, int]]:
         """The batches of `batches_of`, where the evaluator's module is."""
@@ -271,13 +273,6 @@ def norms_of(module: nn.Module) -> list[_NormBase]:
         for part in module.modules()
         if isinstance(part, _NormBase) and part.running_mean is not None
     ]
-
-
-def _copy_statistics(module: nn.Module, other: nn.Module) -> None:
-    """Copies the running statistics of the module's norms to those of its twin `other`."""
-    for norm, twin in zip(norms_of(module), norms_of(other), strict=True):
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            getattr(twin, name).copy_(getattr(norm, name))
 
 
 def _compute(module: nn.Module, batches: Iterable[Any], casting: MakeContext) -> None:

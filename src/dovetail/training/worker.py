@@ -245,7 +245,11 @@ class _WorkerLoop:
         local = self._local
         assert local is not None
         stretch, fraction = self._positions.stretch(start), self._positions.passes(start)
-        indices = self._indices(stretch, start, stop)
+        if self._stretch != stretch:
+            self._stretch, self._order = stretch, self._positions.order(stretch)
+        indices = np.arange(start, stop)
+        if self._order is not None:
+            indices = self._order[start - stretch.start : stop - stretch.start]
         stepper = self._stepper
         gradient = yield Look(self._rule.look(local), indices, stretch.epoch)
         if gradient is None:
@@ -258,13 +262,6 @@ class _WorkerLoop:
             self._samples += gradient.samples
             self._loss += gradient.loss * gradient.samples
         return Stepped(gradient.samples, gradient.loss)
-
-    def _indices(self, stretch: Stretch, start: int, stop: int) -> NDArray[np.int64]:
-        if self._stretch != stretch:
-            self._stretch, self._order = stretch, self._positions.order(stretch)
-        if self._order is None:
-            return np.arange(start, stop)
-        return self._order[start - stretch.start : stop - stretch.start]
 
     def commit(
         self, lease: Lease, sequence: int, *, ends: bool = False

@@ -139,8 +139,11 @@ class ThreadsTransport:
             self._deliver(self.server.stop())
 
     def turn(self, progress: RunProgress) -> Iterator[Word]:
+        # Until there is news, a lease runs out, or an evaluation is due.
+        seconds = min(self.life.due_seconds(), progress.due_seconds) - self.seconds()
+        limited = min(max(0.0, seconds), threading.TIMEOUT_MAX)
         with self.news:
-            self.news.wait_for(lambda: self.is_news, self._seconds_left(progress))
+            self.news.wait_for(lambda: self.is_news, None if math.isinf(seconds) else limited)
             self.is_news = False
         if self.error is not None:
             raise self.error
@@ -184,11 +187,6 @@ class ThreadsTransport:
     def _lives(self) -> list[_WorkerThread]:
         return list(self.workers.values())
 
-    def _seconds_left(self, progress: RunProgress) -> float | None:
-        """Seconds until a lease runs out or an evaluation is due; None: no time limit."""
-        seconds = min(self.life.due_seconds(), progress.due_seconds) - self.seconds()
-        return None if math.isinf(seconds) else min(max(0.0, seconds), threading.TIMEOUT_MAX)
-
     def _report(self, progress: RunProgress) -> ServerReport:
         server = self.server
         done = server.done or server.stopped
@@ -216,7 +214,12 @@ class ThreadsTransport:
             try:
                 self._train(worker)
             except Exception as error:
-                self._fail(worker, error)
+                name = f"worker {worker.index}"
+                raised = ProcessError(name, traceback.format_exc(), line_of(error))
+                raised.__cause__ = error
+                self.life.stop(worker.index)
+                self.ends.append(WorkerRaised(worker.index, raised))
+                self.ends.append(WorkerDied(worker.index, f"by {line_of(error)}"))
             else:
                 if not self.over.is_set():
                     self._deliver(self.server.leave(worker.index))
@@ -225,13 +228,6 @@ class ThreadsTransport:
             self.error = self.error or error
         self.life.stop(worker.index)
         self._tell_caller()
-
-    def _fail(self, worker: _WorkerThread, error: Exception) -> None:
-        raised = ProcessError(f"worker {worker.index}", traceback.format_exc(), line_of(error))
-        raised.__cause__ = error
-        self.life.stop(worker.index)
-        self.ends.append(WorkerRaised(worker.index, raised))
-        self.ends.append(WorkerDied(worker.index, f"by {line_of(error)}"))
 
     def _train(self, worker: _WorkerThread) -> None:
         assignment, index = self.assignment, worker.index

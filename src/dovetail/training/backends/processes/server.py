@@ -154,7 +154,10 @@ class _ServerProcess:
     def loop(self) -> None:
         """Serves until the channel ends, which raises `EOFError`."""
         while True:
-            for key, _ in self.selector.select(self._patience_seconds()):
+            # While no worker computes, no signs of life are looked for.
+            computes = self.life.computing
+            look_seconds = self.plan.lease_seconds / LOOKS if computes else None
+            for key, _ in self.selector.select(look_seconds):
                 key.data()
             self._look_for_life()
             self._tell()
@@ -267,7 +270,8 @@ class _ServerProcess:
             case (frames.Kind.JOIN, content):
                 self._join(worker, link, content.get("replaces") is True)
             case (frames.Kind.LEAVE, _):
-                self._leave(worker)
+                self._drop(worker)
+                self._deliver(self.server.leave(worker))
             case (frames.Kind.TURN, content):
                 self._take(worker, link, content)
             case (frames.Kind.COPY, _):
@@ -287,10 +291,6 @@ class _ServerProcess:
         self._note(link.detail, events)
         link.joined = True
         self._send(worker, frames.pack(frames.Kind.JOINED, {"sequence": sequence}))
-
-    def _leave(self, worker: int) -> None:
-        self._drop(worker)
-        self._deliver(self.server.leave(worker))
 
     def _take(self, worker: int, link: _ServerLink, content: dict[str, Any]) -> None:
         understood = frames.turn_of(content)
@@ -373,10 +373,6 @@ class _ServerProcess:
         self.life.silent.discard(worker)
 
     # -- signs of life
-
-    def _patience_seconds(self) -> float | None:
-        """Seconds until signs of life are looked for; None while no worker computes."""
-        return self.plan.lease_seconds / LOOKS if self.life.computing else None
 
     def _look_for_life(self) -> None:
         """Takes the lease of each worker that computes but has given no sign of life for too

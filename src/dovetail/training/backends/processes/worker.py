@@ -19,7 +19,7 @@ from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemo
 from dovetail.training.backends.processes.messages import Connect, Finished, WorkerStart
 from dovetail.training.checks import checksum, copy_and_checksum
 from dovetail.training.liveness import on_alive
-from dovetail.training.records import Refusal, Reply, Vector
+from dovetail.training.records import Refusal, Vector
 from dovetail.training.wire import make_wire
 from dovetail.training.worker import Ask, Told, drive, work
 
@@ -95,7 +95,11 @@ class WorkerLink:
                 self.join()
                 continue
             reply = frames.reply_of(answer)
-            if not _was_unreadable(reply):
+            # A packet that the server could not read is sent again. A commit whose vector was
+            # changed on its way is refused for its checksum as well, but that answer has a lease
+            # for the worker, or says that the run ends.
+            ended = reply.done or reply.stop
+            if ended or reply.lease is not None or reply.refusal is not Refusal.CHECKSUM:
                 return Told(reply, self._center if ask.turn.pull else None)
 
     def copy(self) -> Vector | None:
@@ -137,13 +141,3 @@ class WorkerLink:
             return None
         # A link that the server has closed gives an empty packet, which `unpack` cannot read.
         return None if answer is None else answer[1]
-
-
-def _was_unreadable(reply: Reply) -> bool:
-    """Whether the server could not read the packet, so that it must be sent again.
-
-    A commit whose vector was changed on its way is refused for its checksum as well. But that
-    answer has a lease for the worker, or says that the run ends.
-    """
-    ended = reply.done or reply.stop
-    return reply.refusal is Refusal.CHECKSUM and reply.lease is None and not ended

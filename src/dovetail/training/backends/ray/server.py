@@ -152,10 +152,10 @@ class ParameterServer:
     async def join(self, worker: int, life: int) -> Joined | None:
         """Adds a worker that begins, or goes on after a restart of the server. Returns None if the
         server has failed or a newer worker has this number."""
-        if self._raised is not None or self._is_older(worker, life):
+        link = self._links.get(worker)
+        if self._raised is not None or (link is not None and link.life > life):
             return None
         self._watch = self._watch or asyncio.create_task(self._look_for_life())
-        link = self._links.get(worker)
         if link is not None and link.life < life:
             await self._evict(worker)
         outbox = np.empty_like(self._theta)
@@ -216,9 +216,6 @@ class ParameterServer:
             del self._links[worker]
             self._lease_clock.stop(worker)
             self._deliver(await self._do(self._server.leave, worker))
-
-    def _is_older(self, worker: int, life: int) -> bool:
-        return worker in self._links and self._links[worker].life > life
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         for delivery in deliveries:
