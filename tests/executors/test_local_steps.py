@@ -16,6 +16,7 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline.sources import in_order, with_threads
 from dovetail.runtime.files import cache_folder
 from dovetail.runtime.native import has_compiler
+from dovetail.runtime.neighbours import Spinning
 from dovetail.runtime.setup import op_threads, rest_openmp
 from tests.support.placing import plan_for, two_devices
 
@@ -67,6 +68,40 @@ def test_all_cores_as_one_device_are_this_process_and_parts_of_them_are_not():
     with Workers(HERE) as workers:
         (worker,) = workers.start((0,))
         assert isinstance(worker, LocalWorker) and workers.pids == ()
+
+
+def test_openmp_is_held_back_while_others_compute_until_the_worker_closes():
+    others_cores, told = [0.0, 0.9, 0.9], []
+
+    class Others:
+        def look(self):
+            return others_cores.pop(0)
+
+        def pause(self): ...
+
+        def resume(self): ...
+
+    class Echo:
+        infers = True
+
+        def answer(self, request):
+            told.append(request)
+            return request
+
+        def close(self):
+            told.append("closed")
+
+    def hold_back(team):
+        told.append(f"held by {team}")
+        return lambda: told.append("released")
+
+    spinning = Spinning((0, 1), 2, neighbours=Others(), hold_back=hold_back)
+    worker = LocalWorker("all", 2, Echo(), tuple, spinning)
+    for step in range(3):
+        worker.send(step)
+        assert worker.receive() == step
+    worker.close()
+    assert told == [0, "held by 3", 1, 2, "closed", "released"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dovetail.executors.worker import Load, ServedDevice, UseThreads
 from dovetail.machine import Device, Machine
 from dovetail.machine.gpus import check_gpu
 from dovetail.runtime.native import build_native
+from dovetail.runtime.neighbours import Spinning
 from dovetail.runtime.processes import Worker, launch
 from dovetail.runtime.setup import keep_freed_memory, op_threads, trim_memory
 from dovetail.runtime.user_code import line_of
@@ -60,13 +61,23 @@ class LocalWorker:
     A step leaves the caller's number of threads, its random numbers and its modes of grad and
     autocast as they were, and none of them touches the step.
 
-    threads   on which each op runs
-    loads     class of the requests that a block follows
+    threads    on which each op runs
+    loads      class of the requests that a block follows
+    spinning   watches other programs on this process's cores, as in the devices' processes: beside
+               a program that computed, a step of SqueezeNet on two threads took 62 ms instead of 8
     """
 
-    def __init__(self, name: str, threads: int, served: Served, loads: type) -> None:
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        served: Served,
+        loads: type,
+        spinning: Spinning | None = None,
+    ) -> None:
         self.name, self.pid = name, os.getpid()
         self._threads, self._served, self._loads = threads, served, loads
+        self._spinning = spinning
         self._loading: object = None
         self._reply: object = "ready"
         keep_freed_memory()
@@ -77,8 +88,12 @@ class LocalWorker:
             self._threads = request.count
         elif isinstance(request, self._loads):
             self._loading = request
-        else:
+        elif self._spinning is None:
             self.answer(self._served.answer, request)
+        else:
+            self._spinning.look()
+            self.answer(self._served.answer, request)
+            self._spinning.pause()
 
     def answer(self, function: Callable[..., object], *args: object) -> None:
         """Note what the function returns as the reply."""
@@ -100,6 +115,8 @@ class LocalWorker:
     def close(self, *, kill: bool = False) -> None:
         """Forget all that was loaded."""
         self._served.close()
+        if self._spinning is not None:
+            self._spinning.close()
         trim_memory()
 
     def _shielded(self, function: Callable[..., object], *args: object) -> object:
@@ -165,8 +182,9 @@ class Workers:
             for index in fresh:
                 device = self.machine.devices[index]
                 if self.is_local:
+                    spinning = Spinning(device.cores, device.op_threads)
                     self._started[index] = LocalWorker(
-                        device.name, device.op_threads, ServedDevice(), Load
+                        device.name, device.op_threads, ServedDevice(), Load, spinning
                     )
                     continue
                 told: object

@@ -72,9 +72,10 @@ threads are not `_HOPELESS`, each of them runs at least `_LEAST_ROUNDS` rounds."
 _HOPELESS = 1.5
 """A number of threads that takes more than this many times the best in the first round is not tried
 again."""
-_EQUAL = 1.03
+_EQUAL = 1.05
 """Numbers of threads that take at most this many times the best count as equal, because the machine
-is not quiet enough to tell them apart. The least of them leaves most cores to other programs."""
+is not quiet enough to tell them apart. The least of them leaves most cores to other programs, and
+suffers least from them."""
 
 Rounds = Callable[[int], float]
 """A function of a number of threads. It runs some steps with it, and returns the median seconds of

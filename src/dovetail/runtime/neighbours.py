@@ -186,6 +186,10 @@ class Spinning:
         elif self._calm >= 2:
             self._spin()
 
+    def close(self) -> None:
+        """Let threads spin again as they did at first."""
+        self._spin()
+
     def _wait(self) -> None:
         self.spin_seconds = BRIEF_SECONDS
         if self._team and self._release is None:
