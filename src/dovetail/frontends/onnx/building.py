@@ -20,8 +20,16 @@ def build(
     model: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]
 ) -> Graph:
     """Return the graph of all inputs and of the ops that `outputs` need. O(ops + tensors)."""
-    needed = _needed_ops(ops, outputs)
-    sources = _sources(needed, inputs, outputs)
+    makers = {value.op for value in outputs if value.op is not None}
+    for op in reversed(ops):
+        if op in makers:
+            makers.update(value.op for value in op.reads if value.op is not None)
+    needed = [op for op in ops if op in makers]
+    # The weights and constants that are read, and all inputs.
+    read = dict.fromkeys(value for op in needed for value in op.reads if value.op is None)
+    read.update(dict.fromkeys(value for value in outputs if value.op is None))
+    of_graph = [*(value for value in read if value.role != "input"), *inputs]
+    sources = sorted(of_graph, key=lambda value: _ORDER.index(value.role))
     first = len(sources)
     taken: dict[str, int] = {}
     paths = (f"{op.module}/{op.leaf}" if op.module else op.leaf for op in needed)
@@ -34,7 +42,15 @@ def build(
     reads += [[tensor[value] for value in op.reads] for op in needed]
     flops = [0] * first + [count_flops(op) for op in needed]
     accessed = [0] * first + [count_bytes(op) for op in needed]
-    _check_counts(model, names, flops, accessed)
+    for name, *counts in zip(names, flops, accessed, strict=True):
+        if max(counts) >= MOST_BYTES:  # a column has 64 bits
+            raise ModelError(
+                model, f"op {name!r} has impossible work: {max(counts)} FLOPs or bytes"
+            )
+    storage: dict[Value, int] = {}  # a view has its base's
+    for value in values:
+        storage[value] = len(storage) if value.base is None else storage[value.base]
+    index = {number: i for i, number in enumerate(dict.fromkeys(storage.values()))}
     of_sources = (
         module_of_weight(source.name) if source.role in ("parameter", "buffer") else ""
         for source in sources
@@ -52,37 +68,11 @@ def build(
         strides=tuple(_strides(value.shape) for value in values),
         dtypes=tuple(value.dtype for value in values),
         tensor_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
-        storages=np.array(_storages(values), dtype=np.int32),
+        storages=np.array([index[number] for number in storage.values()], dtype=np.int32),
         input_offsets=np.cumsum([0, *map(len, reads)]),
         input_tensors=np.array([t for of_op in reads for t in of_op], dtype=np.int32),
         outputs=np.array([tensor[value] for value in outputs], dtype=np.int32),
     )
-
-
-def _check_counts(model: str, names: list[str], flops: list[int], accessed: list[int]) -> None:
-    """Raise `ModelError` for an op whose FLOPs or bytes are too many for a column of 64 bits."""
-    for name, *counts in zip(names, flops, accessed, strict=True):
-        if max(counts) >= MOST_BYTES:
-            raise ModelError(
-                model, f"op {name!r} has impossible work: {max(counts)} FLOPs or bytes"
-            )
-
-
-def _needed_ops(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
-    """Return the ops that the outputs depend on, in their order."""
-    needed = {value.op for value in outputs if value.op is not None}
-    for op in reversed(ops):
-        if op in needed:
-            needed.update(value.op for value in op.reads if value.op is not None)
-    return [op for op in ops if op in needed]
-
-
-def _sources(ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
-    """Return the weights and constants that are read, and all inputs, sorted by role."""
-    read = dict.fromkeys(value for op in ops for value in op.reads if value.op is None)
-    read.update(dict.fromkeys(value for value in outputs if value.op is None))
-    of_graph = [*(value for value in read if value.role != "input"), *inputs]
-    return sorted(of_graph, key=lambda value: _ORDER.index(value.role))
 
 
 def _unique(name: str, taken: dict[str, int]) -> str:
@@ -101,15 +91,6 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _storages(values: Sequence[Value]) -> list[int]:
-    """Return [values] the index of each value's storage; a view has its base's storage."""
-    storage: dict[Value, int] = {}
-    for value in values:
-        storage[value] = len(storage) if value.base is None else storage[value.base]
-    index = {number: i for i, number in enumerate(dict.fromkeys(storage.values()))}
-    return [index[number] for number in storage.values()]
 
 
 # Roles of constants. A file does not say which ones are parameters and which are buffers.
