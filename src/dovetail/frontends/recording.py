@@ -373,11 +373,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             self.differentiates = any(value.requires_grad for value in tensors_of((args, kwargs)))
         traits = _traits(func)
         rule = self.rules.get(func, _no_rule)
-        if rule is _no_rule and traits.is_composite and func not in _ASKING_FOR_FORM:
-            # Autograd runs an operator by its parts where the tensors' device has no kernel of its
-            # own for it.
-            if autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs))):
-                rule = func.decompose
+        # Autograd runs an operator by its parts where the tensors' device has no kernel for it.
+        if (
+            rule is _no_rule
+            and traits.is_composite
+            and func not in _ASKING_FOR_FORM
+            and autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
+        ):
+            rule = func.decompose
         # torch switches this mode off inside this method; the rule's own operators must come here
         # too.
         with self:
