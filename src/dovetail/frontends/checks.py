@@ -266,7 +266,18 @@ def settled(
         # An answer may let the model loop for ever.
         most = 2 * questions.calls + _MOST_CALLS
         trial = Questions(other, limited=frozenset([site]), skips=True, most_calls=most)
-        if isinstance(outcome, Exception) or not _is_limit(run, same, outcome, trial):
+        is_limit = False
+        if not isinstance(outcome, Exception):
+            # Without what is to be limited the step must give the same as without the branch, and
+            # must not ask anything new.
+            known = len(trial.answers)
+            try:
+                found = run(trial)
+            except (Exception, _GoesOn):
+                pass
+            else:
+                is_limit = len(trial.answers) == known and same(outcome, found, trial.skipped)
+        if not is_limit:
             _refuse(run, answers, site)
         limited.append(site)
     if isinstance(outcome, Exception):
@@ -321,23 +332,6 @@ def _guessed(
                 # Both answers lead to an error, and the first is as likely the reason.
                 run(Questions(answers))
             raised[site] = _told(error, questions.calls)
-
-
-def _is_limit(
-    run: Callable[[Questions], _Result],
-    same: Callable[[_Result, _Result, list[Tensor]], bool],
-    result: _Result,
-    trial: Questions,
-) -> bool:
-    """Return True if a run that skips what is to be limited gives the same as without the branch.
-
-    It must not ask anything new."""
-    known = len(trial.answers)
-    try:
-        found = run(trial)
-    except (Exception, _GoesOn):
-        return False
-    return len(trial.answers) == known and same(result, found, trial.skipped)
 
 
 def _raised_by_model(error: BaseException) -> bool:
