@@ -49,7 +49,6 @@ from dovetail.frontends.checks import (
     CHECK,
     LossTracingError,
     Questions,
-    Settled,
     TracingError,
     settled,
 )
@@ -676,98 +675,6 @@ COMPARED = 6000
 about a tenth of the time of calls on fake ones."""
 
 
-class _Runs:
-    """Runs a requested step for its recordings.
-
-    recordings   of all runs
-    layouts   identity of a recording -> number of its results, and their template
-    steps     numbers of time steps of the recurrent layers that the last run has met
-    made      weak references to the fake tensors of all recordings
-    """
-
-    def __init__(self, request: Request, attributes: Attributes) -> None:
-        self._request, self._attributes, self._has_run = request, attributes, False
-        self._flat = [
-            *request.parameters.values(), *request.buffers.values(), *request.inputs,
-            *request.targets,
-        ]  # fmt: skip
-        if request.scale is not None:
-            self._flat.append(request.scale)
-        self.recordings: list[Recording] = []
-        self.layouts: dict[int, tuple[int, Any]] = {}
-        self.steps: list[int] = []
-        self.made: list[weakref.ref[Tensor]] = []
-
-    def one(self, stale: Mapping[int, bool], questions: Questions) -> Recording:
-        """Return the recording of a run."""
-        request, at = self._request, _Position()
-        layout: list[tuple[int, Any]] = []
-        self.steps.clear()
-        step = _flat_step(request, at, layout, self.steps, questions)
-        # Of a run that only tries an answer nothing is kept.
-        may_be_fake = request.holds_fakes or questions.probed is not None
-        outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
-        recording = record(step, self._flat, at.mark, _RULES, outside, questions, made=self.made)
-        self.recordings.append(recording)
-        self.layouts[id(recording)] = layout[0]
-        return recording
-
-    def first(self, questions: Questions) -> Recording:
-        """Return the recording of a run that finds the module as it was."""
-        mode = self._request.mode
-        if self._has_run and questions.probed is None:
-            # An earlier run may have left its tensors there.
-            clear_caches(lambda x: isinstance(x, FakeTensor) and x.fake_mode is mode)
-        self._has_run = True
-        self._attributes.restore()
-        return self.one({}, questions)
-
-    def compute_the_same(self, one: Recording, other: Recording, untouched: list[Tensor]) -> bool:
-        """Return True if two recordings compute the same, and the second writes over none of these
-        tensors."""
-        numbers, written = _Numbers({}), _written_storages(other)
-        first, second = (numbers.of_results(r, self.layouts[id(r)]) for r in (one, other))
-        return first == second and all(storage_of(value) not in written for value in untouched)
-
-    def check_later(
-        self,
-        numbers: "_Numbers",
-        results: tuple[str, str],
-        step: Settled[Recording],
-        changed: list[str],
-    ) -> list[str]:
-        """Raise `TracingError` if the next step, or one much later, computes something else than
-        the first. Return the names of the numbers that each step changes."""
-        attributes = Attributes(self._request.module, self._request.loss) if changed else None
-        if self._numbers_again(numbers, step) != results:
-            raise TracingError(_describe_changes("its next step", changed))
-        counters = attributes.advance() if attributes else []
-        if counters:
-            try:
-                found = self._numbers_again(numbers, step)
-            except Exception as error:
-                raise TracingError(_describe_changes("a later step", counters)) from error
-            if found != results:
-                raise TracingError(_describe_changes("a later step", counters))
-        return counters
-
-    def _numbers_again(self, numbers: "_Numbers", step: Settled[Recording]) -> tuple[str, str]:
-        """Run the step after its first run, and return the numbers of what it computes then."""
-        first = step.result
-        node_of = {
-            id(value): node
-            for node in first.graph.nodes
-            if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
-        }
-        follows = _lasting(self._request, first)
-        second = self.one({key: node in follows for key, node in node_of.items()}, step.again())
-        # A value that the first run left behind and the second reads has the number it had there.
-        numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
-        results = numbers.of_results(second, self.layouts[id(second)])
-        forget(second.graph)
-        return results
-
-
 def trace(request: Request) -> Trace:
     """Return the trace of the requested step.
 
@@ -775,18 +682,69 @@ def trace(request: Request) -> Trace:
     back in either case.
     """
     attributes = Attributes(request.module, request.loss)
-    runs = _Runs(request, attributes)
+    flat = [
+        *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets,
+    ]  # fmt: skip
+    if request.scale is not None:
+        flat.append(request.scale)
+    recordings: list[Recording] = []  # of all runs
+    layouts: dict[int, tuple[int, Any]] = {}  # identity of a recording -> as in `_flat_step`
+    steps: list[int] = []  # of the recurrent layers that the last run has met
+    made: list[weakref.ref[Tensor]] = []  # the fake tensors of all recordings
+    numbers, results, counters = _Numbers({}), ("", ""), list[str]()
+    attempts = itertools.count()
+
+    def run(stale: Mapping[int, bool], questions: Questions) -> Recording:
+        at, layout = _Position(), list[tuple[int, Any]]()
+        steps.clear()
+        step = _flat_step(request, at, layout, steps, questions)
+        # Of a run that only tries an answer nothing is kept.
+        may_be_fake = request.holds_fakes or questions.probed is not None
+        outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
+        recording = record(step, flat, at.mark, _RULES, outside, questions, made=made)
+        recordings.append(recording)
+        layouts[id(recording)] = layout[0]
+        return recording
+
+    def run_first(questions: Questions) -> Recording:
+        """Record a run that finds the module as it was."""
+        if next(attempts) and questions.probed is None:
+            # An earlier run may have left its tensors there.
+            clear_caches(lambda x: isinstance(x, FakeTensor) and x.fake_mode is request.mode)
+        attributes.restore()
+        return run({}, questions)
+
+    def compute_the_same(one: Recording, other: Recording, untouched: list[Tensor]) -> bool:
+        """Return True if the second run also writes over none of these tensors."""
+        compared, written = _Numbers({}), _written_storages(other)
+        first, second = (compared.of_results(r, layouts[id(r)]) for r in (one, other))
+        return first == second and all(storage_of(value) not in written for value in untouched)
+
+    def run_again() -> tuple[str, str]:
+        """Run the step after its first run, and return the numbers of what it computes then."""
+        node_of = {
+            id(value): node
+            for node in first.graph.nodes
+            if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
+        }
+        lasting = _lasting(request, first)
+        second = run({key: node in lasting for key, node in node_of.items()}, step.again())
+        # A value that the first run left behind and the second reads has the number it had there.
+        numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
+        found = numbers.of_results(second, layouts[id(second)])
+        forget(second.graph)
+        return found
+
     try:
         with request.mode, _silence_log(), _traceable_modules():
-            step = settled(runs.first, runs.compute_the_same)
+            step = settled(run_first, compute_the_same)
             first = step.result
-            for tried in runs.recordings:
+            for tried in recordings:
                 if tried is not first:
                     forget(tried.graph)
             changed = attributes.changed()
             attributes.check_apart(request.owners)
             _check_held(request)
-            numbers, results, counters = _Numbers({}), ("", ""), list[str]()
             is_compared = len(first.marks) <= COMPARED
             # What `forward` writes between two steps into memory that is not torch's, such as that
             # of an array, goes past torch.
@@ -796,9 +754,19 @@ def trace(request: Request) -> Trace:
             )
             is_repeated = changed or len(first.marks) <= TRACED_TWICE or borrows
             if is_repeated or is_compared:
-                results = numbers.of_results(first, runs.layouts[id(first)])
+                results = numbers.of_results(first, layouts[id(first)])
             if is_repeated:
-                counters = runs.check_later(numbers, results, step, changed)
+                # The next step, and one much later, must compute the same.
+                later = Attributes(request.module, request.loss) if changed else None
+                if run_again() != results:
+                    raise TracingError(_describe_changes("its next step", changed))
+                counters = later.advance() if later else []
+                try:
+                    is_other = bool(counters) and run_again() != results
+                except Exception as error:
+                    raise TracingError(_describe_changes("a later step", counters)) from error
+                if is_other:
+                    raise TracingError(_describe_changes("a later step", counters))
             # They are compared once more on real tensors, when no fake one is left.
             numbers.given, numbers.of_node = {}, {}
     finally:
@@ -812,8 +780,8 @@ def trace(request: Request) -> Trace:
     recorded = list(first.graph.nodes)
     origins = _first_origins(first)
     second = purified(first, request.mode, [f"{role} {name}" for role, name in _roles(request)])
-    runs.made += references(second.graph)
-    traced = _clean(request, first, second, origins, runs.layouts[id(first)], runs.made)
+    made += references(second.graph)
+    traced = _clean(request, first, second, origins, layouts[id(first)], made)
     states = {
         node: first.draws[second.marks[node]]
         for node in traced.graph.nodes
@@ -822,22 +790,12 @@ def trace(request: Request) -> Trace:
     traced = replace(
         traced,
         written_inputs=written_inputs,
-        fused_steps=max(runs.steps, default=0),
+        fused_steps=max(steps, default=0),
         counters=tuple(counters),
         computed=Computed(numbers, results, traced.graph, traced.constants, states)
         if is_compared
         else None,
     )
-    # All that the step changed has been put back, so constants hold what the step read.
-    constant_names = {id(value): name for name, value in first.constants.items()}
-    for value in traced.constants.values():
-        name = constant_names.get(id(value))
-        if name is not None and digest_of(value) != first.digests[name]:
-            raise TracingError(
-                f"the model writes past torch (through NumPy, a bytearray) over the memory of a "
-                f"tensor of shape {tuple(value.shape)} that it reads; compute it with torch, in a "
-                "buffer that is written in place"
-            )
     left = set(traced.graph.nodes)
     for node in recorded:
         if node not in left:
@@ -1878,6 +1836,16 @@ def _clean(
     constants = {
         node: recording.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"
     }
+    # All that the step changed has been put back, so constants hold what the step read.
+    constant_names = {id(value): name for name, value in first.constants.items()}
+    for constant in constants.values():
+        key = constant_names.get(id(constant))
+        if key is not None and digest_of(constant) != first.digests[key]:
+            raise TracingError(
+                "the model writes past torch (through NumPy, a bytearray) over the memory of a "
+                f"tensor of shape {tuple(constant.shape)} that it reads; compute it with torch, in "
+                "a buffer that is written in place"
+            )
     # An origin's forward node is one of the pure recording, or None if none is left of it. A random
     # node draws what the first node drew that draws from the same state of the generator.
     left: dict[fx.Node | None, fx.Node] = {}
@@ -1892,9 +1860,9 @@ def _clean(
         origin = origins[mark] if mark is not None else Origin(Phase.FORWARD, "", None)
         forward = left.get(origin.forward) if origin.forward is not None else None
         final[node] = origin._replace(forward=forward)
-        key = first.draws.get(mark) if is_random(node.target) else None
-        if key is not None:
-            draws[node] = first_with.setdefault(key, node)
+        state = first.draws.get(mark) if is_random(node.target) else None
+        if state is not None:
+            draws[node] = first_with.setdefault(state, node)
     return Trace(
         graph, sources, constants, final, results, gradients, written, draws, made,
         differentiates=first.differentiates,
