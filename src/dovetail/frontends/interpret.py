@@ -149,14 +149,17 @@ def run_call(call: Call, tensors: Values, seed: int) -> None:
     """Run one call and store its results in `tensors`."""
     if call.random:
         torch.manual_seed(seed)
+    for tensor, value in zip(call.results, call_results(call, tensors), strict=True):
+        if tensor >= 0:
+            tensors[tensor] = value
+
+
+def call_results(call: Call, tensors: Values) -> Sequence[Any]:
+    """Return what a call returns; a single tensor counts as one element."""
     args, kwargs = call_arguments(call, tensors)
     with torch.set_grad_enabled(call.in_grad_mode):
         result = call.target(*args, **kwargs)
-    for tensor, value in zip(
-        call.results, (result,) if isinstance(result, Tensor) else result, strict=True
-    ):
-        if tensor >= 0:
-            tensors[tensor] = value
+    return (result,) if isinstance(result, Tensor) else result
 
 
 def last_uses(graph: Graph) -> list[list[int]]:

@@ -31,7 +31,7 @@ from dovetail.frontends.interpret import (
     Bound,
     Cells,
     bind,
-    call_arguments,
+    call_results,
 )
 from dovetail.frontends.program import Call, distinct_refs, fill_refs
 from dovetail.runtime.native import native_runner
@@ -269,10 +269,7 @@ def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
     refs = distinct_refs((call.args, call.kwargs))
 
     def run(*tensors: Tensor) -> Any:
-        args, kwargs = call_arguments(call, dict(zip(refs, tensors, strict=True)))
-        with torch.set_grad_enabled(call.in_grad_mode):
-            result = call.target(*args, **kwargs)
-        return (result,) if isinstance(result, Tensor) else result
+        return call_results(call, dict(zip(refs, tensors, strict=True)))
 
     return run, tuple(refs)
 

@@ -120,15 +120,7 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
         _check_constants(first.graph)
         second = _functionalize(first, mode)
     else:  # a second trace would be a copy
-        second = Recording(
-            first.graph,
-            first.constants,
-            first.digests,
-            {node: node for node in first.marks},
-            first.draws,
-            first.drawn,
-            first.differentiates,
-        )
+        second = replace(first, marks={node: node for node in first.marks})
     graph = second.graph
     # The placeholders are the graph's first nodes, in the order of `names`.
     given = dict(zip(graph.nodes, names, strict=False))

@@ -31,7 +31,6 @@ from dovetail.frontends.onnx.reading import (
     Op,
     Value,
     Weights,
-    onnx_library,
 )
 
 # Module paths, which say where in the model a node stands, with dots as in direct captures.
@@ -268,108 +267,6 @@ Versions = dict[str, int]
 """Domain -> version of its operators."""
 
 
-class Inference:
-    """Infers shapes node by node by the rules of the package `onnx`, with all content that is
-    known. So shapes that follow from other shapes, such as that of a `Reshape`, are found too."""
-
-    def __init__(self, model: str, ir_version: int) -> None:
-        self.model = model
-        self.ir_version = ir_version
-        self.onnx = onnx_library()
-
-    def outputs(
-        self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
-    ) -> list[Value | None]:
-        """Return a value per output, None where one is left out. Raises `UnknownShapeError`."""
-        onnx = self.onnx
-        if fault := _fault(node, inputs):
-            raise UnknownShapeError(self.model, op, node.output[0], fault)
-        types: dict[str, Any] = {}  # output -> `TypeProto`
-        contents = _compute_size(node, inputs)
-        if contents is None:
-            named = {name: v for name, v in zip(node.input, inputs, strict=True) if v is not None}
-            given = {
-                name: onnx.helper.make_tensor_type_proto(value.code, value.shape)
-                for name, value in named.items()
-            }
-            data = {
-                name: onnx.numpy_helper.from_array(value.data, name)
-                for name, value in named.items()
-                if value.data is not None
-            }
-            opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
-            try:
-                types = onnx.shape_inference.infer_node_outputs(
-                    schema, node, given, data, opset_imports=opsets, ir_version=self.ir_version
-                )
-            except Exception as error:  # several kinds, RuntimeError among them, of no common base
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                raise UnknownShapeError(self.model, op, node.output[0], lines[0]) from None
-            contents = self._fold_constant(node, types, inputs, versions)
-        if contents is not None and len(contents) < len(node.output):
-            detail = f"it has {len(node.output)} outputs, but makes {len(contents)}"
-            raise UnknownShapeError(self.model, op, node.output[len(contents)], detail)
-        values: list[Value | None] = []
-        for position, name in enumerate(node.output):
-            if not name:
-                values.append(None)
-                continue
-            if contents is not None:
-                content = contents[position]
-                code = onnx.helper.np_dtype_to_tensor_dtype(content.dtype)
-                values.append(Value(name, code, content.shape, content, role="constant"))
-                continue
-            ruled = own_rule(node, inputs) if position == 0 else None
-            shaped = ruled or _read_shape(types.get(name))
-            if shaped is None:
-                raise UnknownShapeError(self.model, op, name, "it depends on data, or has no rule")
-            if shaped[0] not in ELEMENT_TYPES:
-                detail = f"makes {name!r}, which is text or unknown"
-                raise UnsupportedOpError(self.model, op, detail)
-            value = Value(name, *shaped)
-            if not value.possible:
-                raise UnknownShapeError(self.model, op, name, f"{value.shape} is impossible")
-            values.append(value)
-        return values
-
-    def _fold_constant(
-        self, node: Any, types: dict[str, Any], inputs: Inputs, versions: Versions
-    ) -> list[NDArray[Any]] | None:
-        """Return the outputs' content if it follows from the file alone and is small, else None."""
-        if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
-            return None
-        ruled = own_rule(node, inputs)
-        for name in node.output:
-            shaped = ruled if ruled and name == node.output[0] else _read_shape(types.get(name))
-            if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
-                return None
-        onnx = self.onnx
-        graph = onnx.helper.make_graph(
-            [node],
-            "one node",
-            [
-                onnx.helper.make_tensor_value_info(name, value.code, value.shape)
-                for name, value in dict(zip(node.input, inputs, strict=True)).items()
-                if value is not None
-            ],
-            [onnx.ValueInfoProto(name=name) for name in node.output if name],
-        )
-        opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
-        given = {n: v.data for n, v in zip(node.input, inputs, strict=True) if v is not None}
-        try:
-            model = onnx.helper.make_model(graph, opset_imports=opsets)
-            with np.errstate(all="ignore"):
-                evaluated = onnx.reference.ReferenceEvaluator(model).run(None, given)
-            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in evaluated}
-        except Exception:  # what the reference cannot evaluate is an op like any other
-            return None
-        # The reference leaves out what has no name.
-        arrays = iter(evaluated)
-        results = [next(arrays, None) if name else np.empty(0) for name in node.output]
-        tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
-        return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
-
-
 def _fault(node: Any, inputs: Inputs) -> str:
     """Return text about a fault of a node that the package `onnx` does not notice, or on which it
     never returns; "" if there is none."""
@@ -383,20 +280,6 @@ def _fault(node: Any, inputs: Inputs) -> str:
         wrong = [text for text in equations if not _EQUATION.fullmatch(text)]
         return f"{wrong[0]!r} is no equation" if wrong else ""
     return ""
-
-
-def _compute_size(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
-    """The outputs of `Shape` and `Size`, which need no content of their input; None for other
-    nodes."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size"):
-        return None
-    if len(inputs) != 1 or inputs[0] is None:
-        return None
-    ends = {a.name: a.i for a in node.attribute}
-    shape = inputs[0].shape
-    if node.op_type == "Size":
-        return [np.array(inputs[0].elements, dtype=np.int64)]
-    return [np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], dtype=np.int64)]
 
 
 def _read_shape(proto: Any) -> Shaped | None:
@@ -437,7 +320,7 @@ class NodeReader:
         self.onnx = onnx
         self.path = str(weights.path)
         self.weights = weights
-        self.inference = Inference(self.path, model.ir_version)
+        self.ir_version = model.ir_version
         self.functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
         self.modules = modules_of_weights(tensor.name for tensor in model.graph.initializer)
         self.ops: list[Op] = []
@@ -483,7 +366,7 @@ class NodeReader:
             if isinstance(value, list):
                 raise self.unsupported(node, "reads a sequence")
             tensors.append(value)
-        outputs = self.inference.outputs(label(node), node, schema, tensors, scope.versions)
+        outputs = self._infer(node, schema, tensors, scope.versions)
         first, view = tensors[0] if tensors else None, False
         if standard and first is not None:
             result = outputs[0] if len(outputs) == 1 else None
@@ -511,6 +394,110 @@ class NodeReader:
         attributes = {a.name: self.onnx.helper.get_attribute_value(a) for a in node.attribute}
         prefix = "onnx" if standard else node.domain.removeprefix("ai.")
         return self.add(node, f"{prefix}.{kind}", tensors, outputs, scope, attributes, view)
+
+    def _infer(
+        self, node: Any, schema: Any, inputs: Inputs, versions: Versions
+    ) -> list[Value | None]:
+        """Return a value per output, None where one is left out.
+
+        Shapes follow by the rules of the package `onnx`, node by node and with all content that is
+        known. So shapes that follow from other shapes, such as that of a `Reshape`, are found too.
+        Raises `UnknownShapeError`.
+        """
+        onnx, op = self.onnx, label(node)
+        if fault := _fault(node, inputs):
+            raise UnknownShapeError(self.path, op, node.output[0], fault)
+        types: dict[str, Any] = {}  # output -> `TypeProto`
+        contents: list[NDArray[Any]] | None
+        first = inputs[0] if len(inputs) == 1 and not _domain(node.domain) else None
+        if first is not None and node.op_type == "Size":
+            contents = [np.array(first.elements, dtype=np.int64)]
+        elif first is not None and node.op_type == "Shape":
+            ends = {a.name: a.i for a in node.attribute}
+            part = first.shape[ends.get("start", 0) : ends.get("end", len(first.shape))]
+            contents = [np.array(part, dtype=np.int64)]
+        else:
+            named = {name: v for name, v in zip(node.input, inputs, strict=True) if v is not None}
+            given = {
+                name: onnx.helper.make_tensor_type_proto(value.code, value.shape)
+                for name, value in named.items()
+            }
+            data = {
+                name: onnx.numpy_helper.from_array(value.data, name)
+                for name, value in named.items()
+                if value.data is not None
+            }
+            opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
+            try:
+                types = onnx.shape_inference.infer_node_outputs(
+                    schema, node, given, data, opset_imports=opsets, ir_version=self.ir_version
+                )
+            except Exception as error:  # several kinds, RuntimeError among them, of no common base
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                raise UnknownShapeError(self.path, op, node.output[0], lines[0]) from None
+            contents = self._fold_constant(node, types, inputs, versions)
+        if contents is not None and len(contents) < len(node.output):
+            detail = f"it has {len(node.output)} outputs, but makes {len(contents)}"
+            raise UnknownShapeError(self.path, op, node.output[len(contents)], detail)
+        values: list[Value | None] = []
+        for position, name in enumerate(node.output):
+            if not name:
+                values.append(None)
+                continue
+            if contents is not None:
+                content = contents[position]
+                code = onnx.helper.np_dtype_to_tensor_dtype(content.dtype)
+                values.append(Value(name, code, content.shape, content, role="constant"))
+                continue
+            ruled = own_rule(node, inputs) if position == 0 else None
+            shaped = ruled or _read_shape(types.get(name))
+            if shaped is None:
+                raise UnknownShapeError(self.path, op, name, "it depends on data, or has no rule")
+            if shaped[0] not in ELEMENT_TYPES:
+                detail = f"makes {name!r}, which is text or unknown"
+                raise UnsupportedOpError(self.path, op, detail)
+            value = Value(name, *shaped)
+            if not value.possible:
+                raise UnknownShapeError(self.path, op, name, f"{value.shape} is impossible")
+            values.append(value)
+        return values
+
+    def _fold_constant(
+        self, node: Any, types: dict[str, Any], inputs: Inputs, versions: Versions
+    ) -> list[NDArray[Any]] | None:
+        """Return the outputs' content if it follows from the file alone and is small, else None."""
+        if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
+            return None
+        ruled = own_rule(node, inputs)
+        for name in node.output:
+            shaped = ruled if ruled and name == node.output[0] else _read_shape(types.get(name))
+            if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
+                return None
+        onnx = self.onnx
+        graph = onnx.helper.make_graph(
+            [node],
+            "one node",
+            [
+                onnx.helper.make_tensor_value_info(name, value.code, value.shape)
+                for name, value in dict(zip(node.input, inputs, strict=True)).items()
+                if value is not None
+            ],
+            [onnx.ValueInfoProto(name=name) for name in node.output if name],
+        )
+        opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
+        given = {n: v.data for n, v in zip(node.input, inputs, strict=True) if v is not None}
+        try:
+            model = onnx.helper.make_model(graph, opset_imports=opsets)
+            with np.errstate(all="ignore"):
+                evaluated = onnx.reference.ReferenceEvaluator(model).run(None, given)
+            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in evaluated}
+        except Exception:  # what the reference cannot evaluate is an op like any other
+            return None
+        # The reference leaves out what has no name.
+        arrays = iter(evaluated)
+        results = [next(arrays, None) if name else np.empty(0) for name in node.output]
+        tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
+        return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
 
     def unsupported(self, node: Any, detail: str) -> UnsupportedOpError:
         """Return the error for a node that no graph can have."""
