@@ -41,8 +41,8 @@ from dovetail.frontends.recording import (
 )
 from dovetail.frontends.structures import leaves
 from dovetail.frontends.tracing import (
-    Computed,
     Request,
+    Trace,
     compare_with_real,
     forget,
     last_of_channels,
@@ -249,8 +249,6 @@ def capture_call(
         dtype = torch.get_autocast_dtype("cpu") if casts else None
         modes, gradients = _modes(model)
         plain = PlainStep(loss, train, dtype, modes, gradients, traced.differentiates)
-    fused_steps = traced.fused_steps
-    computed, made = traced.computed, traced.made
     real = replace(
         request,
         parameters=parameters,
@@ -260,11 +258,11 @@ def capture_call(
         scale=None if scaler is None else torch.tensor(scaler.init_scale),
     )
     forget(traced.graph)
-    del traced, request  # the last references of this capture to its fake tensors
-    _check_left(name, model, made)
+    del request  # the last reference of this capture to its fake tensors
+    _check_left(name, model, traced.made)
     # Other forms are of steps that were compared before.
     if not (real.holds_fakes or chunks or channels_last):
-        notes += _compare_with_real(name, real, computed, graph, code)
+        notes += _compare_with_real(name, real, traced, graph, code)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",
@@ -274,7 +272,14 @@ def capture_call(
         aliases=tuple(program.aliases.items()),
     )
     return Captured(
-        graph, program, source, model, signature, notes=notes, plain=plain, fused_steps=fused_steps
+        graph,
+        program,
+        source,
+        model,
+        signature,
+        notes=notes,
+        plain=plain,
+        fused_steps=traced.fused_steps,
     )
 
 
@@ -295,7 +300,7 @@ tensors when it is captured. That takes up to about a second."""
 
 
 def _compare_with_real(
-    name: str, real: Request, computed: Computed | None, graph: Graph, owners: tuple[Any, ...]
+    name: str, real: Request, traced: Trace, graph: Graph, owners: tuple[Any, ...]
 ) -> tuple[str, ...]:
     """Return a note on how the step compares with one on real tensors, if there is something to
     say. Raises `CaptureError` if it computes something else."""
@@ -304,13 +309,13 @@ def _compare_with_real(
     if any(value.device.type != "cpu" for value in tensors):
         return (f"{said_of}, as its tensors are not all on the CPU",)
     flops, held_bytes = int(graph.flops.sum()), int(graph.tensor_bytes.sum())
-    if computed is None or flops > COMPARED_FLOPS or held_bytes > COMPARED_BYTES:
+    if traced.numbers is None or flops > COMPARED_FLOPS or held_bytes > COMPARED_BYTES:
         return (
             f"{said_of}, as it is too large; a model that asks for a tensor's class may differ",
         )
     try:
         with batched_experts(real.module), UserCode("the model", *owners):
-            note = compare_with_real(real, computed)
+            note = compare_with_real(real, traced)
     except UserCodeError as error:
         cause = error.__cause__
         if isinstance(cause, TracingError):

@@ -27,7 +27,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import (
     CellType,
     FunctionType,
@@ -635,7 +635,9 @@ class Trace:
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
     differentiates   autograd noted some ops, as it does in training
     counters    names of the numbers that each step changes in Python, and none of its values uses
-    computed    what a step on real tensors must compute as well; None for a long step
+    numbers     its value numbers, which a step on real tensors must have too; None for a long step
+    numbered    those of its results, and the constants among the results, as texts
+    states      random call node -> number of the generator's state that it draws from
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or parameter -> node of its new value; an optimizer updates that one
     """
@@ -653,7 +655,9 @@ class Trace:
     fused_steps: int = 0
     differentiates: bool = False
     counters: tuple[str, ...] = ()
-    computed: "Computed | None" = None
+    numbers: "_Numbers | None" = None
+    numbered: tuple[str, str] = ("", "")
+    states: dict[fx.Node, int] = field(default_factory=dict)
 
 
 TRACED_TWICE = 2000
@@ -784,9 +788,9 @@ def trace(request: Request) -> Trace:
         written_inputs=written_inputs,
         fused_steps=max(steps, default=0),
         counters=tuple(counters),
-        computed=Computed(numbers, results, traced.graph, traced.constants, states)
-        if is_compared
-        else None,
+        numbers=numbers if is_compared else None,
+        numbered=results,
+        states=states,
     )
     left = set(traced.graph.nodes)
     for node in recorded:
@@ -796,24 +800,7 @@ def trace(request: Request) -> Trace:
     return traced
 
 
-@dataclass(frozen=True, eq=False)
-class Computed:
-    """What a traced step computes, without any fake tensor, to be compared with a real step.
-
-    numbers            the traced step's value numbers
-    results            those of its results, and the constants among the results, as texts
-    graph, constants   its pure graph, and the values of that graph's get_attr nodes
-    draws              random call node -> number of the generator's state that it draws from
-    """
-
-    numbers: "_Numbers"
-    results: tuple[str, str]
-    graph: fx.Graph
-    constants: dict[fx.Node, Tensor]
-    draws: dict[fx.Node, int]
-
-
-def compare_with_real(request: Request, computed: Computed) -> str:
+def compare_with_real(request: Request, traced: Trace) -> str:
     """Run the step on the real tensors of the request, whose parameters and buffers are the
     originals. Return a note if the model calls other operators then, and its results are the same
     but for rounding.
@@ -822,6 +809,8 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     another one. Raises `TracingError` if the real step has other numbers, or whatever the model
     raises. The module's attributes are put back in either case.
     """
+    numbers = traced.numbers
+    assert numbers is not None, "a long step is not compared"
     layout: list[Any] = []
     flat = _real_values(request)
     at = _Position()
@@ -833,11 +822,11 @@ def compare_with_real(request: Request, computed: Computed) -> str:
             real = record(step, flat, at.mark, _RULES, outside, seed=next(SEEDS))
     finally:
         attributes.restore()
-    known = len(computed.numbers.table)
-    results = computed.numbers.of_results(real, layout[0])
-    if results == computed.results:
+    known = len(numbers.table)
+    results = numbers.of_results(real, layout[0])
+    if results == traced.numbered:
         return ""
-    of_node = computed.numbers.of_node
+    of_node = numbers.of_node
     new = (node for node in real.marks if of_node[node] >= known)
     node = next(new, None)
     where = ""
@@ -849,14 +838,14 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     found: list[Tensor | None] = []
     rest, env = iter(_real_values(request)), dict[fx.Node, Any]()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
-        for node in computed.graph.nodes:
+        for node in traced.graph.nodes:
             args, kwargs = replace_nodes((node.args, dict(node.kwargs)), env.__getitem__)
             if node.op == "placeholder":
                 env[node] = next(rest)
             elif node.op == "get_attr":
-                env[node] = computed.constants[node]
+                env[node] = traced.constants[node]
             elif node.op == "call_function":
-                state, drawn = real.drawn.get(computed.draws.get(node, -1), (None, None))
+                state, drawn = real.drawn.get(traced.states.get(node, -1), (None, None))
                 if state is not None:
                     torch.default_generator.set_state(state)
                 made = env[node] = node.target(*args, **kwargs)
@@ -871,7 +860,7 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     expected = [None if node is None else node.meta["val"] for node in output.args[0]]
     # The graph also returns what it writes over parameters, behind its results.
     error = _largest_error(found[: len(expected)], expected)
-    if error > _MOST_ERROR or results[1] != computed.results[1]:
+    if error > _MOST_ERROR or results[1] != traced.numbered[1]:
         raise TracingError(
             f"it computes something else on real tensors than while it is captured{where}; it "
             "looks at what only real tensors have, such as their class (type(x) is torch.Tensor), "
