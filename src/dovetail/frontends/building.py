@@ -199,7 +199,25 @@ def build(
     for node, constant in trace.constants.items():
         held = SourceValue("constant", str(node.target), value=constant.detach())
         _bind(builder, node, builder.source(held, constant))
-    states = _add_states(builder, trace, optimizer)
+    # Parameter -> the tensors of its optimizer state.
+    states: dict[str, list[int]] = {}
+    scalar = torch.empty((), dtype=torch.float32, device="meta")
+    # Asking a fake tensor for one like it takes long, so each layout is asked for once.
+    strides_of: dict[Any, Any] = {}
+    for parameter in trace.gradients:
+        assert optimizer is not None, "only training has gradients"
+        like = builder.tensors[builder.source_of["parameter", parameter]].value
+        layout = tuple(like.shape), like.stride()
+        if layout not in strides_of:
+            strides_of[layout] = torch.empty_like(like).stride()
+        shape, strides = layout[0], strides_of[layout]
+        states[parameter] = []
+        for state in optimizer.states:
+            value = scalar
+            if not state.scalar:
+                value = torch.empty_strided(shape, strides, dtype=like.dtype, device="meta")
+            begun = SourceValue("state", f"{parameter}/{state.name}", fill=state.fill)
+            states[parameter].append(builder.source(begun, value))
     for node in trace.origins:
         _add_call(builder, trace, node)
     gradients = {name: builder.tensor_of[node] for name, node in trace.gradients.items()}
@@ -207,8 +225,8 @@ def build(
     for parameter, gradient in gradients.items():
         assert optimizer is not None
         written = trace.written.get(parameter)
-        value = -1 if written is None else builder.tensor_of[written]
-        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag, value)
+        over = -1 if written is None else builder.tensor_of[written]
+        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag, over)
     for name, node in trace.written.items():
         if name in gradients:
             continue
@@ -270,34 +288,6 @@ def build(
         aliases=aliases,
     )
     return graph, program
-
-
-def _add_states(
-    builder: _Builder, trace: Trace, optimizer: Optimizer | None
-) -> dict[str, list[int]]:
-    """Add the optimizer state of each parameter with a gradient, as source ops, and return the
-    state's tensors by parameter."""
-    tensors: dict[str, list[int]] = {}
-    if optimizer is None:
-        return tensors
-    scalar = torch.empty((), dtype=torch.float32, device="meta")
-    # Asking a fake tensor for one like it takes long, so each layout is asked for once.
-    strides_of: dict[Any, Any] = {}
-    for parameter in trace.gradients:
-        like = builder.tensors[builder.source_of["parameter", parameter]].value
-        layout = tuple(like.shape), like.stride()
-        if layout not in strides_of:
-            strides_of[layout] = torch.empty_like(like).stride()
-        tensors[parameter] = []
-        for state in optimizer.states:
-            value = scalar
-            if not state.scalar:
-                value = torch.empty_strided(
-                    layout[0], strides_of[layout], dtype=like.dtype, device="meta"
-                )
-            source = SourceValue("state", f"{parameter}/{state.name}", fill=state.fill)
-            tensors[parameter].append(builder.source(source, value))
-    return tensors
 
 
 def _bind(builder: _Builder, node: fx.Node, tensor: int) -> None:

@@ -34,16 +34,7 @@ def seed_for(seed: int, step: int, op: int) -> int:
 
 def call_arguments(call: Call, tensors: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return (args, kwargs) of a call; `tensors` maps a tensor of the graph to its value."""
-    # Most arguments are a tensor or a constant, so only lists and tuples are walked.
-    args = [
-        tensors[arg.tensor]
-        if isinstance(arg, Ref)
-        else fill_refs(arg, tensors)
-        if isinstance(arg, (list, tuple))
-        else arg
-        for arg in call.args
-    ]
-    return args, fill_refs(call.kwargs, tensors) if call.kwargs else {}
+    return fill_refs(list(call.args), tensors), fill_refs(call.kwargs, tensors)
 
 
 def initial_values(captured: Captured, seed: int = 0) -> Values:

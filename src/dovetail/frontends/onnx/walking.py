@@ -353,7 +353,27 @@ class NodeReader:
         inputs = [self._read_value(node, name, scope) for name in node.input]
         function = self.functions.get((_domain(node.domain), node.op_type, node.overload))
         if function is not None:
-            return self._call(node, function, inputs, scope)
+            # Its nodes run in place of its call. `onnx.inliner` is not used, because it drops the
+            # call's name, and with it the module of these nodes, and has no limit for functions
+            # that call functions.
+            key = (_domain(function.domain), function.name, function.overload)
+            if key in scope.calling:
+                raise ModelError(self.path, f"function {function.name} calls itself")
+            if len(scope.calling) >= _MOST_CALLS:
+                detail = f"has functions within more than {_MOST_CALLS} functions"
+                raise ModelError(self.path, detail)
+            given: dict[str, NodeValue] = dict.fromkeys(function.input)
+            given.update(zip(function.input, inputs, strict=False))
+            module, _ = scope_of(node, self.modules)
+            inner = Scope(
+                given,
+                _versions(function.opset_import),
+                {a.name: a for a in (*function.attribute_proto, *node.attribute)},
+                scope.module if module is None else module,
+                (*scope.calling, key),
+            )
+            self.run(function.node, inner)
+            return [self._read_value(node, name, inner) for name in function.output]
         schema = self.schema(node, scope)
         if not node.output or len(node.input) < schema.min_input:
             raise FileFormatError(self.path, f"node {label(node)} lacks an input or an output")
@@ -509,31 +529,6 @@ class NodeReader:
                 self.path, f"node {label(node)} reads {name!r}, which nothing before it makes"
             )
         return scope.values[name] if name else None
-
-    def _call(
-        self, node: Any, function: Any, inputs: list[NodeValue], scope: Scope
-    ) -> list[NodeValue]:
-        """Run a function's nodes in place of its call."""
-        # `onnx.inliner` is not used, because it drops the call's name, and with it the module of
-        # these nodes, and has no limit for functions that call functions.
-        key = (_domain(function.domain), function.name, function.overload)
-        if key in scope.calling:
-            raise ModelError(self.path, f"function {function.name} calls itself")
-        if len(scope.calling) >= _MOST_CALLS:
-            raise ModelError(self.path, f"has functions within more than {_MOST_CALLS} functions")
-        attributes = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
-        given: dict[str, NodeValue] = dict.fromkeys(function.input)
-        given.update(zip(function.input, inputs, strict=False))
-        module, _ = scope_of(node, self.modules)
-        inner = Scope(
-            given,
-            _versions(function.opset_import),
-            attributes,
-            scope.module if module is None else module,
-            (*scope.calling, key),
-        )
-        self.run(function.node, inner)
-        return [self._read_value(node, name, inner) for name in function.output]
 
     def schema(self, node: Any, scope: Scope) -> Any:
         """The operator's schema. Raises `UnknownOpError` where the package `onnx` has none."""
