@@ -174,24 +174,19 @@ def capture_call(
     parameters = dict[str, Tensor](model.named_parameters())
     buffers = dict(model.named_buffers())
     originals = {**parameters, **buffers}
-    owners = {
-        f"{what} {key}": value
-        for what, tensors in (
-            ("parameter", parameters.items()),
-            ("buffer", buffers.items()),
-            ("input", zip(signature.names, signature.inputs, strict=True)),
-            ("target", zip(signature.target_names, signature.targets, strict=True)),
-        )
-        for key, value in tensors
-    }
-    # A run trains and writes copies of parameters and buffers, so an input that shares their memory
-    # would not change with them.
-    spans = [(memory_of(owners[owner]), owner) for owner in list(owners)[: len(originals)]]
+    owners = {f"parameter {key}": value for key, value in parameters.items()}
+    owners |= {f"buffer {key}": value for key, value in buffers.items()}
+    # A run trains and writes copies of these, so an input that shares their memory would not change
+    # with them.
+    spans = [(memory_of(value), owner) for owner, value in owners.items()]
     for label, value in zip(signature.names, signature.inputs, strict=True):
         begin, end = memory_of(value)
         for (owner_begin, owner_end), owner in spans:
             if begin < owner_end and owner_begin < end:
                 raise ModelError(name, f"input {label} shares memory with {owner}; give a clone")
+        owners[f"input {label}"] = value
+    for label, value in zip(signature.target_names, signature.targets, strict=True):
+        owners[f"target {label}"] = value
     inputs = signature.inputs
     targets = signature.targets if train else ()  # an inference step computes no loss
     mode = fake_mode_of([*originals.values(), *inputs, *targets])

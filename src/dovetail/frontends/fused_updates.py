@@ -130,6 +130,12 @@ def _may_be_fused(
     It reads all tensors as flat memory, and rounds 16-bit formats less often. A state of one number
     is a count of steps.
     """
+    # The elements must fill the memory from the first to the last, in any order.
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
     whole = [state for state in states if state.dim() or not parameter.dim()]
     return (
         # RMSprop's kernel is ours, and for CPUs.
@@ -137,18 +143,7 @@ def _may_be_fused(
         and parameter.dtype in (torch.float32, torch.float64)
         and gradient.dtype == parameter.dtype
         and all(s.dtype == parameter.dtype and s.stride() == parameter.stride() for s in whole)
-        and _is_dense(parameter)
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill the memory from the first to the last, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:

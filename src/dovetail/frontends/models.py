@@ -439,7 +439,7 @@ def _on_meta(
 
 def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Captured:
     """Capture the module that a function returned: with inputs, or as `dovetail train` takes it."""
-    parts = returned if isinstance(returned, tuple) else ()
+    parts: tuple[Any, ...] = returned if isinstance(returned, tuple) else ()
     module: Any = None
     loss: Any = None
     if 2 <= len(parts) <= 5:
