@@ -193,8 +193,31 @@ def build(
     Takes O(nodes + edges x written storages / 64).
     """
     builder = _Builder()
-    _add_sources(builder, trace, scaler)
-    states = _add_states(builder, trace, optimizer)
+    for node, (role, source) in trace.sources.items():
+        fill = scaler.init_scale if scaler is not None and source == SCALE else None
+        _bind(builder, node, builder.source(SourceValue(role, source, fill), node.meta["val"]))
+    for node, constant in trace.constants.items():
+        held = SourceValue("constant", str(node.target), value=constant.detach())
+        _bind(builder, node, builder.source(held, constant))
+    # Parameter -> the tensors of its optimizer state.
+    states: dict[str, list[int]] = {}
+    scalar = torch.empty((), dtype=torch.float32, device="meta")
+    # Asking a fake tensor for one like it takes long, so each layout is asked for once.
+    strides_of: dict[Any, Any] = {}
+    for parameter in trace.gradients:
+        assert optimizer is not None, "only training has gradients"
+        like = builder.tensors[builder.source_of["parameter", parameter]].value
+        layout = tuple(like.shape), like.stride()
+        if layout not in strides_of:
+            strides_of[layout] = torch.empty_like(like).stride()
+        shape, strides = layout[0], strides_of[layout]
+        states[parameter] = []
+        for state in optimizer.states:
+            value = scalar
+            if not state.scalar:
+                value = torch.empty_strided(shape, strides, dtype=like.dtype, device="meta")
+            begun = SourceValue("state", f"{parameter}/{state.name}", fill=state.fill)
+            states[parameter].append(builder.source(begun, value))
     for node in trace.origins:
         _add_call(builder, trace, node)
     gradients = {name: builder.tensor_of[node] for name, node in trace.gradients.items()}
@@ -202,59 +225,69 @@ def build(
     for parameter, gradient in gradients.items():
         assert optimizer is not None
         written = trace.written.get(parameter)
-        value = -1 if written is None else builder.tensor_of[written]
-        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag, value)
-    for name in trace.written:
-        if name not in gradients:
-            _add_copy(builder, trace, name)
+        over = -1 if written is None else builder.tensor_of[written]
+        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag, over)
+    for name, node in trace.written.items():
+        if name in gradients:
+            continue
+        # The new value of a buffer or frozen parameter is written over the old one.
+        role = "buffer" if ("buffer", name) in builder.source_of else "parameter"
+        old, new = builder.source_of[role, name], builder.tensor_of[node]
+        pair = [builder.tensors[t].value for t in (old, new)]
+        op = _CapturedOp(
+            name=f"{name}/copy_",
+            kind="aten.copy_",
+            signature=signature("aten.copy_.default", pair, {}),
+            module=name.rpartition(".")[0],
+            phase=Phase.UPDATE,
+            accessed_bytes=sum(map(tensor_bytes, pair)),
+            reads=[old, new],
+        )
+        copied = _write(builder, op, [old])
+        op.call = Call(aten.copy_.default, (Ref(old), Ref(new)), {}, copied, in_place=True)
     results = substitute(trace.results, fx.Node, builder.ref)
-    outputs = [ref.tensor for ref in leaves(results, Ref)]
-    graph = _graph(model, builder, outputs)
+    ops, tensors = builder.ops, builder.tensors
+    values = [t.value for t in tensors]
+    control = control_edges(
+        model,
+        [op.name for op in ops],
+        [op.reads for op in ops],
+        [t.producer for t in tensors],
+        [t.storage for t in tensors],
+        [t.overwrites for t in tensors],
+    )
+    graph = Graph(
+        names=tuple(op.name for op in ops),
+        kinds=tuple(op.kind for op in ops),
+        signatures=tuple(op.signature for op in ops),
+        modules=tuple(op.module for op in ops),
+        phases=np.array([op.phase for op in ops]),
+        flops=np.array([op.flops for op in ops]),
+        accessed_bytes=np.array([op.accessed_bytes for op in ops]),
+        colocation=np.array([op.colocation for op in ops]),
+        gradient_of=np.array([op.gradient_of for op in ops]),
+        # oneDNN's recurrent kernels are of CPUs, and nothing else keeps their workspace.
+        device_kinds=tuple(("cpu",) if "mkldnn" in op.kind else () for op in ops),
+        producers=np.array([t.producer for t in tensors]),
+        shapes=tuple(tuple(v.shape) for v in values),
+        strides=tuple(v.stride() for v in values),
+        dtypes=tuple(dtype_of(v) for v in values),
+        tensor_bytes=np.array([tensor_bytes(v) for v in values]),
+        storages=np.array([t.storage for t in tensors]),
+        overwrites=np.array([t.overwrites for t in tensors]),
+        input_offsets=np.cumsum([0, *(len(op.reads) for op in ops)]),
+        input_tensors=np.array([t for op in ops for t in op.reads], dtype=np.int64),
+        outputs=np.array([ref.tensor for ref in leaves(results, Ref)], dtype=np.int64),
+        control=np.array(control, dtype=np.int32).reshape(-1, 2),
+    )
     program = Program(
-        calls=tuple(op.call for op in builder.ops),
-        sources=tuple(op.source for op in builder.ops),
+        calls=tuple(op.call for op in ops),
+        sources=tuple(op.source for op in ops),
         loss=results.tensor if optimizer is not None else -1,
         outputs=results,
         aliases=aliases,
     )
     return graph, program
-
-
-def _add_sources(builder: _Builder, trace: Trace, scaler: GradScaler | None) -> None:
-    for node, (role, name) in trace.sources.items():
-        fill = scaler.init_scale if scaler is not None and name == SCALE else None
-        _bind(builder, node, builder.source(SourceValue(role, name, fill), node.meta["val"]))
-    for node, value in trace.constants.items():
-        source = SourceValue("constant", str(node.target), value=value.detach())
-        _bind(builder, node, builder.source(source, value))
-
-
-def _add_states(
-    builder: _Builder, trace: Trace, optimizer: Optimizer | None
-) -> dict[str, list[int]]:
-    """Add the optimizer state of each parameter with a gradient, as source ops, and return the
-    state's tensors by parameter."""
-    tensors: dict[str, list[int]] = {}
-    if optimizer is None:
-        return tensors
-    scalar = torch.empty((), dtype=torch.float32, device="meta")
-    # Asking a fake tensor for one like it takes long, so each layout is asked for once.
-    strides_of: dict[Any, Any] = {}
-    for parameter in trace.gradients:
-        like = builder.tensors[builder.source_of["parameter", parameter]].value
-        layout = tuple(like.shape), like.stride()
-        if layout not in strides_of:
-            strides_of[layout] = torch.empty_like(like).stride()
-        tensors[parameter] = []
-        for state in optimizer.states:
-            value = scalar
-            if not state.scalar:
-                value = torch.empty_strided(
-                    layout[0], strides_of[layout], dtype=like.dtype, device="meta"
-                )
-            source = SourceValue("state", f"{parameter}/{state.name}", fill=state.fill)
-            tensors[parameter].append(builder.source(source, value))
-    return tensors
 
 
 def _bind(builder: _Builder, node: fx.Node, tensor: int) -> None:
@@ -279,8 +312,15 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
     reads = distinct_refs((args, kwargs))
     result = node.meta["val"]
     forward = builder.op_of.get(origin.forward, -1) if origin.forward is not None else -1
-    kind, module = kind_of(target), origin.module or _module_of_reads(builder, origin, reads)
-    view = _is_view(builder, reads, result)
+    kind, module = kind_of(target), origin.module
+    if not module and origin.phase == Phase.BACKWARD and reads:
+        # A backward op without a forward op, such as a sum of gradients.
+        module = builder.ops[builder.tensors[reads[0]].producer].module
+    values = [result] if isinstance(result, Tensor) else [v for v in result if v is not None]
+    # All results share the storage of a tensor that the op reads.
+    view = bool(values) and all(
+        isinstance(v, Tensor) and _shared_storage(builder, reads, v) >= 0 for v in values
+    )
     op = _CapturedOp(
         name=f"{module}/{kind.rpartition('.')[2]}" if module else kind.rpartition(".")[2],
         kind=kind,
@@ -294,59 +334,37 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
         reads=reads,
     )
     builder.op_of[node] = builder.op(op)
-    results = _add_results(builder, node, reads)
+    results = []
+    if isinstance(result, Tensor):
+        results.append(builder.tensor(result, _shared_storage(builder, reads, result)))
+        _bind(builder, node, results[0])
+    else:
+        users: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            if user.target is operator.getitem:
+                users.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
+        for index, value in enumerate(result):
+            # Only what is read or has elements is a tensor of the graph.
+            if not isinstance(value, Tensor) or not (index in users or value.numel()):
+                results.append(-1)
+                continue
+            results.append(builder.tensor(value, _shared_storage(builder, reads, value)))
+            for user in users.get(index, ()):
+                _bind(builder, user, results[-1])
     first = trace.draws.get(node)
     draws_of = -1 if first is None or first is node else builder.op_of[first]
-    op.call = Call(target, args, kwargs, results, random=first is not None, draws_of=draws_of)
+    op.call = Call(
+        target, args, kwargs, tuple(results), random=first is not None, draws_of=draws_of
+    )
     if draws_of >= 0:
         # Generators of unlike devices draw other numbers from one seed.
         builder.colocate_with(builder.op_of[node], draws_of)
-
-
-def _add_results(builder: _Builder, node: fx.Node, reads: list[int]) -> tuple[int, ...]:
-    """Add a tensor for each result that is read or has elements; return their indices, -1 for the
-    other results."""
-    result = node.meta["val"]
-    if isinstance(result, Tensor):
-        tensor = builder.tensor(result, _shared_storage(builder, reads, result))
-        _bind(builder, node, tensor)
-        return (tensor,)
-    users: dict[int, list[fx.Node]] = {}
-    for user in node.users:
-        if user.target is operator.getitem:
-            users.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
-    results = []
-    for index, value in enumerate(result):
-        if not isinstance(value, Tensor) or not (index in users or value.numel()):
-            results.append(-1)
-            continue
-        tensor = builder.tensor(value, _shared_storage(builder, reads, value))
-        results.append(tensor)
-        for user in users.get(index, ()):
-            _bind(builder, user, tensor)
-    return tuple(results)
 
 
 def _shared_storage(builder: _Builder, reads: list[int], value: Tensor) -> int:
     """Return the storage of the read tensor that the value aliases; -1 if it is fresh memory."""
     storage = builder.storage_of.get(_identity(value), -1)
     return storage if any(builder.tensors[t].storage == storage for t in reads) else -1
-
-
-def _is_view(builder: _Builder, reads: list[int], result: Any) -> bool:
-    """Return True if all results share the storage of a tensor that the op reads."""
-    values = [result] if isinstance(result, Tensor) else [v for v in result if v is not None]
-    return bool(values) and all(
-        isinstance(v, Tensor) and _shared_storage(builder, reads, v) >= 0 for v in values
-    )
-
-
-def _module_of_reads(builder: _Builder, origin: Any, reads: list[int]) -> str:
-    """Return the module of the first read's producer, for a backward op that has no forward op,
-    such as a sum of gradients; "" for other ops."""
-    if origin.phase != Phase.BACKWARD or not reads:
-        return ""
-    return builder.ops[builder.tensors[reads[0]].producer].module
 
 
 def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler) -> int:
@@ -379,10 +397,9 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
         accessed_bytes=12,
         reads=[scale, tracker, skip_flag],
     )
-    _write(builder, op, [scale, tracker])
-    last = len(builder.tensors)
+    results = _write(builder, op, [scale, tracker])
     args = (Ref(scale), Ref(tracker), Ref(skip_flag))
-    op.call = Call(next_scale, args, asdict(scaler), (last - 2, last - 1), in_place=True)
+    op.call = Call(next_scale, args, asdict(scaler), results, in_place=True)
     return skip_flag
 
 
@@ -440,9 +457,8 @@ def _add_update(
         accessed_bytes=traffic,
         reads=list(dict.fromkeys([*reads, *others])),
     )
-    _write(builder, op, written)
+    results = _write(builder, op, written)
     args = tuple(Ref(t) for t in reads)
-    results = tuple(range(len(builder.tensors) - len(written), len(builder.tensors)))
     target: Any = optimizer.update
     if skip_flag >= 0:
         options |= {"update": target}
@@ -453,66 +469,11 @@ def _add_update(
     op.call = Call(target, args, options, results, in_place=True)
 
 
-def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
-    """Add the op that writes the new value of a buffer or frozen parameter over the old one."""
-    role = "buffer" if ("buffer", buffer) in builder.source_of else "parameter"
-    old, new = builder.source_of[role, buffer], builder.tensor_of[trace.written[buffer]]
-    values = [builder.tensors[t].value for t in (old, new)]
-    op = _CapturedOp(
-        name=f"{buffer}/copy_",
-        kind="aten.copy_",
-        signature=signature("aten.copy_.default", values, {}),
-        module=buffer.rpartition(".")[0],
-        phase=Phase.UPDATE,
-        accessed_bytes=sum(map(tensor_bytes, values)),
-        reads=[old, new],
-    )
-    _write(builder, op, [old])
-    results = (len(builder.tensors) - 1,)
-    op.call = Call(aten.copy_.default, (Ref(old), Ref(new)), {}, results, in_place=True)
-
-
-def _write(builder: _Builder, op: _CapturedOp, written: list[int]) -> None:
-    """Add an op that writes over these tensors. It is colocated with their source ops."""
+def _write(builder: _Builder, op: _CapturedOp, written: list[int]) -> tuple[int, ...]:
+    """Add an op that writes over these tensors; return the new ones. It is colocated with their
+    source ops."""
     index = builder.op(op)
-    for tensor in written:
-        old = builder.tensors[tensor]
-        builder.tensor(old.value, old.storage, overwrites=True)
-    builder.colocate([index, *(builder.tensors[t].producer for t in written)])
-
-
-def _graph(model: str, builder: _Builder, outputs: list[int]) -> Graph:
-    ops, tensors = builder.ops, builder.tensors
-    values = [t.value for t in tensors]
-    control = control_edges(
-        model,
-        [op.name for op in ops],
-        [op.reads for op in ops],
-        [t.producer for t in tensors],
-        [t.storage for t in tensors],
-        [t.overwrites for t in tensors],
-    )
-    return Graph(
-        names=tuple(op.name for op in ops),
-        kinds=tuple(op.kind for op in ops),
-        signatures=tuple(op.signature for op in ops),
-        modules=tuple(op.module for op in ops),
-        phases=np.array([op.phase for op in ops]),
-        flops=np.array([op.flops for op in ops]),
-        accessed_bytes=np.array([op.accessed_bytes for op in ops]),
-        colocation=np.array([op.colocation for op in ops]),
-        gradient_of=np.array([op.gradient_of for op in ops]),
-        # oneDNN's recurrent kernels are of CPUs, and nothing else keeps their workspace.
-        device_kinds=tuple(("cpu",) if "mkldnn" in op.kind else () for op in ops),
-        producers=np.array([t.producer for t in tensors]),
-        shapes=tuple(tuple(v.shape) for v in values),
-        strides=tuple(v.stride() for v in values),
-        dtypes=tuple(dtype_of(v) for v in values),
-        tensor_bytes=np.array([tensor_bytes(v) for v in values]),
-        storages=np.array([t.storage for t in tensors]),
-        overwrites=np.array([t.overwrites for t in tensors]),
-        input_offsets=np.cumsum([0, *(len(op.reads) for op in ops)]),
-        input_tensors=np.array([t for op in ops for t in op.reads], dtype=np.int64),
-        outputs=np.array(outputs, dtype=np.int64),
-        control=np.array(control, dtype=np.int32).reshape(-1, 2),
-    )
+    old = [builder.tensors[tensor] for tensor in written]
+    made = tuple(builder.tensor(o.value, o.storage, overwrites=True) for o in old)
+    builder.colocate([index, *(o.producer for o in old)])
+    return made

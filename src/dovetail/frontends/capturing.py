@@ -9,7 +9,7 @@ import gc
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from dovetail.frontends.optimizers import (
     format_optimizer,
     optimizer_of,
 )
-from dovetail.frontends.program import Captured, PlainStep, Program, Ref, Signature
+from dovetail.frontends.program import Captured, PlainStep, Ref, Signature
 from dovetail.frontends.recording import (
     INSTEAD_OF_FLEX,
     fake,
@@ -39,10 +39,10 @@ from dovetail.frontends.recording import (
     is_fake,
     memory_of,
 )
-from dovetail.frontends.structures import substitute
+from dovetail.frontends.structures import leaves
 from dovetail.frontends.tracing import (
-    Computed,
     Request,
+    Trace,
     compare_with_real,
     forget,
     last_of_channels,
@@ -52,7 +52,6 @@ from dovetail.frontends.tracing import (
 from dovetail.graph import Graph
 from dovetail.graph.source import Source
 from dovetail.runtime.torch_versions import (
-    FakeTensorMode,
     is_traceable_wrapper_subclass,
 )
 from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said, text_of
@@ -158,19 +157,36 @@ def capture_call(
         model = keras_module(model, train is not None)
     model = unwrap(model)
     _check_module(name, model)
-    train = _optimizer_of(name, model, train)
-    _check_loss(name, model, targets, loss, train)
+    if train is not None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ModelError(
+                name, "has no parameter that requires gradients; nothing can be trained"
+            )
+        train = optimizer_of(train, trained)
+    _check_training(name, model, loss, targets, train, scaler)
     # A step that is captured again has such a loss already.
     if isinstance(model, KerasModule) and train is not None and not isinstance(loss, KerasLoss):
         loss = KerasLoss(loss)
-    _check_scaler(name, model, train, scaler)
     signature = Signature.of(model, args, kwargs, targets)
     if not signature.inputs:
         raise ModelError(name, "has no inputs; give at least one example tensor")
     parameters = dict[str, Tensor](model.named_parameters())
     buffers = dict(model.named_buffers())
     originals = {**parameters, **buffers}
-    _check_apart(name, parameters, buffers, signature)
+    owners = {f"parameter {key}": value for key, value in parameters.items()}
+    owners |= {f"buffer {key}": value for key, value in buffers.items()}
+    # A run trains and writes copies of these, so an input that shares their memory would not change
+    # with them.
+    spans = [(memory_of(value), owner) for owner, value in owners.items()]
+    for label, value in zip(signature.names, signature.inputs, strict=True):
+        begin, end = memory_of(value)
+        for (owner_begin, owner_end), owner in spans:
+            if begin < owner_end and owner_begin < end:
+                raise ModelError(name, f"input {label} shares memory with {owner}; give a clone")
+        owners[f"input {label}"] = value
+    for label, value in zip(signature.target_names, signature.targets, strict=True):
+        owners[f"target {label}"] = value
     inputs = signature.inputs
     targets = signature.targets if train else ()  # an inference step computes no loss
     mode = fake_mode_of([*originals.values(), *inputs, *targets])
@@ -181,21 +197,21 @@ def capture_call(
         originals=originals,
         parameters={key: twin(fake(value, mode)) for key, value in parameters.items()},
         buffers={key: twin(fake(value, mode)) for key, value in buffers.items()},
-        inputs=tuple(_fake_input(value, mode) for value in inputs),
+        inputs=tuple(fake(value, mode).requires_grad_(value.requires_grad) for value in inputs),
         targets=tuple(fake(value, mode) for value in targets),
         signature=signature,
         scale=None if scaler is None else fake(torch.tensor(scaler.init_scale), mode),
         loss=loss,
         training=train is not None,
         trainable=tuple(key for key, value in parameters.items() if train and value.requires_grad),
-        owners=_owners(parameters, buffers, signature),
+        owners=owners,
         chunks=chunks,
         channels_last=channels_last,
         holds_fakes=any(map(is_fake, (*originals.values(), *inputs, *targets))),
     )
-    owners = (model, loss) if train else (model,)
+    code = (model, loss) if train else (model,)
     try:
-        with batched_experts(model) as notes, UserCode("the model", *owners):
+        with batched_experts(model) as notes, UserCode("the model", *code):
             traced = trace(request)
     except UserCodeError as error:
         failure = _failure(name, error, loss)
@@ -209,7 +225,9 @@ def capture_call(
             take_all_back(mode)
         raise failure from error.__cause__
     graph, program = build(name, traced, train, _aliases(model), scaler)
-    _check_computes(name, model, graph, program)
+    if graph.is_source.all() and not leaves(program.outputs, Ref):
+        what = "None" if program.outputs is None else f"a {type(program.outputs).__name__}"
+        raise CaptureError(name, f"returns {what}, which holds no tensor", defined_at(model))
     notes += tuple(
         f"input {signature.names[index]} is written over by the model; a step leaves the tensor "
         "that it is given as it is"
@@ -226,8 +244,6 @@ def capture_call(
         dtype = torch.get_autocast_dtype("cpu") if casts else None
         modes, gradients = _modes(model)
         plain = PlainStep(loss, train, dtype, modes, gradients, traced.differentiates)
-    fused_steps = traced.fused_steps
-    computed, made = traced.computed, traced.made
     real = replace(
         request,
         parameters=parameters,
@@ -237,11 +253,11 @@ def capture_call(
         scale=None if scaler is None else torch.tensor(scaler.init_scale),
     )
     forget(traced.graph)
-    del traced, request  # the last references of this capture to its fake tensors
-    _check_left(name, model, made)
+    del request  # the last reference of this capture to its fake tensors
+    _check_left(name, model, traced.made)
     # Other forms are of steps that were compared before.
     if not (real.holds_fakes or chunks or channels_last):
-        notes += _compare_with_real(name, real, computed, graph, owners)
+        notes += _compare_with_real(name, real, traced, graph, code)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",
@@ -251,7 +267,14 @@ def capture_call(
         aliases=tuple(program.aliases.items()),
     )
     return Captured(
-        graph, program, source, model, signature, notes=notes, plain=plain, fused_steps=fused_steps
+        graph,
+        program,
+        source,
+        model,
+        signature,
+        notes=notes,
+        plain=plain,
+        fused_steps=traced.fused_steps,
     )
 
 
@@ -272,7 +295,7 @@ tensors when it is captured. That takes up to about a second."""
 
 
 def _compare_with_real(
-    name: str, real: Request, computed: Computed | None, graph: Graph, owners: tuple[Any, ...]
+    name: str, real: Request, traced: Trace, graph: Graph, owners: tuple[Any, ...]
 ) -> tuple[str, ...]:
     """Return a note on how the step compares with one on real tensors, if there is something to
     say. Raises `CaptureError` if it computes something else."""
@@ -281,13 +304,13 @@ def _compare_with_real(
     if any(value.device.type != "cpu" for value in tensors):
         return (f"{said_of}, as its tensors are not all on the CPU",)
     flops, held_bytes = int(graph.flops.sum()), int(graph.tensor_bytes.sum())
-    if computed is None or flops > COMPARED_FLOPS or held_bytes > COMPARED_BYTES:
+    if traced.numbers is None or flops > COMPARED_FLOPS or held_bytes > COMPARED_BYTES:
         return (
             f"{said_of}, as it is too large; a model that asks for a tensor's class may differ",
         )
     try:
         with batched_experts(real.module), UserCode("the model", *owners):
-            note = compare_with_real(real, computed)
+            note = compare_with_real(real, traced)
     except UserCodeError as error:
         cause = error.__cause__
         if isinstance(cause, TracingError):
@@ -311,18 +334,34 @@ def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) 
             "inputs",
         )
     args, kwargs = step.signature.call(step.inputs)
-    casts = torch.autocast("cpu", dtype=plain.autocast, enabled=plain.autocast is not None)
-    with casts, _in_modes(step.module, plain):
-        found = capture_call(
-            step.module,
-            args,
-            kwargs,
-            loss=plain.loss,
-            targets=step.signature.loss_arguments(step.targets),
-            train=plain.optimizer,
-            chunks=chunks,
-            channels_last=channels_last,
+    before, wanted = _modes(step.module), (plain.training, plain.gradients)
+    if tuple(map(len, before)) != tuple(map(len, wanted)):
+        raise ModelError(
+            type(step.module).__name__, "has other modules or parameters than when captured"
         )
+
+    def enter(modes: tuple[bool, ...], gradients: tuple[bool, ...]) -> None:
+        if before != wanted:
+            for module, mode in zip(step.module.modules(), modes, strict=True):
+                module.training = mode
+            for parameter, required in zip(step.module.parameters(), gradients, strict=True):
+                parameter.requires_grad_(required)
+
+    enter(*wanted)
+    try:
+        with torch.autocast("cpu", dtype=plain.autocast, enabled=plain.autocast is not None):
+            found = capture_call(
+                step.module,
+                args,
+                kwargs,
+                loss=plain.loss,
+                targets=step.signature.loss_arguments(step.targets),
+                train=plain.optimizer,
+                chunks=chunks,
+                channels_last=channels_last,
+            )
+    finally:
+        enter(*before)
     return replace(
         found, source=step.source, make=step.make, examples=step.examples, notes=step.notes
     )
@@ -334,31 +373,6 @@ def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         tuple(module.training for module in model.modules()),
         tuple(parameter.requires_grad for parameter in model.parameters()),
     )
-
-
-@contextmanager
-def _in_modes(model: nn.Module, plain: PlainStep) -> Iterator[None]:
-    """Put the module into the modes that the step was captured in within the block. Raises
-    `ModelError` if it has other modules or parameters now."""
-    before = _modes(model)
-    wanted = plain.training, plain.gradients
-    if tuple(map(len, before)) != tuple(map(len, wanted)):
-        raise ModelError(type(model).__name__, "has other modules or parameters than when captured")
-
-    def enter(modes: tuple[bool, ...], gradients: tuple[bool, ...]) -> None:
-        for module, mode in zip(model.modules(), modes, strict=True):
-            module.training = mode
-        for parameter, required in zip(model.parameters(), gradients, strict=True):
-            parameter.requires_grad_(required)
-
-    if before == wanted:
-        yield
-        return
-    enter(*wanted)
-    try:
-        yield
-    finally:
-        enter(*before)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -406,26 +420,17 @@ def _check_module(name: str, model: nn.Module) -> None:
                 )
 
 
-def _optimizer_of(name: str, model: nn.Module, train: OptimizerLike | None) -> Optimizer | None:
-    """Return the optimizer that `train` stands for. Raises `UsageError` for one of another kind,
-    and `ModelError` for a model that none can train."""
-    if train is None:
-        return None
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ModelError(name, "has no parameter that requires gradients; nothing can be trained")
-    return optimizer_of(train, trained)
-
-
-def _check_loss(
+def _check_training(
     name: str,
     model: nn.Module,
-    targets: Any,
     loss: Callable[..., Tensor] | None,
+    targets: Any,
     train: Optimizer | None,
+    scaler: GradScaler | None,
 ) -> None:
-    """Raise `ModelError` for a loss that is not callable, for targets without a loss, and for a
-    loss with parameters of its own, which a step would not train."""
+    """Raise `ModelError` for a loss that is not callable, for targets without a loss, for a loss
+    with parameters of its own, which a step would not train, for a scaler in inference, and with a
+    scaler for trained parameters in float16 or of complex numbers."""
     if loss is not None and not callable(loss):
         raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
     none_given = targets is None or (isinstance(targets, (tuple, list)) and not targets)
@@ -444,13 +449,6 @@ def _check_loss(
                     "those of the model alone; call the loss within the model's forward, or freeze "
                     "the parameter (requires_grad_(False))",
                 )
-
-
-def _check_scaler(
-    name: str, model: nn.Module, train: Optimizer | None, scaler: GradScaler | None
-) -> None:
-    """Raise `ModelError` for a scaler in inference, and for trained parameters in float16 or of
-    complex numbers."""
     if scaler is None:
         return
     if train is None:
@@ -463,57 +461,6 @@ def _check_scaler(
                 f"{key} is {dtype}, whose gradients torch does not unscale either; keep parameters "
                 "in float32 and compute under torch.autocast",
             )
-
-
-def _check_computes(name: str, model: nn.Module, graph: Graph, program: Program) -> None:
-    """Raise `CaptureError` for a model that neither returns a tensor nor changes one."""
-    refs: list[Ref] = []
-    substitute(program.outputs, Ref, refs.append)
-    if graph.is_source.all() and not refs:
-        what = "None" if program.outputs is None else f"a {type(program.outputs).__name__}"
-        raise CaptureError(name, f"returns {what}, which holds no tensor", defined_at(model))
-
-
-def _check_apart(
-    name: str,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    signature: Signature,
-) -> None:
-    """Raise `ModelError` for an example input that shares memory with a parameter or buffer.
-
-    A run trains and writes copies of these, so the input would not change with them.
-    """
-    owners = {f"parameter {key}": value for key, value in parameters.items()}
-    owners |= {f"buffer {key}": value for key, value in buffers.items()}
-    spans = [(memory_of(value), owner) for owner, value in owners.items()]
-    for label, value in zip(signature.names, signature.inputs, strict=True):
-        begin, end = memory_of(value)
-        for (owner_begin, owner_end), owner in spans:
-            if begin < owner_end and owner_begin < end:
-                raise ModelError(name, f"input {label} shares memory with {owner}; give a clone")
-
-
-def _owners(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], signature: Signature
-) -> dict[str, Tensor]:
-    """Return description, such as "parameter a.weight" -> that tensor of model or examples."""
-    return {
-        f"{what} {name}": value
-        for what, names, values in (
-            ("parameter", parameters.keys(), parameters.values()),
-            ("buffer", buffers.keys(), buffers.values()),
-            ("input", signature.names, signature.inputs),
-            ("target", signature.target_names, signature.targets),
-        )
-        for name, value in zip(names, values, strict=True)
-    }
-
-
-def _fake_input(value: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return the fake twin of an input; it requires gradients if the input does."""
-    twin = fake(value, mode)
-    return twin.requires_grad_() if value.requires_grad else twin
 
 
 @contextmanager
@@ -570,35 +517,29 @@ def _failure(name: str, raised: UserCodeError, loss: Any = None) -> CaptureError
     if isinstance(error, TracingError):
         return CaptureError(name, str(error), location)
     # What the user's own line raises, and not torch on what the line asks for, has no graph either
-    # way.
+    # way. The text is advice, followed by the first line of what was raised.
     by_user = raised_by_user(error) or not isinstance(error, Exception)
     kind = ModelRaisedError if by_user else CaptureError
-    return kind(name, _advice(error), location)
-
-
-def _advice(error: BaseException) -> str:
-    """Return advice for an error that torch raised, followed by the first line of its own text."""
     whole, text = said(error), text_of(error)
     line = (text.splitlines() or [""])[0]
-    for kind in type(error).__mro__:
-        if kind.__name__ in _ADVICE:
-            return f"cannot be captured: {_ADVICE[kind.__name__]} [{line}]"
-    if "FlexAttention" in text:
-        return (
-            "cannot be captured: flex_attention is code that torch compiles; "
-            f"{INSTEAD_OF_FLEX} [{line}]"
-        )
-    if "modified by an inplace operation" in text:
-        return (
+    known = [_ADVICE[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _ADVICE]
+    if not known and "FlexAttention" in text:
+        known = [f"flex_attention is code that torch compiles; {INSTEAD_OF_FLEX}"]
+    elif not known and "modified by an inplace operation" in text:
+        advice = (
             "cannot be captured: the backward pass needs a value that the model has since written "
             "over in place (so it counts here what is assigned to .data, too); clone it before"
         )
-    if any(part in text for part in _READING):
-        return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{line}]"
+        return kind(name, advice, location)
+    elif not known and any(part in text for part in _READING):
+        known = [_ADVICE["DataDependentOutputException"]]
+    if known:
+        return kind(name, f"cannot be captured: {known[0]} [{line}]", location)
     # The model may ask for a tensor's exact class in a function that was running.
     folders = (Path(__file__).parents[1], Path(torch.__file__).parent)
     ours = tuple(f"{folder}{os.sep}" for folder in folders)
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     asks = any("type" in c.co_names for c in codes if not c.co_filename.startswith(ours))
     hint = " (they are of another class: instead of type(x) use isinstance)" if asks else ""
-    return f"failed while it ran on fake tensors of these inputs' shapes{hint}: {whole}"
+    advice = f"failed while it ran on fake tensors of these inputs' shapes{hint}: {whole}"
+    return kind(name, advice, location)

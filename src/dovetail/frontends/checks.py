@@ -141,7 +141,22 @@ class Questions:
 
         root   the function that runs the step
         """
-        site = _asking(root)
+        # The place in the model's code that runs now, below the function `root`, or below a
+        # checkpoint: what is computed again asks at the place that asked first.
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
+            frame = frame.f_back
+        texts = tuple(value for value in frame.f_locals.values() if type(value) is str)
+        stack: list[Any] = []
+        caller: Any = frame
+        while caller is not None and caller.f_code is not root:
+            if caller.f_code.co_filename == _CHECKPOINTS:
+                break
+            # A call's number is that of the instruction or of its cache. Their positions are equal.
+            place = itertools.islice(caller.f_code.co_positions(), caller.f_lasti // 2, None)
+            stack.append((caller.f_code, next(place)))
+            caller = caller.f_back
+        site: Site = texts, tuple(stack)
         self.sites[site] = self.sites.get(site, 0) + 1
         if site == self.refused or self.sites[site] > _MOST_ASKED:
             return None
@@ -160,7 +175,18 @@ class Questions:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the function of torch returns for the model."""
         if self._asked is not None and function in _LIMITS and args:
-            return self._limit(function, self._asked, *args, **kwargs)
+            # The tensor, limited by the function where the truth is as answered.
+            (truth, answer), self._asked = self._asked, None
+            whole, limited = args[0], function(*args, **kwargs)
+            if (limited.shape, limited.dtype) != (whole.shape, whole.dtype):
+                return limited
+            if self.skips:
+                self.skipped.append(whole)
+                return whole
+            # A truth may be a tensor of shape [1, 1], which would give the result these dimensions.
+            truth = truth.reshape(())
+            both = (limited, whole) if answer else (whole, limited)
+            return torch.where(truth, *both)
         if function is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return str(Unknown())
         try:
@@ -170,21 +196,6 @@ class Questions:
                 raise
             self.tells_data = True
             return Unknown()
-
-    def _limit(
-        self, function: Any, asked: tuple[Tensor, bool], whole: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Return the tensor, limited by the function where the truth is as answered."""
-        (truth, answer), self._asked = asked, None
-        limited: Tensor = function(whole, *args, **kwargs)
-        if (limited.shape, limited.dtype) != (whole.shape, whole.dtype):
-            return limited
-        if self.skips:
-            self.skipped.append(whole)
-            return whole
-        # A truth may be a tensor of shape [1, 1], which would give the result these dimensions.
-        truth = truth.reshape(())
-        return torch.where(truth, limited, whole) if answer else torch.where(truth, whole, limited)
 
     def may_raise(self) -> bool:
         """Return True in a run that has tried its answer, so that the model is about to raise."""
@@ -255,7 +266,18 @@ def settled(
         # An answer may let the model loop for ever.
         most = 2 * questions.calls + _MOST_CALLS
         trial = Questions(other, limited=frozenset([site]), skips=True, most_calls=most)
-        if isinstance(outcome, Exception) or not _is_limit(run, same, outcome, trial):
+        is_limit = False
+        if not isinstance(outcome, Exception):
+            # Without what is to be limited the step must give the same as without the branch, and
+            # must not ask anything new.
+            known = len(trial.answers)
+            try:
+                found = run(trial)
+            except (Exception, _GoesOn):
+                pass
+            else:
+                is_limit = len(trial.answers) == known and same(outcome, found, trial.skipped)
+        if not is_limit:
             _refuse(run, answers, site)
         limited.append(site)
     if isinstance(outcome, Exception):
@@ -310,42 +332,6 @@ def _guessed(
                 # Both answers lead to an error, and the first is as likely the reason.
                 run(Questions(answers))
             raised[site] = _told(error, questions.calls)
-
-
-def _is_limit(
-    run: Callable[[Questions], _Result],
-    same: Callable[[_Result, _Result, list[Tensor]], bool],
-    result: _Result,
-    trial: Questions,
-) -> bool:
-    """Return True if a run that skips what is to be limited gives the same as without the branch.
-
-    It must not ask anything new."""
-    known = len(trial.answers)
-    try:
-        found = run(trial)
-    except (Exception, _GoesOn):
-        return False
-    return len(trial.answers) == known and same(result, found, trial.skipped)
-
-
-def _asking(root: CodeType) -> Site:
-    """Return the place in the model's code that runs now, below the function `root`, or below a
-    checkpoint: what is computed again asks at the place that asked first."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
-        frame = frame.f_back
-    texts = tuple(value for value in frame.f_locals.values() if type(value) is str)
-    stack: list[Any] = []
-    caller: Any = frame
-    while caller is not None and caller.f_code is not root:
-        if caller.f_code.co_filename == _CHECKPOINTS:
-            break
-        # A call's number is that of the instruction or of its cache. Their positions are the same.
-        place = itertools.islice(caller.f_code.co_positions(), caller.f_lasti // 2, None)
-        stack.append((caller.f_code, next(place)))
-        caller = caller.f_back
-    return texts, tuple(stack)
 
 
 def _raised_by_model(error: BaseException) -> bool:

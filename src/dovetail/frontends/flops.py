@@ -41,13 +41,13 @@ def _vector_flops(*args: Any, **_: Any) -> int:
     return 2 * max(math.prod(shape) for shape in args if isinstance(shape, torch.Size))
 
 
-def _attention_flops(query: Any, key: Any, value: Any, **_: Any) -> int:
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any) -> int:
     """Return the FLOPs of attention, which has two products: query x key and scores x value."""
     pairs = math.prod(query[:-1]) * key[-2]
     return int(2 * pairs * (query[-1] + value[-1]))
 
 
-def _attention_backward_flops(_: Any, query: Any, key: Any, value: Any, **__: Any) -> int:
+def _attention_backward_flops(_: Any, query: Any, key: Any, value: Any, *__: Any) -> int:
     """Return the FLOPs of attention's backward pass, which has five products: it computes the
     scores again, and the gradients of value, scores, query and key."""
     pairs = math.prod(query[:-1]) * key[-2]
@@ -74,11 +74,9 @@ _OURS: dict[Any, Callable[..., int]] = {
     aten.addmv: _rule_on_tensors(_vector_flops),
     aten.dot: _rule_on_tensors(_vector_flops),
     aten.vdot: _rule_on_tensors(_vector_flops),
-    aten._scaled_dot_product_flash_attention_for_cpu: _rule_on_tensors(
-        lambda q, k, v, *_: _attention_flops(q, k, v)
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu: _rule_on_tensors(_attention_flops),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _rule_on_tensors(
-        lambda g, q, k, v, *_: _attention_backward_flops(g, q, k, v)
+        _attention_backward_flops
     ),
     aten.mkldnn_rnn_layer: _rule_on_tensors(_recurrent_flops),
     # A product for the gradient of each factor.

@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -174,7 +173,10 @@ class FusedCall:
             node = graph.call_function(
                 call.target, tuple(fill_refs(list(call.args), nodes)), fill_refs(call.kwargs, nodes)
             )
-            if _returns_one(call.target):
+            # An operator may return one tensor, and no list of tensors. A function that stands for
+            # an operator on GPUs returns a tuple.
+            returns = call.target._schema.returns if isinstance(call.target, OpOverload) else ()
+            if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
                 nodes[call.results[0]] = node
                 continue
             for element, number in enumerate(call.results):
@@ -198,12 +200,3 @@ def examples_of(metas: Sequence[Meta], device: torch.device = CPU) -> tuple[Tens
         torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device).zero_()
         for dtype, shape, strides in metas
     )
-
-
-def _returns_one(target: Any) -> bool:
-    """True for an operator that returns one tensor, and no list of tensors. A function that stands
-    for an operator on GPUs returns a tuple."""
-    if not isinstance(target, OpOverload):
-        return False
-    returns = target._schema.returns
-    return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)

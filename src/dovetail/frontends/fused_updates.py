@@ -71,7 +71,16 @@ class FusedUpdates:
             of_update.append(tensors[first : first + update.count])
             first += update.count
         if not self._lists and not self._single:
-            self._sort(of_update)
+            # Find the lists of updates that one kernel does, and those that none does.
+            lists: dict[Any, tuple[OneUpdate, list[int]]] = {}
+            for number, (update, given) in enumerate(zip(self.updates, of_update, strict=True)):
+                if not _may_be_fused(update.function, *given):
+                    self._single.append(number)
+                    continue
+                settings = tuple(sorted(update.settings.items()))
+                kind = update.function, update.count, settings, given[0].dtype
+                lists.setdefault(kind, (update, []))[1].append(number)
+            self._lists = list(lists.values())
         for number in self._single:
             update = self.updates[number]
             update.function(*of_update[number], **update.settings)
@@ -80,18 +89,6 @@ class FusedUpdates:
             alike = list(map(_like, gradients, parameters))
             _KERNELS[update.function]((parameters, alike, *states), update.settings)
         return [tensor for own in of_update for tensor in (own[0], *own[2:])]
-
-    def _sort(self, of_update: Sequence[Sequence[Tensor]]) -> None:
-        """Find the lists of updates that one kernel does, and those that none does."""
-        lists: dict[Any, tuple[OneUpdate, list[int]]] = {}
-        for number, (update, tensors) in enumerate(zip(self.updates, of_update, strict=True)):
-            if not _may_be_fused(update.function, *tensors):
-                self._single.append(number)
-                continue
-            settings = tuple(sorted(update.settings.items()))
-            kind = update.function, update.count, settings, tensors[0].dtype
-            lists.setdefault(kind, (update, []))[1].append(number)
-        self._lists = list(lists.values())
 
 
 def _sgd(lists: Lists, settings: Mapping[str, Any]) -> None:
@@ -133,6 +130,12 @@ def _may_be_fused(
     It reads all tensors as flat memory, and rounds 16-bit formats less often. A state of one number
     is a count of steps.
     """
+    # The elements must fill the memory from the first to the last, in any order.
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
     whole = [state for state in states if state.dim() or not parameter.dim()]
     return (
         # RMSprop's kernel is ours, and for CPUs.
@@ -140,18 +143,7 @@ def _may_be_fused(
         and parameter.dtype in (torch.float32, torch.float64)
         and gradient.dtype == parameter.dtype
         and all(s.dtype == parameter.dtype and s.stride() == parameter.stride() for s in whole)
-        and _is_dense(parameter)
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill the memory from the first to the last, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -34,16 +34,7 @@ def seed_for(seed: int, step: int, op: int) -> int:
 
 def call_arguments(call: Call, tensors: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return (args, kwargs) of a call; `tensors` maps a tensor of the graph to its value."""
-    # Most arguments are a tensor or a constant, so only lists and tuples are walked.
-    args = [
-        tensors[arg.tensor]
-        if isinstance(arg, Ref)
-        else fill_refs(arg, tensors)
-        if isinstance(arg, (list, tuple))
-        else arg
-        for arg in call.args
-    ]
-    return args, fill_refs(call.kwargs, tensors) if call.kwargs else {}
+    return fill_refs(list(call.args), tensors), fill_refs(call.kwargs, tensors)
 
 
 def initial_values(captured: Captured, seed: int = 0) -> Values:
@@ -149,14 +140,17 @@ def run_call(call: Call, tensors: Values, seed: int) -> None:
     """Run one call and store its results in `tensors`."""
     if call.random:
         torch.manual_seed(seed)
+    for tensor, value in zip(call.results, call_results(call, tensors), strict=True):
+        if tensor >= 0:
+            tensors[tensor] = value
+
+
+def call_results(call: Call, tensors: Values) -> Sequence[Any]:
+    """Return what a call returns; a single tensor counts as one element."""
     args, kwargs = call_arguments(call, tensors)
     with torch.set_grad_enabled(call.in_grad_mode):
         result = call.target(*args, **kwargs)
-    for tensor, value in zip(
-        call.results, (result,) if isinstance(result, Tensor) else result, strict=True
-    ):
-        if tensor >= 0:
-            tensors[tensor] = value
+    return (result,) if isinstance(result, Tensor) else result
 
 
 def last_uses(graph: Graph) -> list[list[int]]:
@@ -200,37 +194,48 @@ def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], i
     Binding appends the call's constants to `values`. `seed` returns the seed of a random call; it
     is called before each run.
     """
-    invoke = _invocation(call, values)
-    if call.in_grad_mode:
-        invoke = torch.enable_grad()(invoke)
-    if call.random:
-        invoke = _with_seed(invoke, seed)
-    if len(call.results) == 1:
-        return _filing_one(invoke, values, call.results[0], frees)
-    stored = tuple((i, tensor) for i, tensor in enumerate(call.results) if tensor >= 0)
-    return _filing_many(invoke, values, stored, frees)
-
-
-def _invocation(call: Call, values: Cells) -> Callable[[], Any]:
-    """Return a function that calls the target on the arguments in the table."""
-    target = call.target
+    target, kwargs = call.target, call.kwargs
     if isinstance(target, OpOverload):
         # `OpOverload.__call__` does nothing else but call `_op`; this saves its Python frame.
         target = target._op
-    names, keywords = tuple(call.kwargs), tuple(call.kwargs.values())
     get = _getter(call.args, values)
-    if not any(map(_has_refs, keywords)):
-        return _bind_arguments(target, get, call.kwargs, values)
-    get_keywords = _getter(keywords, values)
-    return lambda: target(*get(values), **dict(zip(names, get_keywords(values), strict=True)))
+    invoke: Callable[[], Any]
+    if any(map(_has_refs, kwargs.values())):
+        names, get_keywords = tuple(kwargs), _getter(tuple(kwargs.values()), values)
+        invoke = lambda: target(  # noqa: E731  the functions of a call stand one below the other
+            *get(values), **dict(zip(names, get_keywords(values), strict=True))
+        )
+    elif kwargs:
+        invoke = lambda: target(*get(values), **kwargs)  # noqa: E731
+    else:
+        invoke = lambda: target(*get(values))  # noqa: E731
+    if call.in_grad_mode:
+        invoke = torch.enable_grad()(invoke)
+    plain, results = invoke, call.results
+    if call.random:
 
+        def seeded() -> Any:
+            with GENERATOR:
+                torch.manual_seed(seed())
+                return plain()
 
-def _bind_arguments(
-    target: Callable[..., Any], get: Getter, kwargs: dict[str, Any], values: Cells
-) -> Callable[[], Any]:
-    if kwargs:
-        return lambda: target(*get(values), **kwargs)
-    return lambda: target(*get(values))
+        invoke = seeded
+    stored = tuple((i, tensor) for i, tensor in enumerate(results) if tensor >= 0)
+
+    def run_one() -> None:
+        returned = invoke()
+        values[results[0]] = returned if isinstance(returned, Tensor) else returned[0]
+        for tensor in frees:
+            values[tensor] = None
+
+    def run() -> None:
+        returned = invoke()
+        for i, tensor in stored:
+            values[tensor] = returned[i]
+        for tensor in frees:
+            values[tensor] = None
+
+    return run_one if len(results) == 1 and stored else run
 
 
 def _getter(args: tuple[Any, ...], values: Cells) -> Getter:
@@ -240,7 +245,13 @@ def _getter(args: tuple[Any, ...], values: Cells) -> Getter:
         return lambda values: tuple(
             [values[a.tensor] if isinstance(a, Ref) else fill_refs(a, values) for a in args]
         )
-    places = [_place(arg, values) for arg in args]
+    places = []
+    for arg in args:
+        if isinstance(arg, Ref):
+            places.append(arg.tensor)
+        else:
+            values.append(arg)
+            places.append(len(values) - 1)
     # With a single place `itemgetter` would return the value itself instead of a tuple.
     if len(places) > 1:
         return itemgetter(*places)
@@ -250,59 +261,9 @@ def _getter(args: tuple[Any, ...], values: Cells) -> Getter:
     return lambda values: (values[place],)
 
 
-def _place(arg: Any, values: Cells) -> int:
-    """Return the argument's place in the table; a constant is appended to the table."""
-    if isinstance(arg, Ref):
-        return arg.tensor
-    values.append(arg)
-    return len(values) - 1
-
-
 def _has_refs(tree: Any) -> bool:
     if isinstance(tree, dict):
         return any(map(_has_refs, tree.values()))
     if isinstance(tree, (list, tuple)):
         return any(map(_has_refs, tree))
     return isinstance(tree, Ref)
-
-
-def _with_seed(invoke: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
-    def seeded() -> Any:
-        with GENERATOR:
-            torch.manual_seed(seed())
-            return invoke()
-
-    return seeded
-
-
-def _filing_one(
-    invoke: Callable[[], Any], values: Cells, result: int, frees: tuple[int, ...]
-) -> Bound:
-    def run() -> None:
-        returned = invoke()
-        values[result] = returned if isinstance(returned, Tensor) else returned[0]
-        for tensor in frees:
-            values[tensor] = None
-
-    def discard() -> None:
-        invoke()
-        for tensor in frees:
-            values[tensor] = None
-
-    return run if result >= 0 else discard
-
-
-def _filing_many(
-    invoke: Callable[[], Any],
-    values: Cells,
-    stored: tuple[tuple[int, int], ...],
-    frees: tuple[int, ...],
-) -> Bound:
-    def run() -> None:
-        returned = invoke()
-        for i, tensor in stored:
-            values[tensor] = returned[i]
-        for tensor in frees:
-            values[tensor] = None
-
-    return run

@@ -14,8 +14,8 @@ Keras: https://keras.io/api/models/model/, `stateless_call`. Written against Ker
 `KerasLoss` takes both.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,11 @@ def keras_module(model: Any, training: bool) -> nn.Module:
     would draw from a seed of its own in training.
     """
     check_keras(model)
-    seeded = [layer.name for layer in model._flatten_layers() if _has_own_seed(layer)]
+    seeded = [
+        layer.name
+        for layer in model._flatten_layers()
+        if hasattr(layer, "seed_generator") and getattr(layer, "seed", None) is not None
+    ]
     if training and seeded:
         raise ModelError(
             model.name,
@@ -56,11 +60,6 @@ class KerasLoss:
         output, added = returned
         plain = output if self.loss is None else self.loss(output, *targets)
         return with_added_losses(plain, added)
-
-
-def _has_own_seed(layer: Any) -> bool:
-    """Return True if the layer draws random numbers in each step and was given a seed."""
-    return hasattr(layer, "seed_generator") and getattr(layer, "seed", None) is not None
 
 
 class KerasModule(nn.Module):
@@ -117,31 +116,26 @@ class KerasModule(nn.Module):
             for variables in (model.trainable_variables, model.non_trainable_variables)
         )
         model_inputs = inputs[0] if len(inputs) == 1 else list(inputs)
-        with self._scoped():
+        # Each layer's call runs inside its submodule, so that hooks see it. The calls are replaced
+        # in the layers' dicts, because Keras tracks what is assigned to a layer. A layer may stand
+        # in `scopes` twice, so all calls are kept before any is replaced.
+        own_calls = [(layer, layer.__dict__.get("call")) for layer, _ in self.scopes]
+        for layer, scope in self.scopes:
+            layer.__dict__["call"] = functools.partial(scope, layer.call)
+        try:
             outputs, new_state, losses = model.stateless_call(
                 trainable, state, model_inputs, training=self.training, return_losses=True
             )
-        for old, new in zip(state, new_state, strict=True):
-            if new is not old:
-                old.copy_(new.detach())
-        return (outputs, losses) if self.training else outputs
-
-    @contextlib.contextmanager
-    def _scoped(self) -> Iterator[None]:
-        """Let each layer's call run inside its submodule within the block, so that hooks see it."""
-        # The calls are replaced in the layers' dicts, because Keras tracks what is assigned to a
-        # layer. A layer may stand in `scopes` twice, so all calls are kept before any is replaced.
-        own_calls = [(layer, layer.__dict__.get("call")) for layer, _ in self.scopes]
-        for layer, scope in self.scopes:
-            layer.__dict__["call"] = _call_inside(scope, layer.call)
-        try:
-            yield
         finally:
             for layer, own_call in own_calls:
                 if own_call is None:
                     layer.__dict__.pop("call", None)
                 else:
                     layer.__dict__["call"] = own_call
+        for old, new in zip(state, new_state, strict=True):
+            if new is not old:
+                old.copy_(new.detach())
+        return (outputs, losses) if self.training else outputs
 
 
 class _KerasLayer(nn.Module):
@@ -149,15 +143,6 @@ class _KerasLayer(nn.Module):
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
-
-
-def _call_inside(scope: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes the call inside the submodule `scope`."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return scope(call, *args, **kwargs)
-
-    return run
 
 
 def _sublayers(layer: Any) -> list[Any]:

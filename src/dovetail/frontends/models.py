@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,11 +117,43 @@ def _check(path: str, archive: Any) -> None:
         raise FileFormatError(path, "it is not what torch.export.save writes; export it again")
     for name in names:
         if name in CONFIGS:
-            _check_payloads(path, name, json.loads(archive.read_string(name)))
+            for tensor, payload in json.loads(archive.read_string(name))["config"].items():
+                if payload.get("use_pickle"):
+                    raise FileFormatError(
+                        path, f"{tensor!r} in {name!r} is pickled and is not opened; {_BY_HAND}"
+                    )
         elif name == EXAMPLES:
-            _check_examples(path, archive.read_bytes(name))
+            content = archive.read_bytes(name)
+            check_archive(path, content)
+            try:
+                torch.load(io.BytesIO(content), weights_only=True)
+            except Exception as error:
+                raise FileFormatError(
+                    path,
+                    "its example inputs are more than plain tensors and are not opened; "
+                    f"{_BY_HAND}",
+                ) from error
         elif name == PROGRAM:
-            for problem in _problems(json.loads(archive.read_string(name))):
+            # All that loading would evaluate, call or import beyond torch's operators.
+            for key, value in _entries(json.loads(archive.read_string(name))):
+                if key == "expr_str":
+                    problem = f"it has dynamic shapes ({value}); export it without dynamic_shapes"
+                elif key == "guards_code" and value:
+                    problem = f"it has guards, which would be evaluated; {_BY_HAND}"
+                # Under an argument that is called "target" stands an object, and under a node's a
+                # text.
+                elif (
+                    key == "target"
+                    and not isinstance(value, dict)
+                    and not (isinstance(value, str) and OPERATORS.fullmatch(value))
+                ):
+                    problem = (
+                        f"it calls {value!r}, which is no operator that may be called; {_BY_HAND}"
+                    )
+                elif key in STRUCTURES and isinstance(value, str) and _imports(value):
+                    problem = f"its {key} names a module that would be imported; {_BY_HAND}"
+                else:
+                    continue
                 raise FileFormatError(path, problem)
         elif not name.startswith(PLAIN_FILES):
             raise FileFormatError(
@@ -130,43 +162,6 @@ def _check(path: str, archive: Any) -> None:
 
 
 _BY_HAND = "if you trust it, load it yourself in a function MODULE:FUNCTION"
-
-
-def _check_payloads(path: str, name: str, config: Any) -> None:
-    for tensor, payload in config["config"].items():
-        if payload.get("use_pickle"):
-            raise FileFormatError(
-                path, f"{tensor!r} in {name!r} is pickled and is not opened; {_BY_HAND}"
-            )
-
-
-def _check_examples(path: str, content: bytes) -> None:
-    check_archive(path, content)
-    try:
-        torch.load(io.BytesIO(content), weights_only=True)
-    except Exception as error:
-        raise FileFormatError(
-            path, f"its example inputs are more than plain tensors and are not opened; {_BY_HAND}"
-        ) from error
-
-
-def _problems(program: Any) -> Iterator[str]:
-    """Lists all that loading a serialised program would evaluate, call or import beyond torch's
-    operators."""
-    for key, value in _entries(program):
-        if key == "expr_str":
-            yield f"it has dynamic shapes ({value}); export it without dynamic_shapes"
-        elif key == "guards_code" and value:
-            yield f"it has guards, which would be evaluated; {_BY_HAND}"
-        # Under an argument that is called "target" stands an object, and under a node's a text.
-        elif (
-            key == "target"
-            and not isinstance(value, dict)
-            and not (isinstance(value, str) and OPERATORS.fullmatch(value))
-        ):
-            yield f"it calls {value!r}, which is no operator that may be called; {_BY_HAND}"
-        elif key in STRUCTURES and isinstance(value, str) and _imports(value):
-            yield f"its {key} names a module that would be imported; {_BY_HAND}"
 
 
 def _imports(structure: str) -> bool:
@@ -218,14 +213,38 @@ def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
     """
     function, _, phase = model.partition("?phase=")
     if model.startswith("zoo:"):
-        captured = _resolve_zoo(model, train)
+        network, options = parse_zoo(model)
+        full = network.defaults | options
+
+        def make() -> nn.Module:
+            return network.modules(**full).train(train is not None)
+
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                module, (inputs, targets) = make(), network.examples(**full)
+        except (RuntimeError, ValueError, ArithmeticError) as error:
+            raise ModelError(model, f"cannot be built: {error}") from error
+        captured = capture(module, *inputs, targets=targets, loss=network.loss, train=train)
+        captured = replace(captured, make=make, examples=lambda: network.examples(**full))
     elif model.startswith(PREFIX):
         captured = _resolve_transformers(model, train)
     elif model.endswith(".pt2"):
         module, args, kwargs = load_exported(model)
         captured = capture_call(module, args, kwargs, train=train)
     elif names_function(function):
-        captured = _resolve_function(model, function, phase, train)
+        returned = call_function(function)
+        if phase or isinstance(returned, Mapping):
+            phases = returned if isinstance(returned, Mapping) else {}
+            if phase not in phases:
+                choices = " or ".join(f"{function}?phase={name}" for name in phases)
+                raise ModelError(
+                    model,
+                    f"returns phases; name one, {choices}, or plan all with --phases"
+                    if choices
+                    else f"has no phases; name {function} itself",
+                )
+            returned = phases[phase]
+        captured = _capture_returned(model, returned, train)
     else:
         raise ModelError(model or "''", FORMS)
     return replace(captured, source=replace(captured.source, model=model))
@@ -283,7 +302,22 @@ def parse_zoo(model: str) -> tuple[Network, dict[str, Option]]:
             raise ModelError(
                 model, f"{name} has no option {key!r}; it has {', '.join(network.defaults)}"
             )
-        options[key] = _parse_option(model, key, value, network.defaults[key])
+        default = network.defaults[key]
+        if isinstance(default, bool):
+            if value.lower() not in ("true", "1", "false", "0"):
+                raise ModelError(model, f"{key} is true or false, not {value!r}")
+            options[key] = value.lower() in ("true", "1")
+            continue
+        try:
+            parsed = type(default)(value)
+        except ValueError:
+            kind = "a whole number" if isinstance(default, int) else "a number"
+            raise ModelError(model, f"{key} is {kind}, not {value!r}") from None
+        if parsed < 0 or (isinstance(default, int) and parsed < 1):
+            raise ModelError(model, f"{key} is {value}, but must be positive")
+        if isinstance(default, int) and parsed > MOST_SIZE:
+            raise ModelError(model, f"{key} is larger than {MOST_SIZE}")
+        options[key] = parsed
     full = network.defaults | options
     repeats = {key: int(full[key]) for key in REPEATS if key in full}
     if math.prod(repeats.values()) > MOST_REPEATS:
@@ -326,40 +360,6 @@ def describe_network(name: str) -> tuple[list[tuple[str, object]], dict[str, Opt
     if sizes := load_sizes().get(network.name):
         facts["parameter_bytes"] = sizes.parameter_bytes
     return list(facts.items()), network.defaults
-
-
-def _parse_option(model: str, key: str, value: str, default: Option) -> Option:
-    if isinstance(default, bool):
-        if value.lower() in ("true", "1", "false", "0"):
-            return value.lower() in ("true", "1")
-        raise ModelError(model, f"{key} is true or false, not {value!r}")
-    try:
-        parsed = type(default)(value)
-    except ValueError:
-        kind = "a whole number" if isinstance(default, int) else "a number"
-        raise ModelError(model, f"{key} is {kind}, not {value!r}") from None
-    if parsed < 0 or (isinstance(default, int) and parsed < 1):
-        raise ModelError(model, f"{key} is {value}, but must be positive")
-    if isinstance(default, int) and parsed > MOST_SIZE:
-        raise ModelError(model, f"{key} is larger than {MOST_SIZE}")
-    return parsed
-
-
-def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
-    network, options = parse_zoo(model)
-
-    full = network.defaults | options
-
-    def make() -> nn.Module:
-        return network.modules(**full).train(train is not None)
-
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            module, (inputs, targets) = make(), network.examples(**full)
-    except (RuntimeError, ValueError, ArithmeticError) as error:
-        raise ModelError(model, f"cannot be built: {error}") from error
-    captured = capture(module, *inputs, targets=targets, loss=network.loss, train=train)
-    return replace(captured, make=make, examples=lambda: network.examples(**full))
 
 
 def _resolve_transformers(model: str, train: Optimizer | None) -> Captured:
@@ -437,95 +437,46 @@ def _on_meta(
         raise ModelError(model, f"cannot be built: {line}") from error
 
 
-def _resolve_function(model: str, function: str, phase: str, train: Optimizer | None) -> Captured:
-    returned = call_function(function)
-    if phase or isinstance(returned, Mapping):
-        phases = returned if isinstance(returned, Mapping) else {}
-        if phase not in phases:
-            choices = " or ".join(f"{function}?phase={name}" for name in phases)
-            raise ModelError(
-                model,
-                f"returns phases; name one, {choices}, or plan all with --phases"
-                if choices
-                else f"has no phases; name {function} itself",
-            )
-        returned = phases[phase]
-    return _capture_returned(model, returned, train)
-
-
 def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Captured:
-    """Captures the module that a function returned."""
-    trained = _trained(returned)
-    if trained is not None:
-        return trained.capture(train)
-    module, inputs, loss, targets = _unpack(model, returned)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return capture_call(module, args, kwargs, targets=targets, loss=loss, train=train)
+    """Capture the module that a function returned: with inputs, or as `dovetail train` takes it."""
+    parts: tuple[Any, ...] = returned if isinstance(returned, tuple) else ()
+    module: Any = None
+    loss: Any = None
+    if 2 <= len(parts) <= 5:
+        # For `dovetail train` they are (model, loss, optimizer, dataset[, validation]) or (Trainer,
+        # dataset[, validation]). The second entry tells these apart from what a plan takes: a loss
+        # is callable, and inputs are not. Imported here, because most plans are of no such
+        # function.
+        from dovetail.training.trainer import Trainer
 
+        collate: Any = None
+        batch = TrainRequest.batch
+        if isinstance(parts[0], Trainer):
+            request, dataset = parts[0].request, parts[1]
+            module, loss = request.model, request.loss
+            collate, batch = request.collate, request.batch
+        elif len(parts) >= 4 and callable(parts[1]):
+            module, loss, _, dataset = parts[:4]
+        if isinstance(module, nn.Module) or is_keras(module):
+            from dovetail.training.datasets import open_dataset, split
+            from dovetail.training.validation import batches_of
 
-def _unpack(model: str, returned: Any) -> tuple[nn.Module, Any, Any, Any]:
-    """(module, inputs[, loss[, targets]]) in full."""
-    if (
-        not isinstance(returned, tuple)
-        or not 2 <= len(returned) <= 4
-        or not (isinstance(returned[0], nn.Module) or is_keras(returned[0]))
-    ):
+            first = next(batches_of(open_dataset(dataset, collate), batch, 1), None)
+            if first is None:
+                raise UsageError("dataset", "is empty")
+            args, kwargs, targets = split(first[0])
+            if train is None:  # targets count where there is a loss
+                return capture_call(module, args, kwargs)
+            return capture_call(module, args, kwargs, targets=targets, loss=loss, train=train)
+    if not 2 <= len(parts) <= 4 or not (isinstance(parts[0], nn.Module) or is_keras(parts[0])):
         must = (
             "must return (module, inputs), (module, inputs, loss) or with targets after that, or "
             "what `dovetail train` takes"
         )
         raise refused(model, returned, must)
-    loss = returned[2] if len(returned) > 2 else None
-    targets = returned[3] if len(returned) > 3 else ()
-    return returned[0], returned[1], loss, targets
-
-
-@dataclass(frozen=True)
-class _TrainedModel:
-    """What a function for `dovetail train` returns, as far as a plan depends on it."""
-
-    module: nn.Module
-    loss: Callable[..., Tensor]
-    dataset: Any
-    collate: Callable[[list[Any]], Any] | None
-    batch: int
-
-    def capture(self, train: Optimizer | None) -> Captured:
-        """Captures a step on the first batch of the data set. Its targets count where there is a
-        loss: in training."""
-        # Imported here, because most plans are of no function for training.
-        from dovetail.training.datasets import open_dataset, split
-        from dovetail.training.validation import batches_of
-
-        source = open_dataset(self.dataset, self.collate)
-        first = next(batches_of(source, self.batch, 1), None)
-        if first is None:
-            raise UsageError("dataset", "is empty")
-        args, kwargs, targets = split(first[0])
-        if train is None:
-            return capture_call(self.module, args, kwargs)
-        loss = self.loss
-        return capture_call(self.module, args, kwargs, targets=targets, loss=loss, train=train)
-
-
-def _trained(returned: Any) -> _TrainedModel | None:
-    """The parts of (model, loss, optimizer, dataset[, validation]) or (Trainer, dataset[,
-    validation]); None for anything else. The second entry tells them apart from what a plan takes:
-    a loss is callable, and inputs are not."""
-    if not isinstance(returned, tuple) or not 2 <= len(returned) <= 5:
-        return None
-    from dovetail.training.trainer import Trainer
-
-    first = returned[0]
-    if isinstance(first, Trainer):
-        request, dataset = first.request, returned[1]
-        model, loss, collate, batch = request.model, request.loss, request.collate, request.batch
-    elif len(returned) >= 4 and callable(returned[1]):
-        model, loss, _, dataset = returned[:4]
-        collate, batch = None, TrainRequest.batch
-    else:
-        return None
-    if not (isinstance(model, nn.Module) or is_keras(model)):
-        return None
-    return _TrainedModel(model, loss, dataset, collate, batch)
+    module, inputs = parts[:2]
+    loss = parts[2] if len(parts) > 2 else None
+    targets = parts[3] if len(parts) > 3 else ()
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return capture_call(module, args, kwargs, targets=targets, loss=loss, train=train)

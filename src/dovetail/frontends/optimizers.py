@@ -240,7 +240,15 @@ def parse_optimizer(text: str, option: str = "--train") -> Optimizer:
         defaults = asdict(optimizer)
         if key not in defaults:
             raise UsageError(option, f"{name} has no option {key!r}; it has {', '.join(defaults)}")
-        values[key] = _parse_value(option, name, key, value, type(defaults[key]))
+        if isinstance(defaults[key], bool):
+            if value.lower() not in ("true", "1", "false", "0"):
+                raise UsageError(option, f"{name}'s {key} is true or false, not {value!r}")
+            values[key] = value.lower() in ("true", "1")
+            continue
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise UsageError(option, f"{name}'s {key} is a number, not {value!r}") from None
     return replace(optimizer, **values)
 
 
@@ -254,17 +262,6 @@ def format_optimizer(optimizer: Optimizer) -> str:
         if getattr(optimizer, field.name) != getattr(default, field.name)
     ]
     return optimizer.name + (":" + ",".join(changed) if changed else "")
-
-
-def _parse_value(option: str, name: str, key: str, value: str, kind: type) -> float | bool:
-    if kind is bool:
-        if value.lower() in ("true", "1", "false", "0"):
-            return value.lower() in ("true", "1")
-        raise UsageError(option, f"{name}'s {key} is true or false, not {value!r}")
-    try:
-        return float(value)
-    except ValueError:
-        raise UsageError(option, f"{name}'s {key} is a number, not {value!r}") from None
 
 
 # The updates. Each writes over the parameter and its states and returns them, in the order of

@@ -172,7 +172,13 @@ class Signature:
         # One target that is no tuple or list is the loss's only argument after the output.
         if isinstance(targets, Tensor) or not isinstance(targets, (tuple, list)):
             targets = () if targets is None else (targets,)
-        labels = _labels(module, args)
+        try:
+            parameters = list(inspect.signature(module.forward).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = [parameter.name for parameter in parameters if parameter.kind in plain]
+        labels = tuple(named[i] if i < len(named) else str(i) for i in range(len(args)))
         inputs, names, arguments = flatten(dict(zip(labels, args, strict=True)) | kwargs)
         target_tensors, target_names, structure = flatten(tuple(targets), ("target",))
         return Signature(
@@ -242,17 +248,6 @@ class Signature:
             for parts in zip(*(v.chunk(self.parts) for v in values), strict=True)
             for part in parts
         ]
-
-
-def _labels(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return a label for each positional argument: its parameter's name, or else its number."""
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = [parameter.name for parameter in parameters if parameter.kind in plain]
-    return tuple(named[i] if i < len(named) else str(i) for i in range(len(args)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -364,14 +364,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # it is answered first.
             return args[0].device
         if not isinstance(func, OpOverload):
+            is_flex = "flex_attention" in str(func)
+            cure = INSTEAD_OF_FLEX if is_flex else "write it with torch.where"
             raise TracingError(
-                f"the model has control flow that is part of the graph ({func}); {_cure_of(func)}"
+                f"the model has control flow that is part of the graph ({func}); {cure}"
             )
         if not self.differentiates and torch.is_grad_enabled():
             self.differentiates = any(value.requires_grad for value in tensors_of((args, kwargs)))
         traits = _traits(func)
         rule = self.rules.get(func, _no_rule)
-        if rule is _no_rule and traits.is_composite and _would_decompose(func, args, kwargs):
+        # Autograd runs an operator by its parts where the tensors' device has no kernel for it.
+        if (
+            rule is _no_rule
+            and traits.is_composite
+            and func not in _ASKING_FOR_FORM
+            and autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
+        ):
             rule = func.decompose
         # torch switches this mode off inside this method; the rule's own operators must come here
         # too.
@@ -397,7 +405,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
         draw = self.draw(func, kwargs) if traits.is_random else None
         mark = self.mark()
-        result = self.result(traits, target, args, kwargs)
+        # `draw` has moved the generator on, and an op on real tensors would move it further.
+        drawing: Any = contextlib.nullcontext()
+        if traits.is_random:
+            drawing = torch.random.fork_rng(devices=[])
+        with drawing, laid_out_as_run(target):
+            if not self.is_fake:
+                result = target(*args, **kwargs)
+            elif traits.is_view:
+                result = self.remembered_view(target, args, kwargs)
+            else:
+                result = self.remembered(target, traits, args, kwargs)
         if traits.is_number:
             # A number that a constant tensor holds is itself constant and needs no node.
             return result
@@ -415,21 +433,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
                 self.drawn[draw] = state, pytree.tree_map_only(Tensor, torch.clone, result)
         self.bind(node, result)
         return result
-
-    def result(
-        self, traits: "_Traits", target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return the operator's result."""
-        # `draw` has moved the generator on, and an op on real tensors would move it further.
-        drawing: Any = contextlib.nullcontext()
-        if traits.is_random:
-            drawing = torch.random.fork_rng(devices=[])
-        with drawing, laid_out_as_run(target):
-            if not self.is_fake:
-                return target(*args, **kwargs)
-            if traits.is_view:
-                return self.remembered_view(target, args, kwargs)
-            return self.remembered(target, traits, args, kwargs)
 
     def draw(self, func: OpOverload, kwargs: dict[str, Any]) -> int:
         """Return the number of the state that a random op draws from, and move the generator on: an
@@ -488,32 +491,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
 
     def number(self, func: OpOverload, args: tuple[Any, ...], known_args: Any) -> Any:
         """Return the number that the op reads from known tensors, or the truth with which the model
-        goes on; else None."""
+        goes on, of which a check is recorded; else None."""
         if known_args is None:
-            is_truth = func is aten._local_scalar_dense.default and args[0].dtype == torch.bool
-            return self.answer(args[0]) if is_truth else None
+            if func is not aten._local_scalar_dense.default or args[0].dtype != torch.bool:
+                return None
+            asked = args[0]
+            if self.questions is None or id(asked) in self.answers:
+                return self.answers.get(id(asked))
+            guess = self.guess(self.node_of.get(id(asked)))
+            answered = self.questions.ask(asked, guess, record.__code__)
+            if answered is None:  # the question is refused
+                return None
+            place, answer = answered
+            if place >= 0:
+                with self:
+                    # What it raises is known once the other answer has been tried.
+                    CHECK(asked, answer, "", str(place))
+            self.answers[id(asked)] = answer
+            return answer
         for value in tensors_of(args):
             if not is_fake(value):
                 self.outside.check(value)
         with unset_fake_temporarily():
             return func(*known_args[0], **known_args[1])
-
-    def answer(self, value: Tensor) -> bool | None:
-        """Return the truth with which the model goes on, and record a check of it. None if the
-        question is refused."""
-        if self.questions is None or id(value) in self.answers:
-            return self.answers.get(id(value))
-        guess = self.guess(self.node_of.get(id(value)))
-        answered = self.questions.ask(value, guess, record.__code__)
-        if answered is None:
-            return None
-        number, answer = answered
-        if number >= 0:
-            with self:
-                # What it raises is known once the other answer has been tried.
-                CHECK(value, answer, "", str(number))
-        self.answers[id(value)] = answer
-        return answer
 
     def guess(self, node: fx.Node | None) -> bool:
         """Return the more likely truth: models check that all is well, or that nothing is not."""
@@ -543,7 +543,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if known_args is None:
             return
         outputs = tensors_of(result)
-        if not outputs or not all(map(_may_be_known, outputs)):
+        if not outputs or not all(
+            value.layout is torch.strided
+            and value.device.type == "cpu"
+            and value.numel() <= MOST_KNOWN
+            for value in outputs
+        ):
             return
         with unset_fake_temporarily():
             values = func(*known_args[0], **known_args[1])
@@ -561,7 +566,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         key = _form((args, kwargs)) if traits.is_pure else None
         form = None if key is None else self.forms.get((target, key))
         if form is not None:
-            outputs = [_new_fake(*item) for item in form[1]]
+            outputs = []
+            for mode, shape, strides, dtype, device in form[1]:
+                with without_dispatch():
+                    empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
+                outputs.append(FakeTensor(mode, empty, device))
             return tuple(outputs) if form[0] else outputs[0]
         result = _FORMS.get(target, target)(*args, **kwargs)
         if not traits.is_fresh:
@@ -645,13 +654,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return node
 
 
-def _cure_of(operator: Any) -> str:
-    """Return what to write in place of an operator that is control flow."""
-    if "flex_attention" in str(operator):
-        return INSTEAD_OF_FLEX
-    return "write it with torch.where"
-
-
 def _ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -671,11 +673,6 @@ _FORMS: dict[OpOverload, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_los
 MOST_KNOWN = 4096
 """Numbers of a tensor with at most this many elements are computed while a step is recorded, if
 they follow from constants alone."""
-
-
-def _may_be_known(value: Tensor) -> bool:
-    is_plain = value.layout is torch.strided and value.device.type == "cpu"
-    return is_plain and value.numel() <= MOST_KNOWN
 
 
 def _replace_tensors(tree: Any, tensors: dict[int, Tensor]) -> Any:
@@ -729,15 +726,6 @@ def _form(value: Any) -> Any:
 
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _new_fake(
-    mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return a new fake tensor of this form in fresh memory."""
-    with without_dispatch():
-        empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
-    return FakeTensor(mode, empty, device)
 
 
 class _Traits(NamedTuple):
@@ -800,6 +788,7 @@ def _traits(func: OpOverload) -> _Traits:
     )  # fmt: skip
 
 
+_ASKING_FOR_FORM = (aten.size.default, aten.stride.default, aten.storage_offset.default)
 _FILLS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 
 
@@ -808,14 +797,6 @@ def _digest_generator() -> bytes:
     with unset_fake_temporarily():
         numbers: Any = state.numpy()
         return hashlib.blake2b(numbers, digest_size=16).digest()
-
-
-def _would_decompose(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Return True if autograd would run the operator by its parts, because the tensors' device has
-    no kernel of its own for it."""
-    if func in (aten.size.default, aten.stride.default, aten.storage_offset.default):
-        return False
-    return autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
 
 
 def _goes_by_default(func: OpOverload, traits: _Traits, args: Any, kwargs: Any) -> bool:

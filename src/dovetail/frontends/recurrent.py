@@ -65,7 +65,13 @@ def lstm(args: Sequence[Any], chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     values, states, flat_weights, has_biases, layers, dropout, train, both_ways, batch_first = args
     directions = 2 if both_ways else 1
-    weights = _weights_of(flat_weights, has_biases)
+    # [layers x directions] the weights of each kernel. Without biases they are zero.
+    weights: list[Weights]
+    if has_biases:
+        weights = [tuple(flat_weights[at : at + 4]) for at in range(0, len(flat_weights), 4)]
+    else:
+        pairs = [(flat_weights[at], flat_weights[at + 1]) for at in range(0, len(flat_weights), 2)]
+        weights = [(w, r, w.new_zeros(len(w)), r.new_zeros(len(r))) for w, r in pairs]
     # The kernel reads memory as if it were contiguous.
     hidden, cell = (state.contiguous().unbind(0) for state in states)
     last_hidden: list[Tensor] = []
@@ -73,16 +79,24 @@ def lstm(args: Sequence[Any], chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     if batch_first:
         values = values.transpose(0, 1)
     pieces = _split(values, chunks)
+    # The kernel itself asks for grad mode, not for this argument. It says in the graph which calls
+    # need it: see `Call.in_grad_mode`.
+    in_grad_mode = torch.is_grad_enabled()
     for layer in range(layers):
         if layer and dropout and train:
             pieces = _split(dropped(torch.cat(pieces), dropout, True), chunks)
         of_directions = []
         for direction in range(directions):
             at = layer * directions + direction
-            made, h, c = _one_way(
-                pieces, weights[at], hidden[at], cell[at], has_biases, bool(direction)
-            )
-            of_directions.append(made)
+            made: list[Tensor] = []
+            h, c, size = hidden[at], cell[at], hidden[at].shape[-1]
+            for piece in reversed(pieces) if direction else pieces:
+                output, h, c, _ = _LAYER(
+                    piece, *weights[at], h, c, bool(direction), [], _LSTM_MODE, size, 1, has_biases,
+                    False, False, in_grad_mode,
+                )  # fmt: skip
+                made.append(output)
+            of_directions.append(made[::-1] if direction else made)
             last_hidden.append(h)
             last_cell.append(c)
         pieces = of_directions[0]
@@ -99,34 +113,3 @@ def _split(values: Tensor, chunks: int) -> list[Tensor]:
     if chunks <= 1:
         return [values.contiguous()]
     return [chunk.contiguous() for chunk in values.tensor_split(min(chunks, len(values)))]
-
-
-def _weights_of(flat: Sequence[Tensor], has_biases: bool) -> list[Weights]:
-    """[layers x directions] the weights of each kernel. Without biases they are zero."""
-    if has_biases:
-        return [tuple(flat[at : at + 4]) for at in range(0, len(flat), 4)]  # type: ignore[misc]
-    pairs = [(flat[at], flat[at + 1]) for at in range(0, len(flat), 2)]
-    return [(w, r, w.new_zeros(len(w)), r.new_zeros(len(r))) for w, r in pairs]
-
-
-def _one_way(
-    pieces: Sequence[Tensor],
-    weights: Weights,
-    hidden: Tensor,
-    cell: Tensor,
-    has_biases: bool,
-    backwards: bool,
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(outputs of each chunk, last hidden state, last cell state) of one layer in one direction."""
-    outputs: list[Tensor] = []
-    size = hidden.shape[-1]
-    # The kernel itself asks for grad mode, not for this argument. It says in the graph which calls
-    # need it: see `Call.in_grad_mode`.
-    train = torch.is_grad_enabled()
-    for piece in reversed(pieces) if backwards else pieces:
-        output, hidden, cell, _ = _LAYER(
-            piece, *weights, hidden, cell, backwards, [], _LSTM_MODE, size, 1, has_biases, False,
-            False, train,
-        )  # fmt: skip
-        outputs.append(output)
-    return (outputs[::-1] if backwards else outputs), hidden, cell

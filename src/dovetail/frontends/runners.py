@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from dovetail.frontends.interpret import (
     Bound,
     Cells,
     bind,
-    call_arguments,
+    call_results,
 )
 from dovetail.frontends.program import Call, distinct_refs, fill_refs
 from dovetail.runtime.native import native_runner
@@ -73,7 +73,12 @@ class TensorPlace:
     @property
     def is_contiguous(self) -> bool:
         """True if the tensor's elements lie one after another."""
-        return _contiguous_strides(self.shape, self.strides)
+        wanted = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != wanted:
+                return False
+            wanted *= size
+        return True
 
     @property
     def laid(self) -> Any:
@@ -109,83 +114,36 @@ def strides_offset(size_bytes: int) -> int:
     return -(-size_bytes // 8) * 8 + SKEW + 1
 
 
-class Stream(Protocol):
-    """Instructions that run one after another.
-
-    tag     what the caller calls an instruction: `Runner.failed` after an error
-    frees   entries of the table that are emptied after the instruction
-    """
-
-    def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
-        """Run a call; its `Ref`s and results are entries of the table. `seed` is the place among
-        the runner's seeds of one that draws numbers."""
-
-    def function(
-        self,
-        run: Callable[..., Any],
-        takes: Sequence[int],
-        results: Sequence[int],
-        *,
-        tag: int,
-        frees: Sequence[int] = (),
-    ) -> None:
-        """Run a Python function of the entries `takes`, and store the tensors that it returns.
-
-        It must not refer to what holds the runner: garbage collection does not see through C++.
-        """
-
-    def kernel(
-        self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
-    ) -> None:
-        """Call the C function at an address with pointers to the data of the entries `takes`, at
-        most `MOST_POINTERS`. It writes its results there as well."""
-
-    def expect(self, slot: int, shape: Sequence[int], strides: Sequence[int], *, tag: int) -> None:
-        """Raise `RuntimeError` unless the value of an entry has this shape and these strides.
-        Where a dimension has one element its stride does not count."""
-
-    def wait(self, flag: int, *, tag: int) -> None:
-        """Wait until the flag is at least `now`."""
-
-    def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
-        """Wait for the flag, and make the tensor at `place` the value of an entry."""
-
-    def publish(self, flag: int, *, tag: int) -> None:
-        """Set the flag to `now`."""
-
-    def send(
-        self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
-    ) -> None:
-        """Copy the value of an entry to `place`, and set the flag to `now` plus its mark."""
-
-    def fork(self, streams: Sequence[Any], *, tag: int, frees: Sequence[int] = ()) -> None:
-        """Run streams of the same runner at the same time, each op on one thread, and wait for all.
-        A single one runs as if its instructions stood here."""
+# ---- In C++ ----
 
 
-class Runner(Protocol):
-    """A table of tensors, and streams of instructions that work on it.
+class NativeRunner:
+    """A table of tensors, and streams of instructions that work on it, in C++
+    (`runtime/runner.cpp`) without Python's lock.
 
     seeds   the seeds of the calls that draw numbers, by place
+    set     (slot, value): set an entry of the table; None empties it
+    get     slot -> the value of an entry, or None
+    clear   (slots): empty these entries
     """
 
-    seeds: list[int]
+    def __init__(self, module: Any, slots: int) -> None:
+        self.module, self.seeds = module, list[int]()
+        self._runner = module.Runner(slots)
+        # Stands for the value of an entry while a call is added.
+        self.stands_for = [torch.empty(0) for _ in range(slots)]
+        self.set: Callable[[int, Tensor | None], None] = self._runner.set
+        self.get: Callable[[int], Tensor | None] = self._runner.get
+        self.clear: Callable[[Sequence[int]], None] = self._runner.clear
 
     @property
     def failed(self) -> int:
         """The tag of the instruction that raised in the last run; -1: none did."""
+        return int(self._runner.failed)
 
-    def stream(self) -> Stream:
+    def stream(self) -> "NativeStream":
         """A new stream without instructions."""
-
-    def set(self, slot: int, value: Tensor | None, /) -> None:
-        """Set an entry of the table; None empties it."""
-
-    def get(self, slot: int, /) -> Tensor | None:
-        """The value of an entry."""
-
-    def clear(self, slots: Sequence[int], /) -> None:
-        """Empty these entries."""
+        return NativeStream(self)
 
     def run(
         self,
@@ -206,131 +164,44 @@ class Runner(Protocol):
 
         Raises what an instruction raises; of a native runner that is what torch makes of an error.
         """
+        seeds, inner = self.seeds, stream.inner
+        return bool(self._runner.run(inner, now, abort, spin_ns, seeds, progress, stamps))
 
     def run_streams(self, streams: Sequence[Any], *, first: int = 1, passes: int = 1) -> None:
         """Run streams at the same time, each op on one thread, `passes` times; `now` is `first` in
         the first pass, and one more in each later one. Raises what the first failing one raised."""
-
-
-def make_runner(slots: int) -> Runner:
-    """A runner with an empty table: the native one where it was built, else the Python one."""
-    module = native_runner()
-    return PythonRunner(slots) if module is None else NativeRunner(module, slots)
-
-
-def runner_kind() -> str:
-    """Return "C++" or "Python", the kind of runner that `make_runner` returns. Calls cost less by
-    the first."""
-    return "Python" if native_runner() is None else "C++"
-
-
-def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """(the call as a function of the tensors that it reads, these), as `Stream.function` takes
-    them."""
-    refs = distinct_refs((call.args, call.kwargs))
-
-    def run(*tensors: Tensor) -> Any:
-        args, kwargs = call_arguments(call, dict(zip(refs, tensors, strict=True)))
-        with torch.set_grad_enabled(call.in_grad_mode):
-            result = call.target(*args, **kwargs)
-        return (result,) if isinstance(result, Tensor) else result
-
-    return run, tuple(refs)
-
-
-def add_seeded(
-    stream: Stream,
-    call: Call,
-    seed: Callable[[], int],
-    device: torch.device,
-    *,
-    tag: int,
-    frees: Sequence[int] = (),
-) -> None:
-    """Add a call that draws numbers on a device, in front of which its generator is seeded. The
-    seeds of a runner are those of the CPU's generator alone."""
-    run, takes = _as_function(call)
-    generator = torch.default_generator
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        generator = torch.cuda.default_generators[device.index]
-
-    def seeded(*tensors: Tensor) -> Any:
-        generator.manual_seed(seed())
-        return run(*tensors)
-
-    stream.function(seeded, takes, call.results, tag=tag, frees=frees)
-
-
-# ---- In C++ ----
-
-
-class NativeRunner:
-    """Runs instructions in C++ (`runtime/runner.cpp`), without Python's lock."""
-
-    def __init__(self, module: Any, slots: int) -> None:
-        self.module, self.seeds = module, list[int]()
-        self._runner = module.Runner(slots)
-        # Stands for the value of an entry while a call is added.
-        self.stands_for = [torch.empty(0) for _ in range(slots)]
-        self.set: Callable[[int, Tensor | None], None] = self._runner.set
-        self.get: Callable[[int], Tensor | None] = self._runner.get
-        self.clear: Callable[[Sequence[int]], None] = self._runner.clear
-
-    @property
-    def failed(self) -> int:
-        return int(self._runner.failed)
-
-    def stream(self) -> "NativeStream":
-        return NativeStream(self)
-
-    def run(
-        self,
-        stream: "NativeStream",
-        *,
-        now: int = 0,
-        abort: int = 0,
-        spin_ns: int = 0,
-        progress: int = 0,
-        stamps: int = 0,
-    ) -> bool:
-        seeds, inner = self.seeds, stream.inner
-        return bool(self._runner.run(inner, now, abort, spin_ns, seeds, progress, stamps))
-
-    def run_streams(
-        self, streams: Sequence["NativeStream"], *, first: int = 1, passes: int = 1
-    ) -> None:
         inner = [stream.inner for stream in streams]
         self._runner.run_streams(inner, first, self.seeds, passes)
 
 
 class NativeStream:
-    """A stream of a native runner."""
+    """Instructions of a native runner that run one after another.
+
+    tag     what the caller calls an instruction: `failed` of the runner after an error
+    frees   entries of the table that are emptied after the instruction
+    """
 
     def __init__(self, runner: NativeRunner) -> None:
         self._runner = runner
         self.inner = runner.module.Stream()
 
     def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
+        """Run a call; its `Ref`s and results are entries of the table. `seed` is the place among
+        the runner's seeds of one that draws numbers."""
         # What cannot be told to C++ is called from Python, where it works or fails as always.
         with suppress(RuntimeError, TypeError):
             if isinstance(call.target, OpOverload):
-                self._add_operator(call.target, call, tag, frees, seed)
+                schema, refs = call.target._schema, distinct_refs((call.args, call.kwargs))
+                values = {tensor: self._runner.stands_for[tensor] for tensor in refs}
+                self.inner.add_call(
+                    tag, schema.name, schema.overload_name,
+                    tuple(fill_refs(list(call.args), values)), fill_refs(call.kwargs, values),
+                    [(value, tensor) for tensor, value in values.items()],
+                    list(call.results), list(frees), seed, call.in_grad_mode,
+                )  # fmt: skip
                 return
         run, takes = _as_function(call)
         self.inner.add_python(tag, run, takes, list(call.results), list(frees), seed)
-
-    def _add_operator(
-        self, target: OpOverload, call: Call, tag: int, frees: Sequence[int], seed: int
-    ) -> None:
-        refs = distinct_refs((call.args, call.kwargs))
-        values = {tensor: self._runner.stands_for[tensor] for tensor in refs}
-        args = tuple(fill_refs(list(call.args), values))
-        self.inner.add_call(
-            tag, target._schema.name, target._schema.overload_name, args,
-            fill_refs(call.kwargs, values), [(value, tensor) for tensor, value in values.items()],
-            list(call.results), list(frees), seed, call.in_grad_mode,
-        )  # fmt: skip
 
     def function(
         self,
@@ -341,20 +212,30 @@ class NativeStream:
         tag: int,
         frees: Sequence[int] = (),
     ) -> None:
+        """Run a Python function of the entries `takes`, and store the tensors that it returns.
+
+        It must not refer to what holds the runner: garbage collection does not see through C++.
+        """
         self.inner.add_python(tag, run, list(takes), list(results), list(frees), -1)
 
     def kernel(
         self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
     ) -> None:
+        """Call the C function at an address with pointers to the data of the entries `takes`, at
+        most `MOST_POINTERS`. It writes its results there as well."""
         self.inner.add_kernel(tag, address, list(takes), list(frees))
 
     def expect(self, slot: int, shape: Sequence[int], strides: Sequence[int], *, tag: int) -> None:
+        """Raise `RuntimeError` unless the value of an entry has this shape and these strides.
+        Where a dimension has one element its stride does not count."""
         self.inner.add_expect(tag, slot, list(shape), list(strides))
 
     def wait(self, flag: int, *, tag: int) -> None:
+        """Wait until the flag is at least `now`."""
         self.inner.add_wait(tag, flag)
 
     def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
+        """Wait for the flag, and make the tensor at `place` the value of an entry."""
         dtype = getattr(torch, place.dtype)
         self.inner.add_receive(
             tag, flag, slot, place.address, place.address + strides_offset(place.bytes),
@@ -362,11 +243,13 @@ class NativeStream:
         )  # fmt: skip
 
     def publish(self, flag: int, *, tag: int) -> None:
+        """Set the flag to `now`."""
         self.inner.add_publish(tag, flag)
 
     def send(
         self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
     ) -> None:
+        """Copy the value of an entry to `place`, and set the flag to `now` plus its mark."""
         plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
         self.inner.add_send(
             tag, flag, slot, place.address, place.address + strides_offset(place.bytes),
@@ -374,8 +257,21 @@ class NativeStream:
             list(frees),
         )  # fmt: skip
 
-    def fork(self, streams: Sequence[Self], *, tag: int, frees: Sequence[int] = ()) -> None:
+    def fork(self, streams: Sequence[Any], *, tag: int, frees: Sequence[int] = ()) -> None:
+        """Run streams of the same runner at the same time, each op on one thread, and wait for all.
+        A single one runs as if its instructions stood here."""
         self.inner.add_fork(tag, [stream.inner for stream in streams], list(frees))
+
+
+def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """(the call as a function of the tensors that it reads, these), as `Stream.function` takes
+    them."""
+    refs = distinct_refs((call.args, call.kwargs))
+
+    def run(*tensors: Tensor) -> Any:
+        return call_results(call, dict(zip(refs, tensors, strict=True)))
+
+    return run, tuple(refs)
 
 
 # ---- In Python ----
@@ -395,7 +291,7 @@ class _Run:
 
 
 class PythonRunner:
-    """Runs instructions one by one from Python."""
+    """What `NativeRunner` is, one instruction after another from Python."""
 
     def __init__(self, slots: int) -> None:
         self.failed = -1
@@ -421,7 +317,7 @@ class PythonRunner:
 
     def run(
         self,
-        stream: "PythonStream",
+        stream: Any,
         *,
         now: int = 0,
         abort: int = 0,
@@ -455,9 +351,7 @@ class PythonRunner:
             begun[0] = -1
         return True
 
-    def run_streams(
-        self, streams: Sequence["PythonStream"], *, first: int = 1, passes: int = 1
-    ) -> None:
+    def run_streams(self, streams: Sequence[Any], *, first: int = 1, passes: int = 1) -> None:
         self.failed = -1
         self.current.spin_ns = 0
         for done in range(passes):
@@ -470,7 +364,8 @@ class PythonRunner:
         stop = np.zeros(2, dtype=np.int64)
         outer, abort = self.current.abort, int(stop.ctypes.data)
         self.current.abort = abort
-        before, flushes = torch.get_num_threads(), _flushes_denormals()
+        before = torch.get_num_threads()
+        flushes = not (torch.tensor(1e-40) * 1.0).item()  # whether denormals count as zero here
 
         def begin(stream: "PythonStream") -> Callable[[], None]:
             def run() -> None:
@@ -501,7 +396,7 @@ class PythonRunner:
 
 
 class PythonStream:
-    """A stream of a Python runner: (tag, function without arguments) of each instruction."""
+    """What `NativeStream` is: (tag, function without arguments) of each instruction."""
 
     def __init__(self, runner: PythonRunner) -> None:
         self._runner = runner
@@ -628,7 +523,7 @@ class PythonStream:
 
         self.instructions.append((tag, call))
 
-    def fork(self, streams: Sequence[Self], *, tag: int, frees: Sequence[int] = ()) -> None:
+    def fork(self, streams: Sequence[Any], *, tag: int, frees: Sequence[int] = ()) -> None:
         runner = self._runner
 
         def call() -> None:
@@ -646,6 +541,48 @@ class PythonStream:
         self.instructions.append((tag, call))
 
 
+Runner = NativeRunner | PythonRunner
+"""A table of tensors, and streams of instructions that work on it."""
+Stream = NativeStream | PythonStream
+"""Instructions that run one after another."""
+
+
+def make_runner(slots: int) -> Runner:
+    """A runner with an empty table: the native one where it was built, else the Python one."""
+    module = native_runner()
+    return PythonRunner(slots) if module is None else NativeRunner(module, slots)
+
+
+def runner_kind() -> str:
+    """Return "C++" or "Python", the kind of runner that `make_runner` returns. Calls cost less by
+    the first."""
+    return "Python" if native_runner() is None else "C++"
+
+
+def add_seeded(
+    stream: Stream,
+    call: Call,
+    seed: Callable[[], int],
+    device: torch.device,
+    *,
+    tag: int,
+    frees: Sequence[int] = (),
+) -> None:
+    """Add a call that draws numbers on a device, in front of which its generator is seeded. The
+    seeds of a runner are those of the CPU's generator alone."""
+    run, takes = _as_function(call)
+    generator = torch.default_generator
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        generator = torch.cuda.default_generators[device.index]
+
+    def seeded(*tensors: Tensor) -> Any:
+        generator.manual_seed(seed())
+        return run(*tensors)
+
+    stream.function(seeded, takes, call.results, tag=tag, frees=frees)
+
+
 class _Threads:
     """Threads that run functions at the same time, started when they are first needed. They end
     with the process."""
@@ -658,28 +595,29 @@ class _Threads:
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Run each task in a thread of its own. Once all have ended, raise what one raised: not
         that it gave up, if another raised something else."""
+
+        def serve(queue: SimpleQueue[Callable[[], None]]) -> None:
+            set_up_thread(1)
+            while True:
+                try:
+                    # The task has no name here, so the thread does not keep it while it waits.
+                    queue.get()()
+                # Whatever was raised is raised again below, in the thread that waits there.
+                except BaseException as error:
+                    self._results.put(error)
+                else:
+                    self._results.put(None)
+
         with self._one_run:
             while len(self._queues) < len(tasks):
                 queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
                 self._queues.append(queue)
-                Thread(target=self._serve, args=(queue,), daemon=True).start()
+                Thread(target=serve, args=(queue,), daemon=True).start()
             for queue, task in zip(self._queues, tasks, strict=False):
                 queue.put(task)
             raised = [error for _ in tasks if (error := self._results.get()) is not None]
         if raised:
             raise next((error for error in raised if not isinstance(error, _Aborted)), raised[0])
-
-    def _serve(self, queue: "SimpleQueue[Callable[[], None]]") -> None:
-        set_up_thread(1)
-        while True:
-            try:
-                # The task has no name here, so the thread does not keep it while it waits.
-                queue.get()()
-            # Whatever was raised is raised again by `run`, in the thread that waits there.
-            except BaseException as error:
-                self._results.put(error)
-            else:
-                self._results.put(None)
 
 
 def distinct(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -692,21 +630,6 @@ def distinct(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
-
-
-def _contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """True if a tensor of this shape and these strides has its elements one after another."""
-    wanted = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != wanted:
-            return False
-        wanted *= size
-    return True
-
-
-def _flushes_denormals() -> bool:
-    """True if the calling thread counts denormals as zero."""
-    return not (torch.tensor(1e-40) * 1.0).item()
 
 
 def _int64s(address: int, count: int) -> Any:

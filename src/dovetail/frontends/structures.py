@@ -7,6 +7,7 @@ other values are constants of the structure. A *template* is a structure with a 
 place of each tensor.
 """
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -94,27 +95,19 @@ def matched(template: Any, tree: Any, name: str = "") -> list[Tensor]:
     Raises `Mismatch` if the two differ in more than tensors. The graph holds the template's
     constants, so another value would silently be ignored.
     """
-    if (quickly := _matched_flat(template, tree)) is not None:
-        return quickly
+    # Most arguments are one dict or tuple of tensors alone.
+    pairs: list[tuple[Any, Any]] = [(None, None)]
+    if type(template) is dict and type(tree) is dict and template.keys() == tree.keys():
+        pairs = [(slot, tree[key]) for key, slot in template.items()]
+    elif type(template) is tuple and type(tree) is tuple and len(template) == len(tree):
+        pairs = list(zip(template, tree, strict=True))
+    if all(type(slot) is TensorSlot and isinstance(value, Tensor) for slot, value in pairs):
+        return [value for _, value in sorted(pairs, key=lambda pair: pair[0].index)]
     tensors, names, given = flatten(tree, tuple(filter(None, (name,))))
     of_slot: dict[int, Tensor] = {}
     _match(template, given, name or "the arguments", of_slot, tensors)
     assert len(of_slot) == len(names)
     return [of_slot[index] for index in sorted(of_slot)]
-
-
-def _matched_flat(template: Any, tree: Any) -> list[Tensor] | None:
-    """Return what `matched` does if both are one dict or tuple of tensors alone; else None."""
-    if type(template) is dict and type(tree) is dict and template.keys() == tree.keys():
-        pairs = [(slot, tree[key]) for key, slot in template.items()]
-    elif type(template) is tuple and type(tree) is tuple and len(template) == len(tree):
-        pairs = list(zip(template, tree, strict=True))
-    else:
-        return None
-    if not all(type(slot) is TensorSlot and isinstance(value, Tensor) for slot, value in pairs):
-        return None
-    pairs.sort(key=lambda pair: pair[0].index)
-    return [value for _, value in pairs]
 
 
 def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
@@ -148,8 +141,17 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
         # through it might not end.
         inside = None
     if inside is None or type(template) is not type(given):
-        if not _same(template, given):
-            if isinstance(template, Tensor) and isinstance(given, Tensor):
+        # `template is given` has been asked already.
+        both_tensors = isinstance(template, Tensor) and isinstance(given, Tensor)
+        equal = False
+        if both_tensors:
+            equal = template.dtype == given.dtype and torch.equal(template, given)
+        elif type(template) is type(given):
+            # An object's comparison may fail or give no truth value.
+            with contextlib.suppress(Exception):
+                equal = bool(template == given)
+        if not equal:
+            if both_tensors:
                 raise Mismatch(f"{name} holds other numbers than when the network was captured")
             raise Mismatch(
                 f"{name} is {_describe(given)}, but the network was captured with "
@@ -166,20 +168,6 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
     for key, value in expected_parts.items():
         prefix = "" if name == "the arguments" else f"{name}."
         _match(value, given_parts[key], f"{prefix}{key}", of_slot, tensors)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Return True if two constants are known to be equal."""
-    if value is other:
-        return True
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value.dtype == other.dtype and torch.equal(value, other)
-    if type(value) is not type(other):
-        return False
-    try:
-        return bool(value == other)
-    except Exception:  # an object whose comparison fails or gives no truth value
-        return False
 
 
 def _describe(value: Any) -> str:

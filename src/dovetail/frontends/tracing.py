@@ -26,8 +26,8 @@ import sys
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import (
     CellType,
     FunctionType,
@@ -49,7 +49,6 @@ from dovetail.frontends.checks import (
     CHECK,
     LossTracingError,
     Questions,
-    Settled,
     TracingError,
     settled,
 )
@@ -121,20 +120,59 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
         _check_constants(first.graph)
         second = _functionalize(first, mode)
     else:  # a second trace would be a copy
-        second = Recording(
-            first.graph,
-            first.constants,
-            first.digests,
-            {node: node for node in first.marks},
-            first.draws,
-            first.drawn,
-            first.differentiates,
-        )
-    _take_writes(second.graph, names)
-    _remove_no_ops(second.graph)
-    _check_pure(second.graph, names)
-    _remove_dead(second.graph)
+        second = replace(first, marks={node: node for node in first.marks})
+    graph = second.graph
+    # The placeholders are the graph's first nodes, in the order of `names`.
+    given = dict(zip(graph.nodes, names, strict=False))
+    # New values of parameters are returned, instead of copied over the old ones at the end.
+    output, values = next(iter(reversed(graph.nodes))), dict[fx.Node, Any]()
+    for node in list(graph.nodes):
+        target: Any = node.args[0] if node.target is aten.copy_.default else None
+        if target in given and given[target].startswith("parameter ") and not node.users:
+            values[target] = node.args[1]
+            target.meta["is_written"] = True
+            _erase(graph, node)
+    output.args = ([*output.args[0], *(values[node] for node in given if node in values)],)
+    # The readers of an op that moves no data read what it reads.
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        moves_nothing = node.target in _NO_OPS
+        if node.target is aten.clone.default:
+            # No op writes in place any more, so a copy in the same layout protects nothing. A copy
+            # in another layout stays, because it moves data.
+            moves_nothing = node.meta["val"].stride() == node.args[0].meta["val"].stride()
+        if moves_nothing:
+            base = node.args[0]
+            # Views of the copy become views of the base. `building` tells storages apart by these
+            # values, so the base keeps those of the copy.
+            aliases = [node.meta["val"], *node.meta.get("same_storage", ())]
+            base.meta.setdefault("same_storage", []).extend(aliases)
+            node.replace_all_uses_with(base)
+            _erase(graph, node)
+    for node in graph.nodes:
+        if _writes(node):
+            what = given.get(node.args[0], "a parameter or an input")
+            raise TracingError(
+                f"{node.target} writes over {what} in a way that cannot be made part of the graph; "
+                "write to a buffer, or return the new value"
+            )
+        value = node.meta.get("val") if node.op == "call_function" else None
+        if isinstance(value, (tuple, list)) and any(isinstance(v, (tuple, list)) for v in value):
+            raise TracingError(f"{node.target} returns lists inside a tuple; split it up")
+    # Calls and constants that no node reads are removed. From the end to the start, so that one
+    # pass also removes what only removed nodes read.
+    for node in reversed(list(graph.nodes)):
+        kept = node.users or node.target is CHECK
+        if not kept and node.op in ("call_function", "get_attr"):
+            _erase(graph, node)
     return second
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase the node, and drop its value: the graph's table of names keeps the node."""
+    graph.erase_node(node)
+    node.meta.clear()
 
 
 def _check_constants(graph: fx.Graph) -> None:
@@ -222,71 +260,6 @@ def _written_as_it_lies(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
             if value.stride() != written.stride():
                 return written.copy_(value)
     return target(*args, **kwargs)
-
-
-def _take_writes(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Return the new values of parameters, instead of copying them over the old ones at the end."""
-    given = dict(zip(graph.nodes, names, strict=False))
-    output, values = next(iter(reversed(graph.nodes))), {}
-    for node in list(graph.nodes):
-        target: Any = node.args[0] if node.target is aten.copy_.default else None
-        if target in given and given[target].startswith("parameter ") and not node.users:
-            values[target] = node.args[1]
-            target.meta["is_written"] = True
-            _erase(graph, node)
-    output.args = ([*output.args[0], *(values[node] for node in given if node in values)],)
-
-
-def _remove_no_ops(graph: fx.Graph) -> None:
-    """Remove the ops that move no data, and let their readers read what they read."""
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        same = node.target in _NO_OPS
-        if node.target is aten.clone.default:
-            # No op writes in place any more, so a copy in the same layout protects nothing. A copy
-            # in another layout stays, because it moves data.
-            same = node.meta["val"].stride() == node.args[0].meta["val"].stride()
-        if same:
-            base = node.args[0]
-            # Views of the copy become views of the base. `building` tells storages apart by these
-            # values, so the base keeps those of the copy.
-            aliases = [node.meta["val"], *node.meta.get("same_storage", ())]
-            base.meta.setdefault("same_storage", []).extend(aliases)
-            node.replace_all_uses_with(base)
-            _erase(graph, node)
-
-
-def _remove_dead(graph: fx.Graph) -> None:
-    """Remove the calls and constants that no node reads."""
-    # From the end to the start, so that one pass also removes what only removed nodes read.
-    for node in reversed(list(graph.nodes)):
-        kept = node.users or node.target is CHECK
-        if not kept and node.op in ("call_function", "get_attr"):
-            _erase(graph, node)
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase the node, and drop its value: the graph's table of names keeps the node."""
-    graph.erase_node(node)
-    node.meta.clear()
-
-
-def _check_pure(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Raise `TracingError` if an op still writes in place, or returns lists inside a tuple."""
-    # The placeholders are the graph's first nodes, in the order of `names`.
-    given = {node: name for node, name in zip(graph.nodes, names, strict=False)}
-    for node in graph.nodes:
-        if _writes(node):
-            what = given.get(node.args[0], "a parameter or an input")
-            raise TracingError(
-                f"{node.target} writes over {what} in a way that cannot be made part of the graph; "
-                "write to a buffer, or return the new value"
-            )
-        if node.op == "call_function" and isinstance(node.meta.get("val"), (tuple, list)):
-            nested = [v for v in node.meta["val"] if isinstance(v, (tuple, list))]
-            if nested:
-                raise TracingError(f"{node.target} returns lists inside a tuple; split it up")
 
 
 def _writes(node: fx.Node) -> bool:
@@ -450,11 +423,21 @@ class Attributes:
     def advance(self) -> list[str]:
         """Put back all that has changed, except that whole and real numbers become what they would
         be `STEPS_AHEAD` steps later. Return their names."""
-        counters = [
-            (saved, key, before, now)
-            for saved in self.saved
-            for key, before, now in _changed_numbers(saved)
-        ]
+        counters: list[tuple[_Saved, Any, Any, Any]] = []  # (where, key, number before, number now)
+        for saved in self.saved:
+            if isinstance(saved.container, (set, *_MEMORY)):
+                continue
+            if isinstance(saved.container, (list, deque)):
+                before, now = dict(enumerate(saved.content)), dict(enumerate(saved.container))
+            else:
+                before, now = saved.content, _entries(saved.container)
+            counters += [
+                (saved, key, before[key], value)
+                for key, value in now.items()
+                if type(value) in (int, float)
+                and type(before.get(key)) is type(value)
+                and value != before[key]
+            ]
         arrays = [
             (saved, saved.container - saved.content)
             for saved in self.saved
@@ -464,11 +447,11 @@ class Attributes:
         self.restore()
         for saved, change in arrays:
             saved.container[...] += (STEPS_AHEAD * change).astype(change.dtype)
-        for saved, key, before, now in counters:
-            later = before + STEPS_AHEAD * (now - before)
+        for saved, key, number, value in counters:
+            later = number + STEPS_AHEAD * (value - number)
             if isinstance(later, int):
                 # Most models count before they look, so the multiple is what the count leads to.
-                later += -later % 5040 - (now - before)
+                later += -later % 5040 - (value - number)
             if isinstance(saved.container, (dict, list, deque)):
                 saved.container[key] = later
             else:
@@ -546,20 +529,6 @@ def _name_of_entry(saved: _Saved, key: Any) -> str:
     if isinstance(saved.container, CellType):
         return saved.name
     return f"{saved.name}.{key}" if saved.name else str(key)
-
-
-def _changed_numbers(saved: _Saved) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (key, saved number, number now) of each whole or real number that has changed."""
-    if isinstance(saved.container, (set, *_MEMORY)):
-        return
-    if isinstance(saved.container, (list, deque)):
-        before, now = dict(enumerate(saved.content)), dict(enumerate(saved.container))
-    else:
-        before, now = saved.content, _entries(saved.container)
-    for key, value in now.items():
-        other = before.get(key)
-        if type(value) is type(other) and type(value) in (int, float) and value != other:
-            yield key, other, value
 
 
 def _entries(container: Any) -> dict[Any, Any]:
@@ -666,7 +635,9 @@ class Trace:
     fused_steps   the most time steps of a recurrent layer that has fused kernels; 0: there is none
     differentiates   autograd noted some ops, as it does in training
     counters    names of the numbers that each step changes in Python, and none of its values uses
-    computed    what a step on real tensors must compute as well; None for a long step
+    numbers     its value numbers, which a step on real tensors must have too; None for a long step
+    numbered    those of its results, and the constants among the results, as texts
+    states      random call node -> number of the generator's state that it draws from
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or parameter -> node of its new value; an optimizer updates that one
     """
@@ -684,7 +655,9 @@ class Trace:
     fused_steps: int = 0
     differentiates: bool = False
     counters: tuple[str, ...] = ()
-    computed: "Computed | None" = None
+    numbers: "_Numbers | None" = None
+    numbered: tuple[str, str] = ("", "")
+    states: dict[fx.Node, int] = field(default_factory=dict)
 
 
 TRACED_TWICE = 2000
@@ -698,98 +671,6 @@ COMPARED = 6000
 about a tenth of the time of calls on fake ones."""
 
 
-class _Runs:
-    """Runs a requested step for its recordings.
-
-    recordings   of all runs
-    layouts   identity of a recording -> number of its results, and their template
-    steps     numbers of time steps of the recurrent layers that the last run has met
-    made      weak references to the fake tensors of all recordings
-    """
-
-    def __init__(self, request: Request, attributes: Attributes) -> None:
-        self._request, self._attributes, self._has_run = request, attributes, False
-        self._flat = [
-            *request.parameters.values(), *request.buffers.values(), *request.inputs,
-            *request.targets,
-        ]  # fmt: skip
-        if request.scale is not None:
-            self._flat.append(request.scale)
-        self.recordings: list[Recording] = []
-        self.layouts: dict[int, tuple[int, Any]] = {}
-        self.steps: list[int] = []
-        self.made: list[weakref.ref[Tensor]] = []
-
-    def one(self, stale: Mapping[int, bool], questions: Questions) -> Recording:
-        """Return the recording of a run."""
-        request, at = self._request, _Position()
-        layout: list[tuple[int, Any]] = []
-        self.steps.clear()
-        step = _flat_step(request, at, layout, self.steps, questions)
-        # Of a run that only tries an answer nothing is kept.
-        may_be_fake = request.holds_fakes or questions.probed is not None
-        outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
-        recording = record(step, self._flat, at.mark, _RULES, outside, questions, made=self.made)
-        self.recordings.append(recording)
-        self.layouts[id(recording)] = layout[0]
-        return recording
-
-    def first(self, questions: Questions) -> Recording:
-        """Return the recording of a run that finds the module as it was."""
-        mode = self._request.mode
-        if self._has_run and questions.probed is None:
-            # An earlier run may have left its tensors there.
-            clear_caches(lambda x: isinstance(x, FakeTensor) and x.fake_mode is mode)
-        self._has_run = True
-        self._attributes.restore()
-        return self.one({}, questions)
-
-    def compute_the_same(self, one: Recording, other: Recording, untouched: list[Tensor]) -> bool:
-        """Return True if two recordings compute the same, and the second writes over none of these
-        tensors."""
-        numbers, written = _Numbers({}), _written_storages(other)
-        first, second = (numbers.of_results(r, self.layouts[id(r)]) for r in (one, other))
-        return first == second and all(storage_of(value) not in written for value in untouched)
-
-    def check_later(
-        self,
-        numbers: "_Numbers",
-        results: tuple[str, str],
-        step: Settled[Recording],
-        changed: list[str],
-    ) -> list[str]:
-        """Raise `TracingError` if the next step, or one much later, computes something else than
-        the first. Return the names of the numbers that each step changes."""
-        attributes = Attributes(self._request.module, self._request.loss) if changed else None
-        if self._numbers_again(numbers, step) != results:
-            raise TracingError(_describe_changes("its next step", changed))
-        counters = attributes.advance() if attributes else []
-        if counters:
-            try:
-                found = self._numbers_again(numbers, step)
-            except Exception as error:
-                raise TracingError(_describe_changes("a later step", counters)) from error
-            if found != results:
-                raise TracingError(_describe_changes("a later step", counters))
-        return counters
-
-    def _numbers_again(self, numbers: "_Numbers", step: Settled[Recording]) -> tuple[str, str]:
-        """Run the step after its first run, and return the numbers of what it computes then."""
-        first = step.result
-        node_of = {
-            id(value): node
-            for node in first.graph.nodes
-            if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
-        }
-        follows = _follow_from_constants(first, _find_lasting(self._request, first))
-        second = self.one({key: node in follows for key, node in node_of.items()}, step.again())
-        # A value that the first run left behind and the second reads has the number it had there.
-        numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
-        results = numbers.of_results(second, self.layouts[id(second)])
-        forget(second.graph)
-        return results
-
-
 def trace(request: Request) -> Trace:
     """Return the trace of the requested step.
 
@@ -797,24 +678,91 @@ def trace(request: Request) -> Trace:
     back in either case.
     """
     attributes = Attributes(request.module, request.loss)
-    runs = _Runs(request, attributes)
+    flat = [
+        *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets,
+    ]  # fmt: skip
+    if request.scale is not None:
+        flat.append(request.scale)
+    recordings: list[Recording] = []  # of all runs
+    layouts: dict[int, tuple[int, Any]] = {}  # identity of a recording -> as in `_flat_step`
+    steps: list[int] = []  # of the recurrent layers that the last run has met
+    made: list[weakref.ref[Tensor]] = []  # the fake tensors of all recordings
+    numbers, results, counters = _Numbers({}), ("", ""), list[str]()
+    attempts = itertools.count()
+
+    def run(stale: Mapping[int, bool], questions: Questions) -> Recording:
+        at, layout = _Position(), list[tuple[int, Any]]()
+        steps.clear()
+        step = _flat_step(request, at, layout, steps, questions)
+        # Of a run that only tries an answer nothing is kept.
+        may_be_fake = request.holds_fakes or questions.probed is not None
+        outside = Outside(request.owners, stale, None if may_be_fake else request.mode)
+        recording = record(step, flat, at.mark, _RULES, outside, questions, made=made)
+        recordings.append(recording)
+        layouts[id(recording)] = layout[0]
+        return recording
+
+    def run_first(questions: Questions) -> Recording:
+        """Record a run that finds the module as it was."""
+        if next(attempts) and questions.probed is None:
+            # An earlier run may have left its tensors there.
+            clear_caches(lambda x: isinstance(x, FakeTensor) and x.fake_mode is request.mode)
+        attributes.restore()
+        return run({}, questions)
+
+    def compute_the_same(one: Recording, other: Recording, untouched: list[Tensor]) -> bool:
+        """Return True if the second run also writes over none of these tensors."""
+        compared, written = _Numbers({}), _written_storages(other)
+        first, second = (compared.of_results(r, layouts[id(r)]) for r in (one, other))
+        return first == second and all(storage_of(value) not in written for value in untouched)
+
+    def run_again() -> tuple[str, str]:
+        """Run the step after its first run, and return the numbers of what it computes then."""
+        node_of = {
+            id(value): node
+            for node in first.graph.nodes
+            if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
+        }
+        lasting = _lasting(request, first)
+        second = run({key: node in lasting for key, node in node_of.items()}, step.again())
+        # A value that the first run left behind and the second reads has the number it had there.
+        numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
+        found = numbers.of_results(second, layouts[id(second)])
+        forget(second.graph)
+        return found
+
     try:
         with request.mode, _silence_log(), _traceable_modules():
-            step = settled(runs.first, runs.compute_the_same)
+            step = settled(run_first, compute_the_same)
             first = step.result
-            for tried in runs.recordings:
+            for tried in recordings:
                 if tried is not first:
                     forget(tried.graph)
             changed = attributes.changed()
             attributes.check_apart(request.owners)
             _check_held(request)
-            numbers, results, counters = _Numbers({}), ("", ""), list[str]()
             is_compared = len(first.marks) <= COMPARED
-            is_repeated = changed or len(first.marks) <= TRACED_TWICE or _borrows(first)
+            # What `forward` writes between two steps into memory that is not torch's, such as that
+            # of an array, goes past torch.
+            borrows = any(
+                first.digests[name] and not value.untyped_storage().resizable()
+                for name, value in first.constants.items()
+            )
+            is_repeated = changed or len(first.marks) <= TRACED_TWICE or borrows
             if is_repeated or is_compared:
-                results = numbers.of_results(first, runs.layouts[id(first)])
+                results = numbers.of_results(first, layouts[id(first)])
             if is_repeated:
-                counters = runs.check_later(numbers, results, step, changed)
+                # The next step, and one much later, must compute the same.
+                later = Attributes(request.module, request.loss) if changed else None
+                if run_again() != results:
+                    raise TracingError(_describe_changes("its next step", changed))
+                counters = later.advance() if later else []
+                try:
+                    is_other = bool(counters) and run_again() != results
+                except Exception as error:
+                    raise TracingError(_describe_changes("a later step", counters)) from error
+                if is_other:
+                    raise TracingError(_describe_changes("a later step", counters))
             # They are compared once more on real tensors, when no fake one is left.
             numbers.given, numbers.of_node = {}, {}
     finally:
@@ -827,11 +775,9 @@ def trace(request: Request) -> Trace:
     written_inputs = _written_inputs(request, first)
     recorded = list(first.graph.nodes)
     origins = _first_origins(first)
-    names = [f"{role} {name}" for role, name in _roles(request)]
-    second = purified(first, request.mode, names)
-    runs.made += references(second.graph)
-    layout = [runs.layouts[id(first)]]
-    traced = _clean(request, second, origins, layout, first.draws, runs.made)
+    second = purified(first, request.mode, [f"{role} {name}" for role, name in _roles(request)])
+    made += references(second.graph)
+    traced = _clean(request, first, second, origins, layouts[id(first)], made)
     states = {
         node: first.draws[second.marks[node]]
         for node in traced.graph.nodes
@@ -840,14 +786,12 @@ def trace(request: Request) -> Trace:
     traced = replace(
         traced,
         written_inputs=written_inputs,
-        fused_steps=max(runs.steps, default=0),
-        differentiates=first.differentiates,
+        fused_steps=max(steps, default=0),
         counters=tuple(counters),
-        computed=Computed(numbers, results, traced.graph, traced.constants, states)
-        if is_compared
-        else None,
+        numbers=numbers if is_compared else None,
+        numbered=results,
+        states=states,
     )
-    _check_unwritten(first, traced.constants.values())
     left = set(traced.graph.nodes)
     for node in recorded:
         if node not in left:
@@ -856,24 +800,7 @@ def trace(request: Request) -> Trace:
     return traced
 
 
-@dataclass(frozen=True, eq=False)
-class Computed:
-    """What a traced step computes, without any fake tensor, to be compared with a real step.
-
-    numbers            the traced step's value numbers
-    results            those of its results, and the constants among the results, as texts
-    graph, constants   its pure graph, and the values of that graph's get_attr nodes
-    draws              random call node -> number of the generator's state that it draws from
-    """
-
-    numbers: "_Numbers"
-    results: tuple[str, str]
-    graph: fx.Graph
-    constants: dict[fx.Node, Tensor]
-    draws: dict[fx.Node, int]
-
-
-def compare_with_real(request: Request, computed: Computed) -> str:
+def compare_with_real(request: Request, traced: Trace) -> str:
     """Run the step on the real tensors of the request, whose parameters and buffers are the
     originals. Return a note if the model calls other operators then, and its results are the same
     but for rounding.
@@ -882,6 +809,8 @@ def compare_with_real(request: Request, computed: Computed) -> str:
     another one. Raises `TracingError` if the real step has other numbers, or whatever the model
     raises. The module's attributes are put back in either case.
     """
+    numbers = traced.numbers
+    assert numbers is not None, "a long step is not compared"
     layout: list[Any] = []
     flat = _real_values(request)
     at = _Position()
@@ -893,11 +822,11 @@ def compare_with_real(request: Request, computed: Computed) -> str:
             real = record(step, flat, at.mark, _RULES, outside, seed=next(SEEDS))
     finally:
         attributes.restore()
-    known = len(computed.numbers.table)
-    results = computed.numbers.of_results(real, layout[0])
-    if results == computed.results:
+    known = len(numbers.table)
+    results = numbers.of_results(real, layout[0])
+    if results == traced.numbered:
         return ""
-    of_node = computed.numbers.of_node
+    of_node = numbers.of_node
     new = (node for node in real.marks if of_node[node] >= known)
     node = next(new, None)
     where = ""
@@ -905,11 +834,33 @@ def compare_with_real(request: Request, computed: Computed) -> str:
         module = real.marks[node][1]
         where = f" ({node.target}{f' in {module}' if module else ''})"
     (output,) = (node for node in real.graph.nodes if node.op == "output")
-    found = _run_graph(computed, _real_values(request), real.drawn)
+    # The traced step on real tensors, with the random numbers that the real step has drawn.
+    found: list[Tensor | None] = []
+    rest, env = iter(_real_values(request)), dict[fx.Node, Any]()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
+        for node in traced.graph.nodes:
+            args, kwargs = replace_nodes((node.args, dict(node.kwargs)), env.__getitem__)
+            if node.op == "placeholder":
+                env[node] = next(rest)
+            elif node.op == "get_attr":
+                env[node] = traced.constants[node]
+            elif node.op == "call_function":
+                state, drawn = real.drawn.get(traced.states.get(node, -1), (None, None))
+                if state is not None:
+                    torch.default_generator.set_state(state)
+                made = env[node] = node.target(*args, **kwargs)
+                pairs = list(zip(tensors_of(made), tensors_of(drawn), strict=False))
+                shapes = all(own.shape == other.shape for own, other in pairs)
+                strides = all(own.stride() == other.stride() for own, other in pairs)
+                # A tensor that lies otherwise would get other numbers of the same state.
+                if pairs and shapes and not strides:
+                    env[node] = drawn
+            else:
+                found = list(args[0])
     expected = [None if node is None else node.meta["val"] for node in output.args[0]]
     # The graph also returns what it writes over parameters, behind its results.
     error = _largest_error(found[: len(expected)], expected)
-    if error > _MOST_ERROR or results[1] != computed.results[1]:
+    if error > _MOST_ERROR or results[1] != traced.numbered[1]:
         raise TracingError(
             f"it computes something else on real tensors than while it is captured{where}; it "
             "looks at what only real tensors have, such as their class (type(x) is torch.Tensor), "
@@ -934,40 +885,21 @@ _MOST_ERROR = 1e-3
 """Results that differ by at most this part of their size differ by rounding."""
 
 
-def _run_graph(
-    computed: Computed, flat: list[Tensor], drawn: dict[int, tuple[Tensor, Any]]
-) -> list[Tensor | None]:
-    """Return the results of the traced step on real tensors, with the random numbers that a real
-    step has drawn. A tensor that lies otherwise would get others of the same state."""
-    rest, env = iter(flat), dict[fx.Node, Any]()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
-        for node in computed.graph.nodes:
-            args, kwargs = replace_nodes((node.args, dict(node.kwargs)), env.__getitem__)
-            if node.op == "placeholder":
-                env[node] = next(rest)
-            elif node.op == "get_attr":
-                env[node] = computed.constants[node]
-            elif node.op == "call_function":
-                state, real = drawn.get(computed.draws.get(node, -1), (None, None))
-                if state is not None:
-                    torch.default_generator.set_state(state)
-                made = env[node] = node.target(*args, **kwargs)
-                pairs = list(zip(tensors_of(made), tensors_of(real), strict=False))
-                shapes = all(own.shape == other.shape for own, other in pairs)
-                strides = all(own.stride() == other.stride() for own, other in pairs)
-                if pairs and shapes and not strides:
-                    env[node] = real
-            else:
-                return list(args[0])
-    raise AssertionError("a graph ends with its output")
-
-
 def _largest_error(found: list[Tensor | None], expected: list[Tensor | None]) -> float:
     """Return the largest difference of two results, relative to the result's largest number. What
     is much smaller than all other results counts as rounding."""
     if len(found) != len(expected):
         return float("inf")
-    found, expected = ([_as_real(value) for value in values] for values in (found, expected))
+    # A complex tensor counts as one of pairs of numbers.
+    found, expected = (
+        [
+            torch.view_as_real(value.detach().resolve_conj())
+            if value is not None and value.is_complex()
+            else value
+            for value in values
+        ]
+        for values in (found, expected)
+    )
     numbers = [value.detach() for value in expected if value is not None and _is_float(value)]
     sizes = [float(value.abs().max()) for value in numbers]
     least = 1e-3 * max((size for size in sizes if size < float("inf")), default=0.0)
@@ -989,13 +921,6 @@ def _largest_error(found: list[Tensor | None], expected: list[Tensor | None]) ->
     return worst
 
 
-def _as_real(value: Tensor | None) -> Tensor | None:
-    """Return a complex tensor as one of pairs of numbers, and any other one as it is."""
-    if value is None or not value.is_complex():
-        return value
-    return torch.view_as_real(value.detach().resolve_conj())
-
-
 def _is_float(value: Tensor) -> bool:
     return value.is_floating_point() and bool(value.numel())
 
@@ -1004,29 +929,6 @@ def forget(graph: fx.Graph) -> None:
     """Drop the graph's references to fake values, so that those without other owners are freed."""
     for node in graph.nodes:
         node.meta.clear()
-
-
-def _borrows(recording: Recording) -> bool:
-    """Return True if a constant lies in memory that is not torch's, such as that of an array. What
-    `forward` writes there between two steps goes past torch."""
-    return any(
-        recording.digests[name] and not value.untyped_storage().resizable()
-        for name, value in recording.constants.items()
-    )
-
-
-def _check_unwritten(recording: Recording, constants: Iterable[Tensor]) -> None:
-    """Raise `TracingError` if the memory of one of these constants holds something else than when
-    the step read it. Call it when all that the step changed has been put back."""
-    names = {id(value): name for name, value in recording.constants.items()}
-    for value in constants:
-        name = names.get(id(value))
-        if name is not None and digest_of(value) != recording.digests[name]:
-            raise TracingError(
-                f"the model writes past torch (through NumPy, a bytearray) over the memory of a "
-                f"tensor of shape {tuple(value.shape)} that it reads; compute it with torch, in a "
-                "buffer that is written in place"
-            )
 
 
 def _check_held(request: Request) -> None:
@@ -1056,19 +958,32 @@ def _describe_changes(step: str, changed: list[str]) -> str:
     )
 
 
-def _find_lasting(request: Request, first: Recording) -> set[fx.Node]:
-    """Return the placeholders whose values no step changes: buffers that are neither written over
-    nor assigned, and in inference also parameters."""
+def _lasting(request: Request, first: Recording) -> set[fx.Node]:
+    """Return the nodes whose values are the same in every step.
+
+    They are constants, buffers that are neither written over nor assigned, in inference also
+    parameters, and what pure ops that draw no random numbers compute from these.
+    """
     written, given = _written_storages(first), _placeholders(first)
     (output,) = (node for node in first.graph.nodes if node.op == "output")
     returned, count = set(output.all_input_nodes), len(request.parameters)
-    buffers = {
+    lasting = {
         node
         for node in given[count : count + len(request.buffers)]
         if any(copy in returned for copy in _copies(node))
         and all(storage_of(copy.meta["val"]) not in written for copy in _copies(node))
     }
-    return buffers if request.training else buffers.union(given[:count])
+    if not request.training:
+        lasting.update(given[:count])
+    for node in first.graph.nodes:
+        if node.op == "get_attr" or (
+            node.op == "call_function"
+            and node not in first.draws
+            and not _writes(node)
+            and all(read in lasting for read in node.all_input_nodes)
+        ):
+            lasting.add(node)
+    return lasting
 
 
 def _placeholders(recording: Recording) -> list[fx.Node]:
@@ -1113,21 +1028,6 @@ def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
                     f"{name} is written over and shares memory with {other}; give a clone of one"
                 )
     return tuple(indices)
-
-
-def _follow_from_constants(recording: Recording, lasting: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return the nodes whose values are the same in every step: the `lasting` placeholders,
-    constants, and what pure ops that draw no random numbers compute from these."""
-    following = set(lasting)
-    for node in recording.graph.nodes:
-        if node.op == "get_attr" or (
-            node.op == "call_function"
-            and node not in recording.draws
-            and not _writes(node)
-            and all(read in following for read in node.all_input_nodes)
-        ):
-            following.add(node)
-    return following
 
 
 class _Numbers:
@@ -1193,19 +1093,16 @@ class _Numbers:
         if digest:
             return "constant", digest, value.shape, value.dtype
         for index, other in enumerate(self.constants):
-            if _equal(value, other):
+            if value is other:
                 return "constant", index
+            if is_fake(value) or is_fake(other):
+                continue
+            if value.shape == other.shape and value.dtype == other.dtype:
+                with unset_fake_temporarily():
+                    if torch.equal(value, other):
+                        return "constant", index
         self.constants.append(value)
         return "constant", len(self.constants) - 1
-
-
-def _equal(value: Tensor, other: Tensor) -> bool:
-    if value is other:
-        return True
-    if is_fake(value) or is_fake(other) or value.shape != other.shape or value.dtype != other.dtype:
-        return False
-    with unset_fake_temporarily():
-        return torch.equal(value, other)
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -1345,10 +1242,14 @@ def _flat_step(
         buffers = {
             name: _as_seen(next(rest).clone(), request.originals[name]) for name in request.buffers
         }
-        inputs = [
-            _as_seen(_input(next(rest), like, request.channels_last), original)
-            for like, original in zip(request.inputs, request.signature.inputs, strict=True)
-        ]
+        inputs = []
+        for like, original in zip(request.inputs, request.signature.inputs, strict=True):
+            copied = next(rest).clone()  # the model may write over it
+            if request.channels_last:
+                copied = last_of_channels(copied)
+            if like.requires_grad:
+                copied.requires_grad_()
+            inputs.append(_as_seen(copied, original))
         targets = [next(rest).clone() for _ in request.targets]
         args, kwargs = request.signature.call(inputs)
         differentiated = request.training or any(value.requires_grad for value in inputs)
@@ -1368,7 +1269,16 @@ def _flat_step(
                     layout.append((len(results), template))
                     return results + _collect_written(slots, frozen | buffers)
                 with _place(at, Phase.FORWARD, LOSS_MODULE):
-                    loss = _loss(request, output, targets)
+                    # Without a loss function the targets have no arguments to fill.
+                    own = request.loss is None
+                    arguments = () if own else request.signature.loss_arguments(targets)
+                    loss = loss_of(request.loss, output, arguments)
+                    if loss is None and own:
+                        raise TracingError(
+                            f"the model returns {type(output).__name__}, which has no loss; give "
+                            "`loss=`, a function loss(output, *targets) that returns a scalar, or "
+                            "what the model needs to compute its own (such as labels=)"
+                        )
                 leaf_list = [leaves[name] for name in request.trainable]
                 scale = None if request.scale is None else next(rest)
                 loss, gradients = _gradients(at, loss, scale, leaf_list, request)
@@ -1425,29 +1335,6 @@ def last_of_channels(value: Tensor) -> Tensor:
     return value.contiguous(memory_format=torch.channels_last)
 
 
-def _input(value: Tensor, like: Tensor, channels_last: bool) -> Tensor:
-    """Return a copy that the model may write over; it requires gradients if `like` does."""
-    copied = value.clone()
-    if channels_last:
-        copied = last_of_channels(copied)
-    return copied.requires_grad_() if like.requires_grad else copied
-
-
-def _loss(request: Request, output: Any, targets: list[Tensor]) -> Any:
-    """Return the loss function's result. Without a loss function return the output if it is a
-    tensor, else its entry or attribute `loss`. Raises `TracingError` if it has none."""
-    # Without a loss function the targets have no arguments to fill.
-    arguments = request.signature.loss_arguments(targets) if request.loss is not None else ()
-    loss = loss_of(request.loss, output, arguments)
-    if loss is None and request.loss is None:
-        raise TracingError(
-            f"the model returns {type(output).__name__}, which has no loss; give `loss=`, a "
-            "function loss(output, *targets) that returns a scalar, or what the model needs to "
-            "compute its own (such as labels=)"
-        )
-    return loss
-
-
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
 
@@ -1473,9 +1360,27 @@ class _Twins(TorchFunctionMode):
         if func is Tensor.__bool__ and args[0].dtype != torch.bool:
             return bool(self._twin_of(args[0]) != 0)
         if func in _BACKWARD:
-            return self._run_backward(func, args, kwargs or {})
+            # Reentrant checkpoints and penalties on gradients start a backward pass within the
+            # step. torch switches this mode off while it handles a call, but ops that the backward
+            # pass computes again still need it.
+            def run(*given: Any, **options: Any) -> Any:
+                with self:
+                    return run_backward(*given, **options)
+
+            with backward_passes_run_by(run):
+                twins = {key: self._twin_of(value) for key, value in (kwargs or {}).items()}
+                return func(*self._twin_of(args), **twins)
         if func == _SET_DATA:
-            return self._set_data(self._twin_of(args[0]), self._twin_of(args[1]))
+            # `target.data = value` becomes a write in place.
+            target, value = self._twin_of(args[0]), self._twin_of(args[1])
+            is_twin = any(target is twin for twin in self.twins.values())
+            if not is_twin or (target.shape, target.dtype) != (value.shape, value.dtype):
+                raise TracingError(
+                    "the model assigns to the .data of a tensor, which a graph cannot show; write "
+                    "in place (copy_) into a buffer, or return the new value"
+                )
+            target.detach().copy_(value.detach())
+            return None
         rule = _PACKING.get(getattr(func, "__name__", ""))
         if rule is not None:
             return rule(*args, **(kwargs or {}))
@@ -1484,7 +1389,16 @@ class _Twins(TorchFunctionMode):
         if kwargs and any(map(self._reads_original, kwargs.values())):
             kwargs = {key: self._twin_of(value) for key, value in kwargs.items()}
         if func in (torch.ctc_loss, nn.functional.ctc_loss):
-            args, kwargs = _with_lengths(args, kwargs or {})
+            # torch makes tensors of lengths that are numbers by code that fails under fake tensors.
+            kwargs = kwargs or {}
+            lengths = [*args[2:4], kwargs.get("input_lengths"), kwargs.get("target_lengths")]
+            of_numbers = {
+                id(numbers): torch.tensor(numbers)
+                for numbers in lengths
+                if isinstance(numbers, (tuple, list))
+            }
+            args = tuple(of_numbers.get(id(value), value) for value in args)
+            kwargs = {name: of_numbers.get(id(value), value) for name, value in kwargs.items()}
         if func is torch.where and len(args) == 3 and args[0].dtype == torch.uint8:
             # torch still takes bytes for truths, but not where its tensors are fake.
             args = (args[0] != 0, *args[1:])
@@ -1493,33 +1407,6 @@ class _Twins(TorchFunctionMode):
             if self.chunks:
                 return recurrent.lstm(args, self.chunks)
         return self.questions.call(func, args, kwargs or {})
-
-    def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass that the model starts within its step, with this mode on.
-
-        Reentrant checkpoints and penalties on gradients do so. torch switches the mode off while it
-        handles a call, but ops that the backward pass computes again still need it.
-        """
-
-        def run(*given: Any, **options: Any) -> Any:
-            with self:
-                return run_backward(*given, **options)
-
-        with backward_passes_run_by(run):
-            return func(
-                *self._twin_of(args), **{key: self._twin_of(value) for key, value in kwargs.items()}
-            )
-
-    def _set_data(self, target: Tensor, value: Tensor) -> None:
-        """Perform `target.data = value` as a write in place. Raises `TracingError` unless the
-        target is a twin and the value has its shape and dtype."""
-        is_twin = any(target is twin for twin in self.twins.values())
-        if not is_twin or (target.shape, target.dtype) != (value.shape, value.dtype):
-            raise TracingError(
-                "the model assigns to the .data of a tensor, which a graph cannot show; write "
-                "in place (copy_) into a buffer, or return the new value"
-            )
-        target.detach().copy_(value.detach())
 
     def _reads_original(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
@@ -1573,21 +1460,6 @@ def _pad(
     flat = data.new_full((steps * width, *data.shape[1:]), padding).index_copy(0, index, data)
     padded = flat.reshape(steps, width, *data.shape[1:])
     return (padded.transpose(0, 1) if batch_first else padded), lengths
-
-
-def _with_lengths(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of `ctc_loss` with its lengths as tensors. Of numbers torch makes a
-    tensor by code that fails under fake tensors."""
-    lengths = [*args[2:4], *(kwargs.get(name) for name in ("input_lengths", "target_lengths"))]
-    of_numbers = {
-        id(numbers): torch.tensor(numbers)
-        for numbers in lengths
-        if isinstance(numbers, (tuple, list))
-    }
-    return (
-        tuple(of_numbers.get(id(value), value) for value in args),
-        {name: of_numbers.get(id(value), value) for name, value in kwargs.items()},
-    )
 
 
 def _ctc_loss(
@@ -1766,7 +1638,39 @@ def _gradients(
             loss = loss * scale
     # Users run the backward pass outside of autocast, and so does this.
     with _place(at, Phase.BACKWARD), without_autocast():
-        outside, is_custom = _mark_gradients(at, loss, request)
+        # Hooks make `at` follow the backward pass, so that a backward op has its forward op's
+        # number: the sequence number of an autograd function is that of the forward op that created
+        # it. Between functions autograd sums gradients; these ops get `NO_SEQUENCE`.
+        name_of = {id(value): name for name, value in request.originals.items()}
+
+        def enter(sequence: int) -> Callable[..., None]:
+            def hook(_: Any) -> None:
+                at.sequence = sequence
+
+            return hook
+
+        def leave(*_: Any) -> None:
+            at.sequence = NO_SEQUENCE
+
+        outside: list[Tensor] = []  # leaves that are not fake, so no parameters of the module
+        is_custom = False
+        waiting, visited = [loss.grad_fn], set()
+        while waiting:
+            function = waiting.pop()
+            if function is None or function in visited:
+                continue
+            visited.add(function)
+            is_custom |= isinstance(function, torch.autograd.function.BackwardCFunction)
+            if type(function).__name__ == "AccumulateGrad":
+                variable = function.variable
+                if id(variable) in name_of:  # reached directly and not by its twin
+                    raise TracingError(read_past(f"parameter {name_of[id(variable)]}"))
+                if not isinstance(variable, FakeTensor):
+                    outside.append(variable)
+            else:
+                function.register_prehook(enter(function._sequence_nr()))
+                function.register_hook(leave)
+            waiting += [next_function for next_function, _ in function.next_functions]
         if is_custom:
             # A reentrant checkpoint is a custom function that calls `backward` itself and refuses
             # `torch.autograd.grad`. So gradients are accumulated, and those that this adds to
@@ -1798,50 +1702,6 @@ def _gradients(
         if gradient is not None and gradient.layout != torch.strided:
             raise TracingError("a gradient is sparse; use sparse=False in embeddings")
     return plain, gradients
-
-
-def _mark_gradients(at: _Position, loss: Tensor, request: Request) -> tuple[list[Tensor], bool]:
-    """Make `at` follow the backward pass, so that a backward op has its forward op's number.
-
-    Every autograd function has the sequence number that the forward op that created it has. Hooks
-    set `at.sequence` to it while the function runs. Between functions autograd sums gradients;
-    these ops get `NO_SEQUENCE`.
-
-    Returns the leaves that are not fake, so no parameters of the module, and whether there are
-    custom autograd functions. Raises `TracingError` for a parameter that autograd reached directly
-    and not by its twin.
-    """
-    name_of = {id(value): name for name, value in request.originals.items()}
-
-    def enter(sequence: int) -> Callable[..., None]:
-        def hook(_: Any) -> None:
-            at.sequence = sequence
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        at.sequence = NO_SEQUENCE
-
-    outside: list[Tensor] = []
-    is_custom = False
-    waiting, visited = [loss.grad_fn], set()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in visited:
-            continue
-        visited.add(function)
-        is_custom |= isinstance(function, torch.autograd.function.BackwardCFunction)
-        if type(function).__name__ == "AccumulateGrad":
-            variable = function.variable  # type: ignore[attr-defined]
-            if id(variable) in name_of:
-                raise TracingError(read_past(f"parameter {name_of[id(variable)]}"))
-            if not isinstance(variable, FakeTensor):
-                outside.append(variable)
-        else:
-            function.register_prehook(enter(function._sequence_nr()))
-            function.register_hook(leave)
-        waiting += [next_function for next_function, _ in function.next_functions]
-    return outside, is_custom
 
 
 @contextlib.contextmanager
@@ -1906,19 +1766,19 @@ def _first_origins(first: Recording) -> dict[fx.Node, Origin]:
 
 def _clean(
     request: Request,
+    first: Recording,
     recording: Recording,
     origins: dict[fx.Node, Origin],
-    layout: list[Any],
-    keys: dict[fx.Node, int],
+    layout: tuple[int, Any],
     made: list["weakref.ref[Tensor]"],
 ) -> Trace:
-    """Return the trace of the pure recording.
+    """Return the trace of the pure recording of the first one.
 
     Raises `TracingError` if a buffer changes its shape or dtype, or if what the step writes shares
     memory with another parameter or buffer.
     """
     graph = recording.graph
-    count, template = layout[0]
+    count, template = layout
     output = next(iter(reversed(graph.nodes))).args[0]
     results = fill(template, output[:count])
     end = count + len(request.trainable)
@@ -1936,7 +1796,16 @@ def _clean(
     }
     over_parameters = [n for n, node in old.items() if node.meta.pop("is_written", False)]
     written |= zip(over_parameters, output[end + len(writable) :], strict=True)
-    _check_apart(request, written)
+    # A parameter or buffer that shares memory with one that the step writes would change with it,
+    # which a graph cannot show. Sorted by address, spans that overlap show up between neighbours.
+    changed = {*request.trainable, *written}
+    spans = sorted((*memory_of(value), name) for name, value in request.originals.items())
+    for (_, end_address, lower), (begin_address, _, upper) in itertools.pairwise(spans):
+        if 0 != begin_address < end_address and (lower in changed or upper in changed):
+            raise TracingError(
+                f"{lower} and {upper} share memory without being one tensor; register one tensor "
+                "under both names, or clone one of them"
+            )
     for name, node in written.items():
         value, before = node.meta["val"], old[name].meta["val"]
         if value.shape != before.shape or value.dtype != before.dtype:
@@ -1948,34 +1817,37 @@ def _clean(
     constants = {
         node: recording.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"
     }
-    final = _origins(recording, origins)
-    draws = _draws(recording, keys)
-    return Trace(graph, sources, constants, final, results, gradients, written, draws, made)
-
-
-def _check_apart(request: Request, written: Iterable[str]) -> None:
-    """Raise `TracingError` if the step writes a parameter or buffer that shares memory with another
-    one. The other one would change with it, which a graph cannot show."""
-    changed = {*request.trainable, *written}
-    # Sorted by address, spans that overlap show up between neighbours.
-    spans = sorted((*memory_of(value), name) for name, value in request.originals.items())
-    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
-        if 0 != begin < end and (first in changed or second in changed):
+    # All that the step changed has been put back, so constants hold what the step read.
+    constant_names = {id(value): name for name, value in first.constants.items()}
+    for constant in constants.values():
+        key = constant_names.get(id(constant))
+        if key is not None and digest_of(constant) != first.digests[key]:
             raise TracingError(
-                f"{first} and {second} share memory without being one tensor; register one tensor "
-                "under both names, or clone one of them"
+                "the model writes past torch (through NumPy, a bytearray) over the memory of a "
+                f"tensor of shape {tuple(constant.shape)} that it reads; compute it with torch, in "
+                "a buffer that is written in place"
             )
-
-
-def _draws(recording: Recording, keys: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
-    """Return random call node -> the first node that draws from the same state of the generator."""
+    # An origin's forward node is one of the pure recording, or None if none is left of it. A random
+    # node draws what the first node drew that draws from the same state of the generator.
+    left: dict[fx.Node | None, fx.Node] = {}
     first_with: dict[int, fx.Node] = {}
+    final: dict[fx.Node, Origin] = {}
     draws: dict[fx.Node, fx.Node] = {}
-    for node in recording.graph.nodes:
-        key = keys.get(recording.marks[node]) if is_random(node.target) else None
-        if key is not None:
-            draws[node] = first_with.setdefault(key, node)
-    return draws
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        mark = recording.marks[node]
+        left.setdefault(mark, node)
+        origin = origins[mark] if mark is not None else Origin(Phase.FORWARD, "", None)
+        forward = left.get(origin.forward) if origin.forward is not None else None
+        final[node] = origin._replace(forward=forward)
+        state = first.draws.get(mark) if is_random(node.target) else None
+        if state is not None:
+            draws[node] = first_with.setdefault(state, node)
+    return Trace(
+        graph, sources, constants, final, results, gradients, written, draws, made,
+        differentiates=first.differentiates,
+    )  # fmt: skip
 
 
 def _roles(request: Request) -> list[tuple[str, str]]:
@@ -1987,19 +1859,3 @@ def _roles(request: Request) -> list[tuple[str, str]]:
         + [("input", f"target.{i}") for i in range(len(request.targets))]
         + ([] if request.scale is None else [("state", SCALE)])
     )
-
-
-def _origins(recording: Recording, origins: dict[fx.Node, Origin]) -> dict[fx.Node, Origin]:
-    """Return the origin of each call node of the pure recording. Its `forward` is a node of the
-    pure recording, or None if none is left of the first recording's node."""
-    left: dict[fx.Node | None, fx.Node] = {}
-    origin_of: dict[fx.Node, Origin] = {}
-    for node in recording.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        first = recording.marks[node]
-        left.setdefault(first, node)
-        origin = origins[first] if first is not None else Origin(Phase.FORWARD, "", None)
-        forward = left.get(origin.forward) if origin.forward is not None else None
-        origin_of[node] = origin._replace(forward=forward)
-    return origin_of

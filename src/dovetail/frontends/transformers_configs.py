@@ -13,7 +13,7 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -73,12 +73,10 @@ PHASES = ("prefill", "decode")
 class TransformersTask:
     """auto        the class of transformers that builds a model for it
     endings     of names of architectures that are for it
-    draw        (config, options, training) -> inputs
     """
 
     auto: str
     endings: tuple[str, ...]
-    draw: Callable[[Any, TransformersOptions, bool], Inputs]
 
 
 def load_transformers(model: str) -> TransformersModel:
@@ -96,29 +94,61 @@ def load_transformers(model: str) -> TransformersModel:
     config = _config(model, name)
     # Otherwise the model would return its cache, which would be an output of the step to be kept.
     config.use_cache = False
-    kind = options.task or _task_of(model, config)
+    # The tasks that transformers has a model of this type for, the likeliest first.
+    both = hasattr(config, "text_config") and hasattr(config, "vision_config")
+    suited = [
+        name
+        for name, task in TASKS.items()
+        if type(config) in getattr(transformers, task.auto)._model_mapping
+        and (name != "image-text" or both)
+        and not (name == "image" and both)
+    ]
+    kind = options.task
+    if not kind:
+        if not suited:
+            raise ModelError(
+                model,
+                f"a {config.model_type} is for no task that is known here ({', '.join(TASKS)}); "
+                "build it in a function MODULE:FUNCTION",
+            )
+        # The task that the architecture's name says, else the first that has a model of this type.
+        named = (
+            name
+            for architecture in getattr(config, "architectures", None) or ()
+            for name in suited
+            if architecture.endswith(TASKS[name].endings)
+        )
+        kind = next(named, suited[0])
     if options.phase and kind != "causal-lm":
         raise ModelError(
             model,
             "prefill and decode are phases of causal language models (task=causal-lm); of another "
             "model return them from a function MODULE:FUNCTION as {phase: (module, inputs)}",
         )
-    task = TASKS[kind]
-    auto = getattr(transformers, task.auto)
+    auto = getattr(transformers, TASKS[kind].auto)
     dtype = getattr(torch, options.dtype) if options.dtype else dtype_of(config)
-    options = _with_tokens(model, config, options)
-    if type(config) not in auto._model_mapping:
-        suited = ", ".join(tasks) if (tasks := _suited_tasks(config)) else "none that is known here"
+    most = positions_of(config)
+    if most is None:
+        most = options.tokens or 512
+    elif options.phase:
+        most -= 1  # for the token that is decoded
+    if options.tokens > most:
         raise ModelError(
-            model, f"transformers has no {config.model_type} for that task; it has {suited}"
+            model, f"tokens is {options.tokens}, but the model has {most} positions; use fewer"
         )
+    if type(config) not in auto._model_mapping:
+        others = ", ".join(suited) or "none that is known here"
+        raise ModelError(
+            model, f"transformers has no {config.model_type} for that task; it has {others}"
+        )
+    options = replace(options, tokens=options.tokens or min(512, most))
 
     def make() -> nn.Module:
         built: nn.Module = auto.from_config(config, dtype=dtype)
         return built
 
     def draw(training: bool) -> Inputs:
-        inputs = task.draw(config, options, training)
+        inputs = _draw(kind, config, options, training)
         return {
             name: value.to(dtype)
             if isinstance(value, Tensor) and value.is_floating_point()
@@ -175,13 +205,30 @@ def _config(model: str, name: str) -> Any:
     if os.path.isdir(path):
         path = path / "config.json"
     if os.path.isfile(path):
-        values = _read(path, set(CONFIG_MAPPING.keys()))
+        values = read_json(str(path))
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise FileFormatError(
+                str(path), "it has no model_type and is no configuration of transformers"
+            )
+        if values["model_type"] not in set(CONFIG_MAPPING.keys()):
+            raise FileFormatError(
+                str(path),
+                f"its model_type {values['model_type']!r} is not in the transformers that is "
+                "installed; install a newer one, or build the model in a function MODULE:FUNCTION",
+            )
     elif name in published():
         values = published()[name]
     elif name in CONFIG_MAPPING:
         values = {"model_type": name}
     else:
-        raise ModelError(model, _explain_unknown(name, list(CONFIG_MAPPING.keys())))
+        near = difflib.get_close_matches(name, [*published(), *CONFIG_MAPPING.keys()], 3, 0.5)
+        guess = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ModelError(
+            model,
+            "no such configuration here, and nothing is downloaded: save the model's config.json "
+            "and name it (transformers:./config.json), or name a type such as bert or llama, or "
+            f"one of {', '.join(published())}{guess}",
+        )
     values = dict(values)
     kind = values.pop("model_type")
     try:
@@ -189,31 +236,6 @@ def _config(model: str, name: str) -> Any:
     except Exception as error:  # whatever a class's own checks raise
         line = " ".join(str(error).split())
         raise ModelError(model, f"its values are not those of a {kind}: {line}") from error
-
-
-def _read(path: Path, kinds: set[str]) -> dict[str, Any]:
-    values = read_json(str(path))
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise FileFormatError(
-            str(path), "it has no model_type and is no configuration of transformers"
-        )
-    if values["model_type"] not in kinds:
-        raise FileFormatError(
-            str(path),
-            f"its model_type {values['model_type']!r} is not in the transformers that is "
-            "installed; install a newer one, or build the model in a function MODULE:FUNCTION",
-        )
-    return values
-
-
-def _explain_unknown(name: str, kinds: list[str]) -> str:
-    near = difflib.get_close_matches(name, [*published(), *kinds], 3, 0.5)
-    guess = f"; did you mean {' or '.join(near)}?" if near else ""
-    return (
-        f"no such configuration here, and nothing is downloaded: save the model's config.json and "
-        f"name it (transformers:./config.json), or name a type such as bert or llama, or one of "
-        f"{', '.join(published())}{guess}"
-    )
 
 
 def dtype_of(config: Any) -> torch.dtype:
@@ -231,121 +253,56 @@ def positions_of(config: Any) -> int | None:
     return most if isinstance(most, int) and most > 0 else None
 
 
-def _task_of(model: str, config: Any) -> str:
-    """Return the task that the architecture's name says, else the first that has a model of this
-    type. Raises `ModelError` if there is none."""
-    suited = _suited_tasks(config)
-    for architecture in getattr(config, "architectures", None) or ():
-        for name in suited:
-            if architecture.endswith(TASKS[name].endings):
-                return name
-    if not suited:
-        raise ModelError(
-            model,
-            f"a {config.model_type} is for no task that is known here ({', '.join(TASKS)}); build "
-            "it in a function MODULE:FUNCTION",
-        )
-    return suited[0]
+def _draw(kind: str, config: Any, options: TransformersOptions, training: bool) -> Inputs:
+    """Return inputs of a model for this task, in training with labels."""
 
+    def ids() -> Tensor:
+        vocabulary = config.get_text_config(decoder=True).vocab_size
+        return torch.randint(0, vocabulary, (options.batch, options.tokens))
 
-def _suited_tasks(config: Any) -> list[str]:
-    """Tasks that transformers has a model of this type for, the likeliest first."""
-    import transformers
+    def pixels(of: Any) -> Tensor:
+        size = getattr(of, "image_size", None) or 224
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return torch.randn(options.batch, getattr(of, "num_channels", 3), height, width)
 
-    both = hasattr(config, "text_config") and hasattr(config, "vision_config")
-    return [
-        name
-        for name, task in TASKS.items()
-        if type(config) in getattr(transformers, task.auto)._model_mapping
-        and (name != "image-text" or both)
-        and not (name == "image" and both)
-    ]
-
-
-def _with_tokens(model: str, config: Any, options: TransformersOptions) -> TransformersOptions:
-    """The options with a number of tokens that the model has positions for."""
-    most = positions_of(config)
-    if most is None:
-        most = options.tokens or 512
-    elif options.phase:
-        most -= 1  # for the token that is decoded
-    if options.tokens > most:
-        raise ModelError(
-            model, f"tokens is {options.tokens}, but the model has {most} positions; use fewer"
-        )
-    return TransformersOptions(**{**vars(options), "tokens": options.tokens or min(512, most)})
-
-
-def _ids(config: Any, options: TransformersOptions) -> Tensor:
-    vocabulary = config.get_text_config(decoder=True).vocab_size
-    return torch.randint(0, vocabulary, (options.batch, options.tokens))
-
-
-def _text(config: Any, options: TransformersOptions, training: bool) -> Inputs:
-    ids = _ids(config, options)
-    return {"input_ids": ids, "labels": ids.clone()} if training else {"input_ids": ids}
-
-
-def _translation(config: Any, options: TransformersOptions, training: bool) -> Inputs:
-    answer = "labels" if training else "decoder_input_ids"
-    return {"input_ids": _ids(config, options), answer: _ids(config, options)}
-
-
-def _transcription(config: Any, options: TransformersOptions, training: bool) -> Inputs:
-    frames = 2 * config.max_source_positions  # the first convolution takes every other frame
-    answer = "labels" if training else "decoder_input_ids"
-    features = torch.randn(options.batch, config.num_mel_bins, frames)
-    return {"input_features": features, answer: _ids(config, options)}
-
-
-def _pixels(config: Any, options: TransformersOptions) -> Tensor:
-    size = getattr(config, "image_size", None) or 224
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.randn(options.batch, getattr(config, "num_channels", 3), height, width)
-
-
-def _image(config: Any, options: TransformersOptions, training: bool) -> Inputs:
-    inputs: Inputs = {"pixel_values": _pixels(config, options)}
-    return inputs | (_classes(config, options) if training else {})
-
-
-def _sound(config: Any, options: TransformersOptions, training: bool) -> Inputs:
-    inputs: Inputs = {"input_values": torch.randn(options.batch, options.samples)}
-    return inputs | (_classes(config, options) if training else {})
-
-
-def _spelled_sound(config: Any, options: TransformersOptions, training: bool) -> Inputs:
-    inputs: Inputs = {"input_values": torch.randn(options.batch, options.samples)}
-    return inputs | ({"labels": _ids(config, options)} if training else {})
-
-
-def _classes(config: Any, options: TransformersOptions) -> Inputs:
-    return {"labels": torch.randint(0, config.num_labels, (options.batch,))}
-
-
-def _image_and_text(config: Any, options: TransformersOptions, training: bool) -> Inputs:
-    pixels = _pixels(config.vision_config, options)
-    inputs: Inputs = {"input_ids": _ids(config, options), "pixel_values": pixels}
-    return inputs | ({"return_loss": True} if training else {})
+    inputs: Inputs = {}
+    match kind:
+        case "causal-lm" | "masked-lm":
+            words = ids()
+            return {"input_ids": words} | ({"labels": words.clone()} if training else {})
+        case "seq2seq":
+            inputs = {"input_ids": ids()}
+        case "speech":
+            frames = 2 * config.max_source_positions  # the first convolution takes every other one
+            inputs = {"input_features": torch.randn(options.batch, config.num_mel_bins, frames)}
+        case "image-text":
+            image = pixels(config.vision_config)
+            inputs = {"input_ids": ids(), "pixel_values": image}
+            return inputs | ({"return_loss": True} if training else {})
+        case "image":
+            inputs = {"pixel_values": pixels(config)}
+        case "audio" | "ctc":
+            inputs = {"input_values": torch.randn(options.batch, options.samples)}
+    if kind in ("seq2seq", "speech"):
+        return inputs | {"labels" if training else "decoder_input_ids": ids()}
+    if not training:
+        return inputs
+    if kind == "ctc":
+        return inputs | {"labels": ids()}
+    return inputs | {"labels": torch.randint(0, config.num_labels, (options.batch,))}
 
 
 TASKS: Mapping[str, TransformersTask] = {
-    "image-text": TransformersTask("AutoModel", ("Model",), _image_and_text),
+    "image-text": TransformersTask("AutoModel", ("Model",)),
     "seq2seq": TransformersTask(
-        "AutoModelForSeq2SeqLM", ("ForConditionalGeneration", "ForSeq2SeqLM"), _translation
+        "AutoModelForSeq2SeqLM", ("ForConditionalGeneration", "ForSeq2SeqLM")
     ),
-    "speech": TransformersTask(
-        "AutoModelForSpeechSeq2Seq", ("ForConditionalGeneration",), _transcription
-    ),
-    "audio": TransformersTask(
-        "AutoModelForAudioClassification", ("ForSequenceClassification",), _sound
-    ),
-    "ctc": TransformersTask("AutoModelForCTC", ("ForCTC",), _spelled_sound),
-    "image": TransformersTask(
-        "AutoModelForImageClassification", ("ForImageClassification",), _image
-    ),
-    "masked-lm": TransformersTask("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), _text),
-    "causal-lm": TransformersTask("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), _text),
+    "speech": TransformersTask("AutoModelForSpeechSeq2Seq", ("ForConditionalGeneration",)),
+    "audio": TransformersTask("AutoModelForAudioClassification", ("ForSequenceClassification",)),
+    "ctc": TransformersTask("AutoModelForCTC", ("ForCTC",)),
+    "image": TransformersTask("AutoModelForImageClassification", ("ForImageClassification",)),
+    "masked-lm": TransformersTask("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining")),
+    "causal-lm": TransformersTask("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel")),
 }
-"""Name -> task that a model can be for. If the architecture does not say which, the first task
-counts that transformers has a class for."""
+"""Name -> task that a model can be for; `_draw` makes its inputs. If the architecture does not say
+which, the first task counts that transformers has a class for."""

@@ -42,7 +42,12 @@ def cells_of(graph: Graph) -> Int32:
     """Return [ops] the cell or branch of each op, numbered from 0 in program order; -1: none."""
     modules = graph.modules
     forward = np.flatnonzero((graph.phases == Phase.FORWARD) & ~graph.is_source).tolist()
-    runs = _runs(forward, [_part_of(modules[op]) for op in forward])
+    # The numbered module that a module is, or is inside of, else the outermost one; "": the model.
+    part_of = {
+        module: numbered.group() if (numbered := _NUMBERED.match(module)) else module.split(".")[0]
+        for module in set(modules)
+    }
+    runs = _runs(forward, [part_of[modules[op]] for op in forward])
     runs_of_part = Counter(part for part, _ in runs)
     has_modules = {path.rpartition(".")[0] for path in module_paths(graph)}
     cell_of = np.full(len(graph), -1, dtype=np.int32)
@@ -64,19 +69,13 @@ def cells_of(graph: Graph) -> Int32:
                     cell_of[cell] = count
                     count += 1
             elif _NUMBERED.match(part):
-                number = branches.setdefault(_branch_of(module, part, has_modules), count)
+                branch = f"{part}.{module[len(part) + 1 :].split('.')[0]}"
+                number = branches.setdefault(branch if branch in has_modules else part, count)
                 count += number == count
                 cell_of[inner] = number
     backward = graph.gradient_of >= 0
     cell_of[backward] = cell_of[graph.gradient_of[backward]]
     return cell_of
-
-
-def _part_of(module: str) -> str:
-    """Return the numbered module that the module is, or is inside of, else the outermost one; "":
-    the model itself."""
-    numbered = _NUMBERED.match(module)
-    return numbered.group() if numbered else module.split(".")[0]
 
 
 def _runs(ops: list[int], keys: list[str]) -> list[tuple[str, list[int]]]:
@@ -95,10 +94,3 @@ def _periods(graph: Graph, run: list[int]) -> list[list[int]]:
         if several and len(run) % period == 0 and calls[period:] == calls[:-period]:
             return [run[start : start + period] for start in range(0, len(run), period)]
     return [run]
-
-
-def _branch_of(module: str, part: str, has_modules: set[str]) -> str:
-    """Return the path of the branch of `part` that a module in it belongs to."""
-    inner = module[len(part) + 1 :].split(".")[0]
-    branch = f"{part}.{inner}"
-    return branch if branch in has_modules else part

@@ -123,23 +123,26 @@ def colocate(graph: Graph, units: Units | None = None) -> Groups:
     joins = ~graph.is_source[makers] & (graph.gradient_of[views] < 0) & ~spread_out(graph)[makers]
     if units is not None:
         joins &= units.of_op[views] == units.of_op[makers]
-        pairs += _within_units(units)
+        members = np.flatnonzero(units.of_op >= 0).astype(np.int32)
+        _, first_member = np.unique(units.of_op[members], return_index=True)
+        heads = np.zeros(units.count, dtype=np.int32)
+        heads[units.of_op[members[first_member]]] = members[first_member]
+        pairs.append((members, heads[units.of_op[members]]))
+        pairs.append((units.ties[:, 0], units.ties[:, 1]))
     pairs.append((views[joins], makers[joins]))
     gradients = ops[graph.gradient_of >= 0]
     pairs.append((gradients, graph.gradient_of[gradients]))
     befores, afters = (np.concatenate(ends) for ends in zip(*pairs, strict=True))
     edges = coo_array((np.ones(len(befores), np.int8), (befores, afters)), shape=(len(graph),) * 2)
     _, sets = connected_components(edges, directed=False)
-    return numbered(_with_sources(graph, sets.astype(np.int32)))
-
-
-def _within_units(units: Units) -> list[tuple[Int32, Int32]]:
-    """Return pairs of ops, as two arrays each, that units and ties put together."""
-    members = np.flatnonzero(units.of_op >= 0).astype(np.int32)
-    _, first = np.unique(units.of_op[members], return_index=True)
-    heads = np.zeros(units.count, dtype=np.int32)
-    heads[units.of_op[members[first]]] = members[first]
-    return [(members, heads[units.of_op[members]]), (units.ties[:, 0], units.ties[:, 1])]
+    sets = sets.astype(np.int32)
+    # A source is with the op that writes it, else with its first reader.
+    reader = np.full(len(graph), len(graph), dtype=np.int32)
+    np.minimum.at(reader, graph.producers[graph.input_tensors], graph.readers)
+    home = np.where(graph.residences >= 0, graph.residences, reader)
+    moved = graph.is_source & (home < len(graph))
+    sets[moved] = sets[home[moved]]
+    return numbered(sets)
 
 
 def merge_single_consumers(
@@ -156,16 +159,40 @@ def merge_single_consumers(
 
     Takes O(rounds x reads).
     """
-    weights = _weights(graph, groups)
+    weights = np.stack(  # [groups, 2] FLOPs and accessed bytes of each group
+        [
+            np.bincount(groups.of_op, weights=column, minlength=groups.count)
+            for column in (graph.flops, graph.accessed_bytes)
+        ],
+        axis=1,
+    )
     limit = largest_share * weights.sum(axis=0)
     roots = np.arange(groups.count, dtype=np.int32)
-    edges = _edges_between(graph, groups)
+    # Groups of different ids are not merged; id -1 merges with any id.
+    apart = _shared_parameters(graph, groups)
+    # The ids of units start above those of sets of parameters, which are fewer than ops.
+    if units is not None:
+        members = np.flatnonzero(units.of_op >= 0)
+        apart[groups.of_op[members]] = len(graph) + groups.of_op[members]
+    # The distinct edges (producer group, consumer group) within one tower each. Of a group with
+    # forward ops only edges between forward ops count. A trained parameter counts: it lives with
+    # its update and is sent from there. Inputs and sources that are resident everywhere do not.
+    producers = graph.producers[graph.input_tensors]
+    moves = graph.residences[producers] >= 0
+    ends = np.stack([producers[moves], graph.readers[moves]], axis=1)
+    is_forward = graph.phases == Phase.FORWARD
+    has_forward = np.bincount(groups.of_op, weights=is_forward, minlength=groups.count) > 0
+    pairs = groups.of_op[ends]
+    counts = is_forward[ends].all(axis=1) | ~has_forward[pairs[:, 0]]
+    towers = _towers(graph, groups)[pairs]
+    counts &= (pairs[:, 0] != pairs[:, 1]) & (towers[:, 0] == towers[:, 1])
+    edges = np.unique(pairs[counts], axis=0)
     _merge(
         np.ascontiguousarray(edges[:, 0]),
         np.ascontiguousarray(edges[:, 1]),
         weights,
         limit,
-        _kept_apart(graph, groups, units),
+        apart,
         len(graph) if units is not None and not units_join else _NO_LIMIT,
         roots,
         np.full(groups.count, -1, dtype=np.int32),
@@ -260,44 +287,12 @@ def _root(roots: Int32, item: int) -> int:
     return root
 
 
-def _with_sources(graph: Graph, sets: Int32) -> Int32:
-    """Return `sets` [ops], in which each source gets the set of the op that writes it, else of its
-    first reader."""
-    first = np.full(len(graph), len(graph), dtype=np.int32)
-    np.minimum.at(first, graph.producers[graph.input_tensors], graph.readers)
-    home = np.where(graph.residences >= 0, graph.residences, first)
-    moved = graph.is_source & (home < len(graph))
-    sets[moved] = sets[home[moved]]
-    return sets
-
-
 def numbered(roots: NDArray[np.integer]) -> Groups:
     """Return groups of equal entries of `roots` [ops], numbered in the order of their first ops."""
     _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int32)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
     return Groups(rank[inverse].astype(np.int32), len(first))
-
-
-def _weights(graph: Graph, groups: Groups) -> NDArray[np.float64]:
-    """Return [groups, 2] FLOPs and accessed bytes of each group."""
-    return np.stack(
-        [
-            np.bincount(groups.of_op, weights=column, minlength=groups.count)
-            for column in (graph.flops, graph.accessed_bytes)
-        ],
-        axis=1,
-    )
-
-
-def _kept_apart(graph: Graph, groups: Groups, units: Units | None) -> Int32:
-    """Return [groups] ids. Groups of different ids are not merged; id -1 merges with any id."""
-    ids = _shared_parameters(graph, groups)
-    # The ids of units start above those of sets of parameters, which are fewer than ops.
-    if units is not None:
-        members = np.flatnonzero(units.of_op >= 0)
-        ids[groups.of_op[members]] = len(graph) + groups.of_op[members]
-    return ids
 
 
 def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
@@ -325,25 +320,6 @@ def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
     for reader, parameters in read.items():
         shared[reader] = ids.setdefault(tuple(parameters), len(ids))
     return shared
-
-
-def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
-    """Return [edges, 2] distinct (producer group, consumer group), within one tower each.
-
-    Of a group with forward ops only edges between forward ops count.
-    """
-    producers = graph.producers[graph.input_tensors]
-    # A trained parameter counts: it lives with its update and is sent from there. Inputs and
-    # sources that are resident everywhere do not.
-    moves = graph.residences[producers] >= 0
-    ends = np.stack([producers[moves], graph.readers[moves]], axis=1)
-    is_forward = graph.phases == Phase.FORWARD
-    has_forward = np.bincount(groups.of_op, weights=is_forward, minlength=groups.count) > 0
-    pairs = groups.of_op[ends]
-    counts = is_forward[ends].all(axis=1) | ~has_forward[pairs[:, 0]]
-    towers = _towers(graph, groups)[pairs]
-    counts &= (pairs[:, 0] != pairs[:, 1]) & (towers[:, 0] == towers[:, 1])
-    return np.unique(pairs[counts], axis=0)
 
 
 def _towers(graph: Graph, groups: Groups) -> Int32:

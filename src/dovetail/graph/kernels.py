@@ -106,8 +106,19 @@ def compiled_ties(graph: Graph, cell_of: Int32) -> Int32:
 
 def _find_roots(graph: Graph, *, fused: bool) -> list[int]:
     """Return [ops] the root of each op's kernel, one of its ops; `FOLDED` for folded ops."""
-    folded = _find_folded(graph)
+    # Rule 1: sources, and ops that depend on parameters and constants alone.
+    written = {int(graph.producers[t]) for t in written_sources(graph)}
+    constant = [
+        bool(source) and kind != "input" and op not in written
+        for op, (source, kind) in enumerate(zip(graph.is_source, graph.kinds, strict=True))
+    ]
+    for op in range(len(graph)):
+        if not graph.is_source[op]:
+            inputs = graph.inputs_of(op)
+            constant[op] = len(inputs) > 0 and all(constant[graph.producers[t]] for t in inputs)
+    folded = [c or bool(s) for c, s in zip(constant, graph.is_source, strict=True)]
     roots = [FOLDED if folded[op] else op for op in range(len(graph))]
+    # Rules 2 to 4.
     bases = graph.bases
     for op in range(len(graph)):
         if roots[op] == FOLDED:
@@ -118,24 +129,33 @@ def _find_roots(graph: Graph, *, fused: bool) -> list[int]:
         is_view = bool(of_base) and bool(producers) and producers[0] in of_base
         if is_view or (fused and len(set(producers)) == 1 and _continues(graph, producers[0], op)):
             roots[op] = roots[producers[0]]
-    if fused:
-        _join_prologues(graph, roots)
+    if not fused:
+        return roots
+    # Rule 5, from the last kernel to the first. In this order a chain joins as a whole: its last op
+    # has joined its reader before the op in front of it is looked at.
+    members: dict[int, list[int]] = {}
+    for op, root in enumerate(roots):
+        if root != FOLDED:
+            members.setdefault(root, []).append(op)
+    returned = {int(graph.producers[t]) for t in graph.outputs}
+    for root in sorted(members, reverse=True):
+        ops = members[root]
+        if any(graph.kinds[op] not in POINTWISE or op in returned for op in ops):
+            continue
+        readers = {
+            int(reader)
+            for op in ops
+            for t in graph.outputs_of(op)
+            for reader in graph.consumers_of(t)
+        } - set(ops)
+        homes = {roots[reader] for reader in readers}
+        kinds = {graph.kinds[reader] for reader in readers}
+        if len(homes) == 1 and kinds <= POINTWISE | PRODUCTS | {CONVOLUTION}:
+            home = homes.pop()
+            for op in ops:
+                roots[op] = home
+            members[home] = ops + members[home]
     return roots
-
-
-def _find_folded(graph: Graph) -> list[bool]:
-    """Return [ops] True for sources, and for ops that depend on parameters and constants alone."""
-    written = {int(graph.producers[t]) for t in written_sources(graph)}
-    constant = [
-        bool(source) and kind != "input" and op not in written
-        for op, (source, kind) in enumerate(zip(graph.is_source, graph.kinds, strict=True))
-    ]
-    for op in range(len(graph)):
-        if not graph.is_source[op]:
-            inputs = graph.inputs_of(op)
-
-            constant[op] = len(inputs) > 0 and all(constant[graph.producers[t]] for t in inputs)
-    return [c or bool(s) for c, s in zip(constant, graph.is_source, strict=True)]
 
 
 def written_sources(graph: Graph) -> set[int]:
@@ -161,49 +181,14 @@ def _continues(graph: Graph, before: int, op: int) -> bool:
         return first == CONVOLUTION
     if then in ACTIVATIONS:
         return first == CONVOLUTION or first in NORMALISATIONS | PRODUCTS | {"aten.add"}
-    return then == CONVOLUTION and _is_depthwise(graph, before) and _is_1x1(graph, op)
-
-
-def _is_depthwise(graph: Graph, op: int) -> bool:
-    if graph.kinds[op] != CONVOLUTION:
+    if then != CONVOLUTION or first != CONVOLUTION:
+        return False
+    # A 1x1 convolution after a depthwise one.
+    image, weight = (graph.shapes[t] for t in graph.inputs_of(before)[:2])
+    if weight[1] != 1 or image[1] <= 1:
         return False
     image, weight = (graph.shapes[t] for t in graph.inputs_of(op)[:2])
-    return bool(weight[1] == 1 and image[1] > 1)
-
-
-def _is_1x1(graph: Graph, op: int) -> bool:
-    image, weight = (graph.shapes[t] for t in graph.inputs_of(op)[:2])
     return weight[1] == image[1] and all(size == 1 for size in weight[2:])
-
-
-def _join_prologues(graph: Graph, roots: list[int]) -> None:
-    """Apply rule 5 to `roots`, from the last kernel to the first.
-
-    In this order a chain joins as a whole: its last op has joined its reader before the op in front
-    of it is looked at.
-    """
-    members: dict[int, list[int]] = {}
-    for op, root in enumerate(roots):
-        if root != FOLDED:
-            members.setdefault(root, []).append(op)
-    returned = {int(graph.producers[t]) for t in graph.outputs}
-    for root in sorted(members, reverse=True):
-        ops = members[root]
-        if any(graph.kinds[op] not in POINTWISE or op in returned for op in ops):
-            continue
-        readers = {
-            int(reader)
-            for op in ops
-            for t in graph.outputs_of(op)
-            for reader in graph.consumers_of(t)
-        } - set(ops)
-        homes = {roots[reader] for reader in readers}
-        heads = {graph.kinds[reader] for reader in readers}
-        if len(homes) == 1 and heads <= POINTWISE | PRODUCTS | {CONVOLUTION}:
-            home = homes.pop()
-            for op in ops:
-                roots[op] = home
-            members[home] = ops + members[home]
 
 
 def _number_kernels(graph: Graph, roots: list[int]) -> Kernels:

@@ -292,8 +292,15 @@ class Graph:
         digest = hashlib.sha256()
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                data = value.tobytes()
+            else:
+                # The text of equal values is made once, which is faster for columns that repeat.
+                texts = {entry: repr(entry) for entry in set(value)}
+                repeats = len(value) >= 2 and len(texts) <= len(value) / 2
+                joined = f"({', '.join([texts[v] for v in value])})" if repeats else repr(value)
+                data = joined.encode()
             # Name and length are hashed too, so that bytes cannot pass from one field to the next.
-            data = value.tobytes() if isinstance(value, np.ndarray) else _repr(value).encode()
             digest.update(f"{field.name} {len(data)} ".encode())
             digest.update(data)
         return digest.hexdigest()[:16]
@@ -353,27 +360,9 @@ def gather(offsets: NDArray[np.integer], rows: NDArray[np.integer]) -> tuple[Int
     return places, offsets[rows][places] + within
 
 
-def _repr(values: tuple[Any, ...]) -> str:
-    """Return `repr(values)`; the text of equal values is made once, which is faster for columns
-    that repeat."""
-    texts = {value: repr(value) for value in set(values)}
-    if len(values) < 2 or len(texts) > len(values) / 2:
-        return repr(values)
-    return f"({', '.join([texts[value] for value in values])})"
-
-
 def validate(graph: Graph) -> None:
     """Raise the `GraphError` of the first fault of the graph."""
     # The order matters: each check may index with what the checks before it have passed.
-    _check_lengths(graph)
-    _check_names(graph)
-    _check_sizes(graph)
-    _check_reads(graph)
-    _check_order(graph)
-    _check_sources(graph)
-
-
-def _check_lengths(graph: Graph) -> None:
     ops = len(graph.names)
     lengths = {"ops": ops, "tensors": len(graph.producers)}
     for name, (column, _, _) in COLUMNS.items():
@@ -386,24 +375,17 @@ def _check_lengths(graph: Graph) -> None:
     if (np.diff(offsets) < 0).any():
         op = int(np.flatnonzero(np.diff(offsets) < 0)[0])
         raise InvalidSizeError(graph.names[op], "number of inputs", int(np.diff(offsets)[op]))
-
-
-def _check_names(graph: Graph) -> None:
     if len(set(graph.names)) < len(graph.names):
         earlier: set[str] = set()
         for name in graph.names:
             if name in earlier:
                 raise DuplicateOpError(name)
             earlier.add(name)
-
-
-def _check_sizes(graph: Graph) -> None:
     for field in ("flops", "accessed_bytes"):
         values = getattr(graph, field)
         if (values < 0).any():
             op = int(np.flatnonzero(values < 0)[0])
             raise InvalidSizeError(graph.names[op], field, int(values[op]))
-    ops = len(graph.names)
     unknown = (graph.producers < 0) | (graph.producers >= ops)
     if unknown.any():
         raise GraphError(f"tensor {int(np.flatnonzero(unknown)[0])} names an unknown producer")
@@ -427,9 +409,11 @@ def _check_sizes(graph: Graph) -> None:
         tensor = next(tensor for tensor, pair in enumerate(pairs) if pair in wrong)
         name = graph.names[graph.producers[tensor]]
         raise InvalidSizeError(name, "shape", graph.shapes[tensor])
+    _check_edges(graph)
 
 
-def _check_reads(graph: Graph) -> None:
+def _check_edges(graph: Graph) -> None:
+    """Raise the `GraphError` of the first fault of what ops read and wait for."""
     tensors = len(graph.producers)
     unknown = (graph.input_tensors < 0) | (graph.input_tensors >= tensors)
     if unknown.any():
@@ -451,40 +435,33 @@ def _check_reads(graph: Graph) -> None:
             f"tensor {tensor} has storage {int(storages[tensor])}, which is not below the number "
             f"of tensors, {tensors}"
         )
-
-
-def _check_order(graph: Graph) -> None:
-    """Raise `CycleError` for a cycle, or `GraphError` if ops do not stand in topological order."""
+    # Ops stand in topological order.
     readers = np.repeat(np.arange(len(graph.names)), np.diff(graph.input_offsets))
     writers = graph.producers[graph.input_tensors]
     edges = np.concatenate([np.stack([writers, readers], axis=1), graph.control])
     backwards = edges[:, 0] >= edges[:, 1]
-    if not backwards.any():
-        return
-    sorter: TopologicalSorter[int] = TopologicalSorter()
-    for before, after in edges.tolist():
-        sorter.add(after, before)
-    try:
-        sorter.prepare()
-    except _CycleFound as error:
-        # graphlib lists a cycle from each op to one that must come after it.
-        raise CycleError(tuple(graph.names[op] for op in error.args[1])) from None
-    before, after = edges[int(np.flatnonzero(backwards)[0])].tolist()
-    raise GraphError(
-        f"ops must stand in topological order: {graph.names[after]!r} needs "
-        f"{graph.names[before]!r}, which stands after it"
-    )
-
-
-def _check_sources(graph: Graph) -> None:
+    if backwards.any():
+        sorter: TopologicalSorter[int] = TopologicalSorter()
+        for before, after in edges.tolist():
+            sorter.add(after, before)
+        try:
+            sorter.prepare()
+        except _CycleFound as error:
+            # graphlib lists a cycle from each op to one that must come after it.
+            raise CycleError(tuple(graph.names[op] for op in error.args[1])) from None
+        before, after = edges[int(np.flatnonzero(backwards)[0])].tolist()
+        raise GraphError(
+            f"ops must stand in topological order: {graph.names[after]!r} needs "
+            f"{graph.names[before]!r}, which stands after it"
+        )
     sources = np.flatnonzero(graph.phases == 0)
     reading = sources[graph.input_offsets[sources] != graph.input_offsets[sources + 1]]
-    unknown = [op for op in sources.tolist() if graph.kinds[op] not in SOURCE_KINDS]
-    if len(reading) and (not unknown or reading[0] <= unknown[0]):
+    odd = [op for op in sources.tolist() if graph.kinds[op] not in SOURCE_KINDS]
+    if len(reading) and (not odd or reading[0] <= odd[0]):
         name = graph.names[reading[0]]
         raise GraphError(f"source op {name!r} reads a tensor; sources have no inputs")
-    if unknown:
-        name, kind = graph.names[unknown[0]], graph.kinds[unknown[0]]
+    if odd:
+        name, kind = graph.names[odd[0]], graph.kinds[odd[0]]
         raise GraphError(f"source op {name!r} has the unknown kind {kind!r}")
     if len(graph.control) and (graph.phases[graph.control] == 0).any():
         raise GraphError("a control edge touches a source op, which occupies no device")

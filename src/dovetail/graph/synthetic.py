@@ -154,45 +154,64 @@ def layered(
     each += training * (len(kinds) + 2 * products)
     blocks, head = divmod(ops - fixed, each)
     inner = rng.choice(np.array(WIDTHS), size=(STAGES, width))
-    skips = _skips(rng, blocks, width)
-    return _graph(_Network(kinds, branches, inner, skips, head, training), ops)
-
-
-def _skips(rng: np.random.Generator, blocks: int, width: int) -> Ints:
-    """Return [blocks, width] the outputs that branches add besides their own input: `skips` of
-    `_Network`."""
     column = np.arange(width)
-    branches = rng.integers(width, size=(blocks, width))
-    back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (branches == column)
+    skipped = rng.integers(width, size=(blocks, width))
+    back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (skipped == column)
     source_blocks = np.arange(blocks)[:, None] - back
     skipping = (rng.random((blocks, width)) < SKIP_SHARE) & (source_blocks >= 0)
-    return np.where(skipping, source_blocks * width + branches, -1)
-
-
-def _graph(net: _Network, ops: int) -> Graph:
+    skips = np.where(skipping, source_blocks * width + skipped, -1)
+    net = _Network(kinds, branches, inner, skips, head, training)
     readers, tensors = _reads(net)
     order = np.argsort(readers, kind="stable")
-    rows, columns = _shapes(net, ops)
+    # [ops] rows and columns of each output.
+    rows, columns = np.full(ops, ROWS), np.full(ops, FEATURES)
+    read_columns, made_columns = net.features
+    columns[net.forward] = made_columns
+    rows[net.loss] = columns[net.loss] = 1
+    # FLOPs: two per multiply-add, and one per element of other ops.
+    multiplied = (2 * ROWS * read_columns * made_columns)[:, net.products]
+    # Phases, storages, and the op whose gradient each op computes.
+    phases, storages = np.full(ops, Phase.FORWARD.value), np.arange(ops)
+    gradient_of = np.full(ops, -1)
+    phases[0] = phases[net.parameters] = Phase.SOURCE
+    of_parts, gradients, of_parameters = [net.parameters], *net.backward
+    control = np.zeros((0, 2), np.int64)
+    if training:
+        columns[gradients] = np.where(net.kinds == _MM, read_columns, made_columns)
+        of_parts += [of_parameters, net.updates]
+        phases[net.loss + net.head + 1 :] = Phase.BACKWARD
+        phases[net.updates] = Phase.UPDATE
+        storages[net.updates] = net.parameters
+        gradient_of[net.loss + net.head + 1] = net.loss
+        gradient_of[gradients] = net.forward
+        gradient_of[of_parameters] = net.forward[:, net.products]
+        # The gradient of a product reads its parameter, and the update waits for it.
+        ends = [gradients[:, net.products].ravel(), net.updates.ravel()]
+        control = np.stack(ends, axis=1)
+    for of_part in of_parts:
+        rows[of_part] = read_columns[:, net.products]
+        columns[of_part] = made_columns[:, net.products]
+    flops = rows * columns
+    flops[net.forward[:, net.products]] = multiplied
+    flops[0] = flops[net.parameters] = 0
+    if training:
+        flops[gradients[:, net.products]] = flops[of_parameters] = multiplied
+        flops[net.updates] *= 2
     tensor_bytes = rows * columns * ITEM_BYTES
     accessed = np.bincount(readers, weights=tensor_bytes[tensors], minlength=ops) + tensor_bytes
-    phases, storages, gradient_of = _roles(net, ops)
     accessed[phases == Phase.SOURCE] = 0
-    control = np.zeros((0, 2), np.int64)
-    if net.training:  # the gradient of a product reads its parameter, and the update waits for it
-        gradients = net.backward[0][:, net.products]
-        control = np.stack([gradients.ravel(), net.updates.ravel()], axis=1)
-    names, kinds, modules = _names(net)
+    names, op_kinds, modules = _names(net)
     shape_of = rows * 2**20 + columns
-    kind_of = np.unique(kinds, return_inverse=True)[1].reshape(-1)
+    kind_of = np.unique(op_kinds, return_inverse=True)[1].reshape(-1)
     return Graph(
-        names=tuple(names),
-        kinds=tuple(kinds),
+        names=names,
+        kinds=op_kinds,
         signatures=_share_values(
-            shape_of * 32 + kind_of, lambda op: f"{kinds[op]} {rows[op]}x{columns[op]}"
+            shape_of * 32 + kind_of, lambda op: f"{op_kinds[op]} {rows[op]}x{columns[op]}"
         ),
-        modules=tuple(modules),
+        modules=modules,
         phases=phases.astype(np.int8),
-        flops=_flops(net, rows * columns),
+        flops=flops,
         accessed_bytes=accessed.astype(np.int64),
         gradient_of=gradient_of.astype(np.int32),
         producers=np.arange(ops, dtype=np.int32),
@@ -212,7 +231,12 @@ def _graph(net: _Network, ops: int) -> Graph:
 def _reads(net: _Network) -> tuple[Ints, Ints]:
     """Return (ops, tensors) of all reads; those of one op are in the order of its arguments."""
     forward = net.forward
-    parts = [_forward_reads(net)]
+    # Of the op before, and of what the branch begins with.
+    starts = np.append(0, net.ends[:-1] + 1)
+    chained = np.setdiff1d(np.arange(net.size), starts)
+    made = [forward[:, chained], forward[:, starts], forward[:, net.ends]]
+    read = [forward[:, chained - 1], net.inputs, net.inputs]
+    parts = [(np.concatenate(made, axis=1).ravel(), np.concatenate(read, axis=1).ravel())]
     parts.append((forward[:, net.products].ravel(), net.parameters.ravel()))
     ends = forward[:, net.ends]
     skipping = net.skips >= 0
@@ -225,16 +249,6 @@ def _reads(net: _Network) -> tuple[Ints, Ints]:
         parts.extend(_gradient_reads(net, *map(np.concatenate, zip(*parts, strict=True))))
     readers, tensors = (np.concatenate(ends) for ends in zip(*parts, strict=True))
     return readers.astype(np.int64), tensors.astype(np.int64)
-
-
-def _forward_reads(net: _Network) -> tuple[Ints, Ints]:
-    """Reads of the op before, and of what the branch begins with."""
-    starts = np.append(0, net.ends[:-1] + 1)
-    chained = np.setdiff1d(np.arange(net.size), starts)
-    forward, inputs = net.forward, net.inputs
-    readers = [forward[:, chained], forward[:, starts], forward[:, net.ends]]
-    tensors = [forward[:, chained - 1], inputs, inputs]
-    return np.concatenate(readers, axis=1).ravel(), np.concatenate(tensors, axis=1).ravel()
 
 
 def _gradient_reads(net: _Network, readers: Ints, tensors: Ints) -> list[tuple[Ints, Ints]]:
@@ -263,54 +277,7 @@ def _gradient_reads(net: _Network, readers: Ints, tensors: Ints) -> list[tuple[I
     ]
 
 
-def _shapes(net: _Network, ops: int) -> tuple[Ints, Ints]:
-    """[ops] rows and columns of each output."""
-    rows, columns = np.full(ops, ROWS), np.full(ops, FEATURES)
-    read_columns, made_columns = net.features
-    columns[net.forward] = made_columns
-    weights = [net.parameters]
-    rows[net.loss] = columns[net.loss] = 1
-    if net.training:
-        gradients, of_parameters = net.backward
-        columns[gradients] = np.where(net.kinds == _MM, read_columns, made_columns)
-        weights += [of_parameters, net.updates]
-    for of_part in weights:
-        rows[of_part] = read_columns[:, net.products]
-        columns[of_part] = made_columns[:, net.products]
-    return rows, columns
-
-
-def _flops(net: _Network, elements: Ints) -> Ints:
-    """Return [ops] FLOPs: two per multiply-add, and one per element of other ops."""
-    flops = elements.copy()
-    read_columns, made_columns = net.features
-    multiplied = (2 * ROWS * read_columns * made_columns)[:, net.products]
-    flops[net.forward[:, net.products]] = multiplied
-    flops[0] = flops[net.parameters] = 0
-    if net.training:
-        gradients, of_parameters = net.backward
-        flops[gradients[:, net.products]] = flops[of_parameters] = multiplied
-        flops[net.updates] *= 2
-    return flops
-
-
-def _roles(net: _Network, ops: int) -> tuple[Ints, Ints, Ints]:
-    """[ops] phases, storages and the op whose gradient each computes."""
-    phases, storages = np.full(ops, Phase.FORWARD.value), np.arange(ops)
-    gradient_of = np.full(ops, -1)
-    phases[0] = phases[net.parameters] = Phase.SOURCE
-    if net.training:
-        gradients, of_parameters = net.backward
-        phases[net.loss + net.head + 1 :] = Phase.BACKWARD
-        phases[net.updates] = Phase.UPDATE
-        storages[net.updates] = net.parameters
-        gradient_of[net.loss + net.head + 1] = net.loss
-        gradient_of[gradients] = net.forward
-        gradient_of[of_parameters] = net.forward[:, net.products]
-    return phases, storages, gradient_of
-
-
-def _names(net: _Network) -> tuple[list[str], list[str], list[str]]:
+def _names(net: _Network) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """[ops] names, kinds and modules."""
     inside = [f".branch.{b}" for b in net.branches.tolist()]
     kinds = [KINDS[kind] for kind in net.kinds.tolist()]
@@ -334,7 +301,7 @@ def _names(net: _Network) -> tuple[list[str], list[str], list[str]]:
         columns += _repeat(backward, reversed(blocks))
         columns += _repeat(updates, blocks)
     modules, of_kind, names = zip(*columns, strict=True)
-    return list(names), list(of_kind), list(modules)
+    return names, of_kind, modules
 
 
 def _repeat(

@@ -41,8 +41,7 @@ def module_paths(graph: Graph) -> tuple[str, ...]:
     around it. The model itself, "", is left out."""
     paths: dict[str, None] = {}
     for module in dict.fromkeys(graph.modules):
-        parts = module.split(".") if module else []
-        paths.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+        paths.update(dict.fromkeys([*reversed(_around(module)), module] if module else []))
     return tuple(paths)
 
 
@@ -62,13 +61,17 @@ def matched_modules(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
         if not matching:
             raise UsageError("whole", f"{pattern!r} matches no module of this network")
         matched.update(matching)
-    return tuple(path for path in paths if path in matched and not _within(path, matched))
+    inside = {path for path in matched if not matched.isdisjoint(_around(path))}
+    return tuple(path for path in paths if path in matched - inside)
 
 
 def units_of(graph: Graph, modules: Sequence[str], ties: Iterable[tuple[int, int]] = ()) -> Units:
     """Return each of these modules as a unit, with pairs of ops that stay together too."""
     unit_of = {path: unit for unit, path in enumerate(modules)}
-    of_module = {module: _unit_around(module, unit_of) for module in dict.fromkeys(graph.modules)}
+    of_module: dict[str, int] = {}  # the unit of the module or of a module around it; -1: none
+    for module in dict.fromkeys(graph.modules):
+        around = [module, *_around(module), ""]
+        of_module[module] = next((unit_of[path] for path in around if path in unit_of), -1)
     units = np.array([of_module[module] for module in graph.modules], dtype=np.int32)
     forward = graph.gradient_of
     units = np.where(forward >= 0, units[forward], units)
@@ -77,16 +80,7 @@ def units_of(graph: Graph, modules: Sequence[str], ties: Iterable[tuple[int, int
     return Units(units.astype(np.int32), np.array(list(ties), dtype=np.int32).reshape(-1, 2))
 
 
-def _within(path: str, modules: set[str]) -> bool:
-    """Return True if one of the modules contains this one."""
-    parts = path.split(".")
-    return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
-
-
-def _unit_around(module: str, unit_of: dict[str, int]) -> int:
-    """Return the unit of the module or of a module around it; -1: none."""
-    while module:
-        if module in unit_of:
-            return unit_of[module]
-        module = module.rpartition(".")[0]
-    return unit_of.get("", -1)
+def _around(module: str) -> list[str]:
+    """Return the modules around a module, the innermost first, without the model itself."""
+    parts = module.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

@@ -266,6 +266,7 @@ class Weights:
         Its role is "parameter" if it has an axis and is floating point or quantized in at most 8
         bits, else "constant". Raises `ModelError`, `FileFormatError` or `ExternalDataError`.
         """
+        onnx = onnx_library()
         code, shape = int(tensor.data_type), tuple(tensor.dims)
         if code not in ELEMENT_TYPES:
             raise ModelError(str(self.path), f"tensor {name!r} is text or of an unknown type")
@@ -282,7 +283,14 @@ class Weights:
         if not external:
             self._check_inline(tensor, value)
         if value.elements <= (_FEW if weight else MOST_KNOWN_ELEMENTS):
-            value.data = self._content(tensor, value, where)
+            held = tensor
+            if where is not None:
+                file, offset = where
+                with open(file, "rb") as data:
+                    data.seek(offset)
+                    raw = data.read(value.size_bytes)
+                held = onnx.TensorProto(data_type=code, dims=shape, raw_data=raw)
+            value.data = np.asarray(onnx.numpy_helper.to_array(held))
         tensor.ClearField("raw_data")
         return value
 
@@ -303,10 +311,20 @@ class Weights:
             )
 
     def _external(self, tensor: Any, value: Value) -> tuple[Path, int]:
-        """(file, offset) of a tensor's bytes. Raises `ExternalDataError`."""
+        """(file, offset) of a tensor's bytes. Raises `ExternalDataError`, for a file elsewhere
+        `EscapingDataError`."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
-        location = entries.get("location", "")
-        file = self._resolve_inside(location, value.name)
+        location: Any = entries.get("location", "")
+        if not isinstance(location, str):  # it is not UTF-8
+            raise EscapingDataError(str(self.path), value.name, repr(location), _ELSEWHERE)
+        kinds = (PurePosixPath(location), PureWindowsPath(location))
+        climbs = any(p.is_absolute() or p.drive or p.root or ".." in p.parts for p in kinds)
+        folder = self.folder.resolve()
+        if not location or "\0" in location or climbs:
+            raise EscapingDataError(str(self.path), value.name, location, _ELSEWHERE)
+        file = (folder / location).resolve()
+        if not file.is_relative_to(folder):
+            raise EscapingDataError(str(self.path), value.name, location, _ELSEWHERE)
         try:
             offset = int(entries.get("offset") or 0)
             length = int(entries.get("length") or value.size_bytes)
@@ -322,30 +340,6 @@ class Weights:
             detail = f"which is cut short: bytes {offset} to {offset + length} are not all there"
             raise ExternalDataError(str(self.path), value.name, location, detail)
         return file, offset
-
-    def _resolve_inside(self, location: Any, tensor: str) -> Path:
-        """The file that a location names. Raises `EscapingDataError` for one elsewhere."""
-        if not isinstance(location, str):  # it is not UTF-8
-            raise EscapingDataError(str(self.path), tensor, repr(location), _ELSEWHERE)
-        kinds = (PurePosixPath(location), PureWindowsPath(location))
-        climbs = any(p.is_absolute() or p.drive or p.root or ".." in p.parts for p in kinds)
-        folder = self.folder.resolve()
-        if not location or "\0" in location or climbs:
-            raise EscapingDataError(str(self.path), tensor, location, _ELSEWHERE)
-        file = (folder / location).resolve()
-        if not file.is_relative_to(folder):
-            raise EscapingDataError(str(self.path), tensor, location, _ELSEWHERE)
-        return file
-
-    def _content(self, tensor: Any, value: Value, where: tuple[Path, int] | None) -> NDArray[Any]:
-        onnx = onnx_library()
-        if where is not None:
-            file, offset = where
-            with open(file, "rb") as data:
-                data.seek(offset)
-                raw = data.read(value.size_bytes)
-            tensor = onnx.TensorProto(data_type=value.code, dims=value.shape, raw_data=raw)
-        return np.asarray(onnx.numpy_helper.to_array(tensor))
 
 
 # Inputs of a model and their shapes. The caller gives the sizes that the file leaves open.
@@ -378,10 +372,32 @@ def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Valu
     Raises `OpenAxisError` for an axis that stays open, `ModelError` for shapes that do not fit.
     """
     declared = {value.name: _read_declaration(model, value) for value in inputs}
-    given = _by_name(model, list(declared), shapes)
-    sizes: dict[str, int] = {}
+    if isinstance(shapes, Mapping):
+        for name in shapes:
+            if name not in declared:
+                raise ModelError(model, f"has no input {name!r}; it has {', '.join(declared)}")
+        given = {name: tuple(shape) for name, shape in shapes.items()}
+    elif len(shapes) != len(declared):
+        raise ModelError(model, f"has {len(declared)} inputs, but {len(shapes)} shapes are given")
+    else:
+        given = {name: tuple(shape) for name, shape in zip(declared, shapes, strict=True)}
+    sizes: dict[str, int] = {}  # of the named axes
     for name, shape in given.items():
-        _bind(model, name, declared[name][1], shape, sizes)
+        axes = declared[name][1]
+        if any(size < 0 for size in shape) or (0 in shape and 0 not in (axes or ())):
+            raise ModelError(
+                model, f"input {name!r} cannot have the shape {shape}; its sizes must be positive"
+            )
+        if axes is None:
+            continue
+        fits = len(axes) == len(shape)
+        for axis, size in zip(axes, shape, strict=False):
+            bound = sizes.setdefault(axis, size) if isinstance(axis, str) and axis else axis
+            fits = fits and bound in (size, "")
+        if not fits:
+            stated = "x".join(str(axis or "?") for axis in axes)
+            sought = "x".join(map(str, shape))
+            raise ModelError(model, f"input {name!r} is {stated}, which {sought} does not fit")
     values = []
     for name, (code, axes) in declared.items():
         if name in given:
@@ -413,38 +429,3 @@ def _read_declaration(model: str, value: Any) -> tuple[int, list[Axis] | None]:
         dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param
         for dim in tensor.shape.dim
     ]
-
-
-def _by_name(model: str, names: list[str], shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    if not isinstance(shapes, Mapping):
-        if len(shapes) != len(names):
-            raise ModelError(model, f"has {len(names)} inputs, but {len(shapes)} shapes are given")
-        return {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
-    for name in shapes:
-        if name not in names:
-            raise ModelError(model, f"has no input {name!r}; it has {', '.join(names)}")
-    return {name: tuple(shape) for name, shape in shapes.items()}
-
-
-def _bind(
-    model: str,
-    name: str,
-    axes: list[Axis] | None,
-    shape: tuple[int, ...],
-    sizes: dict[str, int],
-) -> None:
-    """Note the sizes of the named axes. Raises `ModelError` for a shape that does not fit."""
-    if any(size < 0 for size in shape) or (0 in shape and 0 not in (axes or ())):
-        raise ModelError(
-            model, f"input {name!r} cannot have the shape {shape}; its sizes must be positive"
-        )
-    if axes is None:
-        return
-    fits = len(axes) == len(shape)
-    for axis, size in zip(axes, shape, strict=False):
-        bound = sizes.setdefault(axis, size) if isinstance(axis, str) and axis else axis
-        fits = fits and bound in (size, "")
-    if not fits:
-        declared = "x".join(str(axis or "?") for axis in axes)
-        given = "x".join(map(str, shape))
-        raise ModelError(model, f"input {name!r} is {declared}, which {given} does not fit")

@@ -31,7 +31,6 @@ from dovetail.frontends.onnx.reading import (
     Op,
     Value,
     Weights,
-    onnx_library,
 )
 
 # Module paths, which say where in the model a node stands, with dots as in direct captures.
@@ -57,13 +56,24 @@ def scope_of(node: Any, modules: Set[str]) -> tuple[str | None, str]:
     """
     for entry in node.metadata_props:
         if entry.key == _TORCH_SCOPES:
-            scopes = _parse_list(entry.value)
-            if len(scopes) > 1:
-                return scopes[-2], node.op_type
+            try:
+                scopes = ast.literal_eval(entry.value)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                continue
+            if isinstance(scopes, list) and len(scopes) > 1:
+                return str(scopes[-2]), node.op_type
     parts = [part for part in node.name.split("/") if part]
-    if parts and "/" in node.name:
-        return _join_path(parts[:-1], modules), parts[-1]
-    return None, parts[0] if parts else node.op_type
+    if not parts or "/" not in node.name:
+        return None, parts[0] if parts else node.op_type
+    path, last = "", ""
+    for part in parts[:-1]:
+        # A part may repeat the one before it: layer1, layer1.0 -> layer1.0.
+        base = path.removesuffix(last).removesuffix(".") if part.startswith(last + ".") else path
+        path, last = f"{base}.{part}".removeprefix("."), part
+        first = _COUNTED.sub("", path)
+        if path not in modules and first in modules:
+            path = first
+    return path, parts[-1]
 
 
 def module_of_weight(name: str) -> str:
@@ -82,27 +92,6 @@ def modules_of_weights(names: Iterable[str]) -> set[str]:
     return modules
 
 
-def _join_path(parts: list[str], modules: Set[str]) -> str:
-    """Return the path of these parts. A part may repeat the one before it: layer1, layer1.0 ->
-    layer1.0."""
-    path, last = "", ""
-    for part in parts:
-        base = path.removesuffix(last).removesuffix(".") if part.startswith(last + ".") else path
-        path, last = f"{base}.{part}".removeprefix("."), part
-        first = _COUNTED.sub("", path)
-        if path not in modules and first in modules:
-            path = first
-    return path
-
-
-def _parse_list(text: str) -> list[str]:
-    try:
-        scopes = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return []
-    return [str(scope) for scope in scopes] if isinstance(scopes, list) else []
-
-
 # Sequences of tensors, which are unrolled while the file is read. Positions and lengths must be
 # known then.
 
@@ -113,60 +102,46 @@ NodeRule = Callable[["NodeReader", Any, list[NodeValue], "Scope"], list[NodeValu
 
 def _sequence_of(reader: "NodeReader", node: Any, value: NodeValue) -> list[Value]:
     if not isinstance(value, list):
-        raise UnsupportedOpError(reader.path, label(node), "reads a sequence that is not known")
+        raise reader.unsupported(node, "reads a sequence that is not known")
     return value
 
 
 def _tensor_of(reader: "NodeReader", node: Any, value: NodeValue) -> Value:
     if not isinstance(value, Value):
-        raise UnsupportedOpError(reader.path, label(node), "lacks a tensor to read")
+        raise reader.unsupported(node, "lacks a tensor to read")
     return value
 
 
 def _axis_of(reader: "NodeReader", node: Any, axis: int | None, axes: int) -> int:
     if axis is None or not -axes <= axis < axes:
-        raise UnsupportedOpError(reader.path, label(node), f"has the axis {axis} of {axes}")
+        raise reader.unsupported(node, f"has the axis {axis} of {axes}")
     return axis % axes
 
 
-def _position(reader: "NodeReader", node: Any, value: NodeValue, default: int) -> int:
-    if value is None:
-        return default
-    if isinstance(value, list) or value.number is None:
-        raise UnsupportedOpError(reader.path, label(node), "takes a position that depends on data")
-    return value.number
-
-
-def _sequence_construct(
+def _sequence_op(
     reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
 ) -> list[NodeValue]:
-    return [[_tensor_of(reader, node, value) for value in inputs]]
-
-
-def _sequence_at(
-    reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
-) -> list[NodeValue]:
+    """Make a sequence, or read, insert or count its tensors: no device has anything to do."""
+    if node.op_type in ("SequenceConstruct", "SequenceEmpty"):
+        return [[_tensor_of(reader, node, value) for value in inputs]]
     values = _sequence_of(reader, node, inputs[0])
-    position = _position(reader, node, inputs[1], 0)
+    if node.op_type == "SequenceLength":
+        data = np.array(len(values), dtype=np.int64)
+        return [Value(node.output[0], 7, (), data, "constant")]
+    inserts = node.op_type == "SequenceInsert"
+    given = next(iter(inputs[2 if inserts else 1 :]), None)
+    position: int | None = len(values) if inserts else 0
+    if given is not None:
+        position = None if isinstance(given, list) else given.number
+    if position is None:
+        raise reader.unsupported(node, "takes a position that depends on data")
+    if inserts:
+        longer = list(values)
+        longer.insert(position, _tensor_of(reader, node, inputs[1]))
+        return [longer]
     if not -len(values) <= position < len(values):
-        raise UnsupportedOpError(reader.path, label(node), f"takes {position} of {len(values)}")
+        raise reader.unsupported(node, f"takes {position} of {len(values)}")
     return [values[position]]
-
-
-def _sequence_insert(
-    reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
-) -> list[NodeValue]:
-    values = list(_sequence_of(reader, node, inputs[0]))
-    position = _position(reader, node, inputs[2] if len(inputs) > 2 else None, len(values))
-    values.insert(position, _tensor_of(reader, node, inputs[1]))
-    return [values]
-
-
-def _sequence_length(
-    reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
-) -> list[NodeValue]:
-    data = np.array(len(_sequence_of(reader, node, inputs[0])), dtype=np.int64)
-    return [Value(node.output[0], 7, (), data, "constant")]
 
 
 def _split_to_sequence(
@@ -176,7 +151,19 @@ def _split_to_sequence(
     axis = _axis_of(reader, node, options.get("axis", 0), len(whole.shape))
     given = inputs[1] if len(inputs) > 1 else None
     keep = given is not None or bool(options.get("keepdims", 1))
-    sizes = _sizes(reader, node, whole.shape[axis], given)
+    length = whole.shape[axis]
+    if given is not None and (isinstance(given, list) or given.data is None):
+        raise reader.unsupported(node, "splits by sizes that depend on data")
+    if given is not None and given.data is not None and given.shape:
+        sizes = [int(size) for size in given.data.reshape(-1)]
+        if len(given.shape) != 1 or sum(sizes) != length or min(sizes, default=0) < 0:
+            raise reader.unsupported(node, f"splits {length} into {given.data.tolist()}")
+    else:
+        # One size for all parts; without any size each part is 1 long.
+        size = 1 if given is None else max(given.number or 1, 1)
+        if length > size * MOST_KNOWN_ELEMENTS:
+            raise reader.unsupported(node, f"splits {length} into parts of {size}")
+        sizes = [min(size, length - start) for start in range(0, length, size)]
     before, after = whole.shape[:axis], whole.shape[axis + 1 :]
     parts = [
         Value(f"{node.output[0]}/{i}", whole.code, (*before, *([size] if keep else ()), *after))
@@ -186,34 +173,18 @@ def _split_to_sequence(
     return [parts]
 
 
-def _sizes(reader: "NodeReader", node: Any, length: int, given: NodeValue) -> list[int]:
-    """Return the sizes of an axis's parts: those given, or one given size for all, or 1 each."""
-    if given is not None and (isinstance(given, list) or given.data is None):
-        raise UnsupportedOpError(reader.path, label(node), "splits by sizes that depend on data")
-    if given is not None and given.data is not None and given.shape:
-        sizes = [int(size) for size in given.data.reshape(-1)]
-        if len(given.shape) != 1 or sum(sizes) != length or min(sizes, default=0) < 0:
-            detail = f"splits {length} into {given.data.tolist()}"
-            raise UnsupportedOpError(reader.path, label(node), detail)
-        return sizes
-    size = 1 if given is None else max(given.number or 1, 1)
-    if length > size * MOST_KNOWN_ELEMENTS:
-        raise UnsupportedOpError(reader.path, label(node), f"splits {length} into parts of {size}")
-    return [min(size, length - start) for start in range(0, length, size)]
-
-
 def _concat_from_sequence(
     reader: "NodeReader", node: Any, inputs: list[NodeValue], scope: "Scope"
 ) -> list[NodeValue]:
     values, options = _sequence_of(reader, node, inputs[0]), {a.name: a.i for a in node.attribute}
     if not values:
-        raise UnsupportedOpError(reader.path, label(node), "joins an empty sequence")
+        raise reader.unsupported(node, "joins an empty sequence")
     shape, new_axis = list(values[0].shape), bool(options.get("new_axis", 0))
     axis = _axis_of(reader, node, options.get("axis"), len(shape) + new_axis)
     joined_axis = -1 if new_axis else axis
     around = {tuple(-1 if i == joined_axis else n for i, n in enumerate(v.shape)) for v in values}
     if len(around) > 1:
-        raise UnsupportedOpError(reader.path, label(node), "joins tensors of unlike shapes")
+        raise reader.unsupported(node, "joins tensors of unlike shapes")
     if new_axis:
         shape.insert(axis, len(values))
     else:
@@ -223,19 +194,7 @@ def _concat_from_sequence(
     return reader.add(node, kind, list(values), [joined], scope, attributes)
 
 
-SEQUENCE_RULES: dict[str, NodeRule] = {
-    "ConcatFromSequence": _concat_from_sequence,
-    "SequenceAt": _sequence_at,
-    "SequenceConstruct": _sequence_construct,
-    "SequenceEmpty": _sequence_construct,
-    "SequenceInsert": _sequence_insert,
-    "SequenceLength": _sequence_length,
-    "SplitToSequence": _split_to_sequence,
-}
-
-
-# Our own shape rules, for ops without a rule in the package `onnx`, and for `STFT`, whose rule
-# there is wrong.
+# Inference: the shapes of a node's outputs, and their content where all inputs are known.
 
 
 _BOOL = 9
@@ -245,82 +204,57 @@ Shaped = tuple[int, tuple[int, ...]]
 
 
 def own_rule(node: Any, inputs: Inputs) -> Shaped | None:
-    """Return type and shape of a node's first output by our own rules; None if no rule fits."""
-    rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    """Return type and shape of a node's first output by our own rules; None if no rule fits.
+
+    They are for ops without a rule in the package `onnx`, and for `STFT`, whose rule there is
+    wrong.
+    """
+    if node.domain not in ("", "ai.onnx"):
+        return None
     attributes = {a.name: a.i for a in node.attribute}
-    return rule(list(inputs), attributes) if rule is not None else None
-
-
-def _like_first(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
-    first = inputs[0]
-    return None if first is None else (first.code, first.shape)
-
-
-def _compare(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
-    shapes = [value.shape for value in inputs if value is not None]
-    try:
-        return _BOOL, tuple(np.broadcast_shapes(*shapes))
-    except ValueError:
-        return None
-
-
-def _compress(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
-    first, condition = inputs[0], inputs[1]
-    if first is None or condition is None or condition.data is None or condition.data.ndim != 1:
-        return None
-    if "axis" not in attributes:
-        return first.code, (int(np.count_nonzero(condition.data)),)
-    axis = attributes["axis"]
-    if not -len(first.shape) <= axis < len(first.shape):
-        return None
-    axis %= len(first.shape)
-    kept = int(np.count_nonzero(condition.data[: first.shape[axis]]))
-    return first.code, (*first.shape[:axis], kept, *first.shape[axis + 1 :])
-
-
-def _one_hot(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
-    indices, depth, values = inputs[:3]
-    size = None if depth is None else depth.number
-    if indices is None or values is None or size is None:
-        return None
-    axis = attributes.get("axis", -1) % (len(indices.shape) + 1)
-    return values.code, (*indices.shape[:axis], size, *indices.shape[axis:])
-
-
-def _unpool(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
-    shape = inputs[2] if len(inputs) > 2 else None
-    if inputs[0] is None or shape is None or shape.data is None:
-        return None
-    return inputs[0].code, tuple(shape.data.tolist())
-
-
-def _stft(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
-    """[batch, frames, bins, 2]"""
-    signal, step, window, length = (*inputs, None, None)[:4]
-    pace = None if step is None else step.number
-    frame = None if length is None else length.number
-    if frame is None and window is not None:
-        frame = math.prod(window.shape)
-    if signal is None or len(signal.shape) < 2 or pace is None or frame is None:
-        return None
-    bins = frame // 2 + 1 if attributes.get("onesided", 1) else frame
-    frames = (signal.shape[1] - frame) // max(pace, 1) + 1
-    return signal.code, (signal.shape[0], frames, bins, 2)
-
-
-_RULES: dict[str, Callable[[list[Value | None], dict[str, int]], Shaped | None]] = {
-    "Compress": _compress,
-    "GreaterOrEqual": _compare,
-    "GroupNormalization": _like_first,
-    "LessOrEqual": _compare,
-    "MaxUnpool": _unpool,
-    "MeanVarianceNormalization": _like_first,
-    "OneHot": _one_hot,
-    "STFT": _stft,
-}
-
-
-# Inference: the shapes of a node's outputs, and their content where all inputs are known.
+    first, second, third, fourth = (*inputs, None, None, None, None)[:4]
+    match node.op_type:
+        case "GroupNormalization" | "MeanVarianceNormalization":
+            return None if first is None else (first.code, first.shape)
+        case "GreaterOrEqual" | "LessOrEqual":
+            shapes = [value.shape for value in inputs if value is not None]
+            try:
+                return _BOOL, tuple(np.broadcast_shapes(*shapes))
+            except ValueError:
+                return None
+        case "Compress":
+            condition = None if second is None else second.data
+            if first is None or condition is None or condition.ndim != 1:
+                return None
+            if "axis" not in attributes:
+                return first.code, (int(np.count_nonzero(condition)),)
+            axis = attributes["axis"]
+            if not -len(first.shape) <= axis < len(first.shape):
+                return None
+            axis %= len(first.shape)
+            kept = int(np.count_nonzero(condition[: first.shape[axis]]))
+            return first.code, (*first.shape[:axis], kept, *first.shape[axis + 1 :])
+        case "OneHot":  # indices, depth, values
+            size = None if second is None else second.number
+            if first is None or third is None or size is None:
+                return None
+            axis = attributes.get("axis", -1) % (len(first.shape) + 1)
+            return third.code, (*first.shape[:axis], size, *first.shape[axis:])
+        case "MaxUnpool":  # the third input is the shape
+            if first is None or third is None or third.data is None:
+                return None
+            return first.code, tuple(third.data.tolist())
+        case "STFT":  # signal, step, window, length -> [batch, frames, bins, 2]
+            pace = None if second is None else second.number
+            frame = None if fourth is None else fourth.number
+            if frame is None and third is not None:
+                frame = math.prod(third.shape)
+            if first is None or len(first.shape) < 2 or pace is None or frame is None:
+                return None
+            bins = frame // 2 + 1 if attributes.get("onesided", 1) else frame
+            frames = (first.shape[1] - frame) // max(pace, 1) + 1
+            return first.code, (first.shape[0], frames, bins, 2)
+    return None
 
 
 _RANDOM = {
@@ -331,119 +265,6 @@ _AXES = r"[A-Za-z ]*(\.\.\.[A-Za-z ]*)?"
 _EQUATION = re.compile(f"{_AXES}(,{_AXES})*(->{_AXES})?")
 Versions = dict[str, int]
 """Domain -> version of its operators."""
-
-
-class Inference:
-    """Infers shapes node by node by the rules of the package `onnx`, with all content that is
-    known. So shapes that follow from other shapes, such as that of a `Reshape`, are found too."""
-
-    def __init__(self, model: str, ir_version: int) -> None:
-        self.model = model
-        self.ir_version = ir_version
-        self.onnx = onnx_library()
-
-    def outputs(
-        self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
-    ) -> list[Value | None]:
-        """Return a value per output, None where one is left out. Raises `UnknownShapeError`."""
-        if fault := _fault(node, inputs):
-            raise UnknownShapeError(self.model, op, node.output[0], fault)
-        contents = _compute_size(node, inputs)
-        if contents is None:
-            types = self._infer_types(op, node, schema, inputs, versions)
-            contents = self._fold_constant(node, types, inputs, versions)
-        else:
-            types = {}
-        if contents is not None and len(contents) < len(node.output):
-            detail = f"it has {len(node.output)} outputs, but makes {len(contents)}"
-            raise UnknownShapeError(self.model, op, node.output[len(contents)], detail)
-        values: list[Value | None] = []
-        for position, name in enumerate(node.output):
-            if not name:
-                values.append(None)
-            elif contents is not None:
-                values.append(self._known_value(name, contents[position]))
-            else:
-                shaped = own_rule(node, inputs) if position == 0 else None
-                values.append(self._value(op, name, shaped or _read_shape(types.get(name))))
-        return values
-
-    def _infer_types(
-        self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
-    ) -> dict[str, Any]:
-        """output -> `TypeProto`."""
-        onnx = self.onnx
-        named = {name: v for name, v in zip(node.input, inputs, strict=True) if v is not None}
-        types = {
-            name: onnx.helper.make_tensor_type_proto(value.code, value.shape)
-            for name, value in named.items()
-        }
-        data = {
-            name: onnx.numpy_helper.from_array(value.data, name)
-            for name, value in named.items()
-            if value.data is not None
-        }
-        opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
-        try:
-            inferred: dict[str, Any] = onnx.shape_inference.infer_node_outputs(
-                schema, node, types, data, opset_imports=opsets, ir_version=self.ir_version
-            )
-        except Exception as error:  # several kinds, RuntimeError among them, none of a common base
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise UnknownShapeError(self.model, op, node.output[0], lines[0]) from None
-        return inferred
-
-    def _fold_constant(
-        self, node: Any, types: dict[str, Any], inputs: Inputs, versions: Versions
-    ) -> list[NDArray[Any]] | None:
-        """Return the outputs' content if it follows from the file alone and is small, else None."""
-        if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
-            return None
-        ruled = own_rule(node, inputs)
-        for name in node.output:
-            shaped = ruled if ruled and name == node.output[0] else _read_shape(types.get(name))
-            if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
-                return None
-        onnx = self.onnx
-        graph = onnx.helper.make_graph(
-            [node],
-            "one node",
-            [
-                onnx.helper.make_tensor_value_info(name, value.code, value.shape)
-                for name, value in dict(zip(node.input, inputs, strict=True)).items()
-                if value is not None
-            ],
-            [onnx.ValueInfoProto(name=name) for name in node.output if name],
-        )
-        opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
-        given = {n: v.data for n, v in zip(node.input, inputs, strict=True) if v is not None}
-        try:
-            model = onnx.helper.make_model(graph, opset_imports=opsets)
-            with np.errstate(all="ignore"):
-                evaluated = onnx.reference.ReferenceEvaluator(model).run(None, given)
-            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in evaluated}
-        except Exception:  # what the reference cannot evaluate is an op like any other
-            return None
-        # The reference leaves out what has no name.
-        arrays = iter(evaluated)
-        results = [next(arrays, None) if name else np.empty(0) for name in node.output]
-        tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
-        return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
-
-    def _known_value(self, name: str, data: NDArray[Any]) -> Value:
-        code = self.onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
-        return Value(name, code, data.shape, data, role="constant")
-
-    def _value(self, op: str, name: str, shaped: Shaped | None) -> Value:
-        if shaped is None:
-            raise UnknownShapeError(self.model, op, name, "it depends on data, or has no rule")
-        code, shape = shaped
-        if code not in ELEMENT_TYPES:
-            raise UnsupportedOpError(self.model, op, f"makes {name!r}, which is text or unknown")
-        value = Value(name, code, shape)
-        if not value.possible:
-            raise UnknownShapeError(self.model, op, name, f"{shape} is impossible")
-        return value
 
 
 def _fault(node: Any, inputs: Inputs) -> str:
@@ -459,20 +280,6 @@ def _fault(node: Any, inputs: Inputs) -> str:
         wrong = [text for text in equations if not _EQUATION.fullmatch(text)]
         return f"{wrong[0]!r} is no equation" if wrong else ""
     return ""
-
-
-def _compute_size(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
-    """The outputs of `Shape` and `Size`, which need no content of their input; None for other
-    nodes."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size"):
-        return None
-    if len(inputs) != 1 or inputs[0] is None:
-        return None
-    ends = {a.name: a.i for a in node.attribute}
-    shape = inputs[0].shape
-    if node.op_type == "Size":
-        return [np.array(inputs[0].elements, dtype=np.int64)]
-    return [np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], dtype=np.int64)]
 
 
 def _read_shape(proto: Any) -> Shaped | None:
@@ -513,7 +320,7 @@ class NodeReader:
         self.onnx = onnx
         self.path = str(weights.path)
         self.weights = weights
-        self.inference = Inference(self.path, model.ir_version)
+        self.ir_version = model.ir_version
         self.functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
         self.modules = modules_of_weights(tensor.name for tensor in model.graph.initializer)
         self.ops: list[Op] = []
@@ -542,22 +349,179 @@ class NodeReader:
         self.run(graph.node, scope)
 
     def _node(self, node: Any, scope: Scope) -> list[NodeValue]:
+        """Return the values of a node's outputs, and add the op that makes them if there is one."""
         inputs = [self._read_value(node, name, scope) for name in node.input]
         function = self.functions.get((_domain(node.domain), node.op_type, node.overload))
         if function is not None:
-            return self._call(node, function, inputs, scope)
+            # Its nodes run in place of its call. `onnx.inliner` is not used, because it drops the
+            # call's name, and with it the module of these nodes, and has no limit for functions
+            # that call functions.
+            key = (_domain(function.domain), function.name, function.overload)
+            if key in scope.calling:
+                raise ModelError(self.path, f"function {function.name} calls itself")
+            if len(scope.calling) >= _MOST_CALLS:
+                detail = f"has functions within more than {_MOST_CALLS} functions"
+                raise ModelError(self.path, detail)
+            given: dict[str, NodeValue] = dict.fromkeys(function.input)
+            given.update(zip(function.input, inputs, strict=False))
+            module, _ = scope_of(node, self.modules)
+            inner = Scope(
+                given,
+                _versions(function.opset_import),
+                {a.name: a for a in (*function.attribute_proto, *node.attribute)},
+                scope.module if module is None else module,
+                (*scope.calling, key),
+            )
+            self.run(function.node, inner)
+            return [self._read_value(node, name, inner) for name in function.output]
         schema = self.schema(node, scope)
         if not node.output or len(node.input) < schema.min_input:
             raise FileFormatError(self.path, f"node {label(node)} lacks an input or an output")
-        special = _SPECIAL.get(node.op_type) if not _domain(node.domain) else None
+        standard, kind = not _domain(node.domain), node.op_type
+        special = _SPECIAL.get(kind) if standard else None
         if special is not None:
             return special(self, node, inputs, scope)
-        tensors = []
+        tensors: list[Value | None] = []
         for value in inputs:
             if isinstance(value, list):
-                raise UnsupportedOpError(self.path, label(node), "reads a sequence")
+                raise self.unsupported(node, "reads a sequence")
             tensors.append(value)
-        return self._op(node, schema, tensors, scope)
+        outputs = self._infer(node, schema, tensors, scope.versions)
+        first, view = tensors[0] if tensors else None, False
+        if standard and first is not None:
+            result = outputs[0] if len(outputs) == 1 else None
+            shaped = first.code, first.shape
+            unchanged = result is not None and (result.code, result.shape) == shaped
+            if (
+                kind == "Identity"
+                or (kind == "Dropout" and result is not None and len(node.input) < 3)
+                or (unchanged and kind in ("Cast", "CastLike", "Expand", *_VIEWS))
+            ):
+                return [first]
+            # A weight's transpose shares its memory, as in torch: the product that reads it
+            # transposes it, or it is transposed once when the model is loaded. What is known is
+            # folded; a weight's view stays one, so that its bytes are counted as its own.
+            weight = first.root.is_weight
+            view = (kind == "Transpose" and weight) or (
+                kind in _VIEWS and (weight or first.data is None)
+            )
+            result = outputs[0]
+            if view and result is not None and result.elements != first.elements:
+                detail = f"{result.shape} has not as many elements as {first.shape}"
+                raise UnknownShapeError(self.path, label(node), result.name, detail)
+        if not view and all(v is None or v.data is not None for v in outputs):
+            return list(outputs)
+        attributes = {a.name: self.onnx.helper.get_attribute_value(a) for a in node.attribute}
+        prefix = "onnx" if standard else node.domain.removeprefix("ai.")
+        return self.add(node, f"{prefix}.{kind}", tensors, outputs, scope, attributes, view)
+
+    def _infer(
+        self, node: Any, schema: Any, inputs: Inputs, versions: Versions
+    ) -> list[Value | None]:
+        """Return a value per output, None where one is left out.
+
+        Shapes follow by the rules of the package `onnx`, node by node and with all content that is
+        known. So shapes that follow from other shapes, such as that of a `Reshape`, are found too.
+        Raises `UnknownShapeError`.
+        """
+        onnx, op = self.onnx, label(node)
+        if fault := _fault(node, inputs):
+            raise UnknownShapeError(self.path, op, node.output[0], fault)
+        types: dict[str, Any] = {}  # output -> `TypeProto`
+        contents: list[NDArray[Any]] | None
+        first = inputs[0] if len(inputs) == 1 and not _domain(node.domain) else None
+        if first is not None and node.op_type == "Size":
+            contents = [np.array(first.elements, dtype=np.int64)]
+        elif first is not None and node.op_type == "Shape":
+            ends = {a.name: a.i for a in node.attribute}
+            part = first.shape[ends.get("start", 0) : ends.get("end", len(first.shape))]
+            contents = [np.array(part, dtype=np.int64)]
+        else:
+            named = {name: v for name, v in zip(node.input, inputs, strict=True) if v is not None}
+            given = {
+                name: onnx.helper.make_tensor_type_proto(value.code, value.shape)
+                for name, value in named.items()
+            }
+            data = {
+                name: onnx.numpy_helper.from_array(value.data, name)
+                for name, value in named.items()
+                if value.data is not None
+            }
+            opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
+            try:
+                types = onnx.shape_inference.infer_node_outputs(
+                    schema, node, given, data, opset_imports=opsets, ir_version=self.ir_version
+                )
+            except Exception as error:  # several kinds, RuntimeError among them, of no common base
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                raise UnknownShapeError(self.path, op, node.output[0], lines[0]) from None
+            contents = self._fold_constant(node, types, inputs, versions)
+        if contents is not None and len(contents) < len(node.output):
+            detail = f"it has {len(node.output)} outputs, but makes {len(contents)}"
+            raise UnknownShapeError(self.path, op, node.output[len(contents)], detail)
+        values: list[Value | None] = []
+        for position, name in enumerate(node.output):
+            if not name:
+                values.append(None)
+                continue
+            if contents is not None:
+                content = contents[position]
+                code = onnx.helper.np_dtype_to_tensor_dtype(content.dtype)
+                values.append(Value(name, code, content.shape, content, role="constant"))
+                continue
+            ruled = own_rule(node, inputs) if position == 0 else None
+            shaped = ruled or _read_shape(types.get(name))
+            if shaped is None:
+                raise UnknownShapeError(self.path, op, name, "it depends on data, or has no rule")
+            if shaped[0] not in ELEMENT_TYPES:
+                detail = f"makes {name!r}, which is text or unknown"
+                raise UnsupportedOpError(self.path, op, detail)
+            value = Value(name, *shaped)
+            if not value.possible:
+                raise UnknownShapeError(self.path, op, name, f"{value.shape} is impossible")
+            values.append(value)
+        return values
+
+    def _fold_constant(
+        self, node: Any, types: dict[str, Any], inputs: Inputs, versions: Versions
+    ) -> list[NDArray[Any]] | None:
+        """Return the outputs' content if it follows from the file alone and is small, else None."""
+        if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
+            return None
+        ruled = own_rule(node, inputs)
+        for name in node.output:
+            shaped = ruled if ruled and name == node.output[0] else _read_shape(types.get(name))
+            if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
+                return None
+        onnx = self.onnx
+        graph = onnx.helper.make_graph(
+            [node],
+            "one node",
+            [
+                onnx.helper.make_tensor_value_info(name, value.code, value.shape)
+                for name, value in dict(zip(node.input, inputs, strict=True)).items()
+                if value is not None
+            ],
+            [onnx.ValueInfoProto(name=name) for name in node.output if name],
+        )
+        opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
+        given = {n: v.data for n, v in zip(node.input, inputs, strict=True) if v is not None}
+        try:
+            model = onnx.helper.make_model(graph, opset_imports=opsets)
+            with np.errstate(all="ignore"):
+                evaluated = onnx.reference.ReferenceEvaluator(model).run(None, given)
+            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in evaluated}
+        except Exception:  # what the reference cannot evaluate is an op like any other
+            return None
+        # The reference leaves out what has no name.
+        arrays = iter(evaluated)
+        results = [next(arrays, None) if name else np.empty(0) for name in node.output]
+        tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
+        return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
+
+    def unsupported(self, node: Any, detail: str) -> UnsupportedOpError:
+        """Return the error for a node that no graph can have."""
+        return UnsupportedOpError(self.path, label(node), detail)
 
     def _read_value(self, node: Any, name: str, scope: Scope) -> NodeValue:
         if name and name not in scope.values:
@@ -565,31 +529,6 @@ class NodeReader:
                 self.path, f"node {label(node)} reads {name!r}, which nothing before it makes"
             )
         return scope.values[name] if name else None
-
-    def _call(
-        self, node: Any, function: Any, inputs: list[NodeValue], scope: Scope
-    ) -> list[NodeValue]:
-        """Run a function's nodes in place of its call."""
-        # `onnx.inliner` is not used, because it drops the call's name, and with it the module of
-        # these nodes, and has no limit for functions that call functions.
-        key = (_domain(function.domain), function.name, function.overload)
-        if key in scope.calling:
-            raise ModelError(self.path, f"function {function.name} calls itself")
-        if len(scope.calling) >= _MOST_CALLS:
-            raise ModelError(self.path, f"has functions within more than {_MOST_CALLS} functions")
-        attributes = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
-        given: dict[str, NodeValue] = dict.fromkeys(function.input)
-        given.update(zip(function.input, inputs, strict=False))
-        module, _ = scope_of(node, self.modules)
-        inner = Scope(
-            given,
-            _versions(function.opset_import),
-            attributes,
-            scope.module if module is None else module,
-            (*scope.calling, key),
-        )
-        self.run(function.node, inner)
-        return [self._read_value(node, name, inner) for name in function.output]
 
     def schema(self, node: Any, scope: Scope) -> Any:
         """The operator's schema. Raises `UnknownOpError` where the package `onnx` has none."""
@@ -610,26 +549,6 @@ class NodeReader:
                 return schema
         raise UnknownOpError(self.path, label(node), domain, node.op_type)
 
-    def _op(
-        self, node: Any, schema: Any, inputs: list[Value | None], scope: Scope
-    ) -> list[NodeValue]:
-        name = label(node)
-        outputs = self.inference.outputs(name, node, schema, inputs, scope.versions)
-        standard = not _domain(node.domain)
-        first = inputs[0] if inputs else None
-        if standard and first is not None and _is_first_input(node, first, outputs):
-            return [first]
-        view = standard and first is not None and _is_view(node, first)
-        result = outputs[0]
-        if view and first is not None and result is not None and result.elements != first.elements:
-            detail = f"{result.shape} has not as many elements as {first.shape}"
-            raise UnknownShapeError(self.path, name, result.name, detail)
-        if not view and all(v is None or v.data is not None for v in outputs):
-            return list(outputs)
-        attributes = {a.name: self.onnx.helper.get_attribute_value(a) for a in node.attribute}
-        prefix = "onnx" if standard else node.domain.removeprefix("ai.")
-        return self.add(node, f"{prefix}.{node.op_type}", inputs, outputs, scope, attributes, view)
-
     def add(
         self,
         node: Any,
@@ -643,7 +562,16 @@ class NodeReader:
         """Add an op; return its outputs."""
         module, leaf = scope_of(node, self.modules)
         if module is None:
-            module = scope.module or _module_of_reads(inputs)
+            # The module of the first weight that is read, else of the op that makes the first
+            # input.
+            read = [value for value in inputs if value is not None]
+            of_weights = [
+                module_of_weight(value.root.name)
+                for value in read
+                if value.root.role in ("parameter", "buffer") and "." in value.root.name
+            ]
+            of_ops = [value.op.module for value in read if value.op is not None]
+            module = scope.module or next(iter([*of_weights, *of_ops]), "")
         present = [value for value in outputs if value is not None]
         op = Op(kind, leaf, module, tuple(inputs), attributes, present, view)
         for value in present:
@@ -683,40 +611,6 @@ def _fill_attributes(node: Any, attributes: dict[str, Any]) -> Any:
     return filled
 
 
-def _is_first_input(node: Any, first: Value, outputs: list[Value | None]) -> bool:
-    """Return True if the node's result is its first input itself."""
-    result = outputs[0] if len(outputs) == 1 else None
-    if node.op_type == "Identity":
-        return True
-    if node.op_type == "Dropout":
-        return result is not None and len(node.input) < 3
-    unchanged = result is not None and (result.code, result.shape) == (first.code, first.shape)
-    return unchanged and node.op_type in ("Cast", "CastLike", "Expand", *_VIEWS)
-
-
-def _is_view(node: Any, first: Value) -> bool:
-    """Return True if the result shares its first input's memory.
-
-    A weight's transpose does, as in torch: the product that reads it transposes it, or it is
-    transposed once when the model is loaded.
-    """
-    weight = first.root.is_weight
-    if node.op_type == "Transpose":
-        return weight
-    # What is known is folded; a weight's view stays one, so that its bytes are counted as its own.
-    return node.op_type in _VIEWS and (weight or first.data is None)
-
-
-def _module_of_reads(inputs: list[Value | None]) -> str:
-    """Return the module of the first weight that is read, else of the op that makes the first
-    input."""
-    values = [value for value in inputs if value is not None]
-    for value in values:
-        if value.root.role in ("parameter", "buffer") and "." in value.root.name:
-            return module_of_weight(value.root.name)
-    return next((value.op.module for value in values if value.op is not None), "")
-
-
 # Nodes that are decided while the file is read. Each rule returns the values of the node's outputs.
 
 
@@ -730,7 +624,7 @@ _CONSTANTS = {
 def _constant(reader: NodeReader, node: Any, _: list[NodeValue], scope: Scope) -> list[NodeValue]:
     attribute = node.attribute[0] if len(node.attribute) == 1 else None
     if attribute is None or attribute.name not in ("value", *_CONSTANTS):
-        raise UnsupportedOpError(reader.path, label(node), "is a constant of text or a sparse one")
+        raise reader.unsupported(node, "is a constant of text or a sparse one")
     name = node.output[0]
     if attribute.name == "value":
         value = reader.weights.value(attribute.t, name)
@@ -744,9 +638,7 @@ def _constant(reader: NodeReader, node: Any, _: list[NodeValue], scope: Scope) -
 def _if(reader: NodeReader, node: Any, inputs: list[NodeValue], scope: Scope) -> list[NodeValue]:
     condition = inputs[0]
     if not isinstance(condition, Value) or condition.number is None:
-        raise UnsupportedOpError(
-            reader.path, label(node), "branches on data; export the model without the branch"
-        )
+        raise reader.unsupported(node, "branches on data; export the model without the branch")
     branch_name = "then_branch" if condition.number else "else_branch"
     branch = next((a.g for a in node.attribute if a.name == branch_name), None)
     if branch is None:
@@ -757,16 +649,20 @@ def _if(reader: NodeReader, node: Any, inputs: list[NodeValue], scope: Scope) ->
 
 
 def _loop(reader: NodeReader, node: Any, _: list[NodeValue], __: Scope) -> list[NodeValue]:
-    raise UnsupportedOpError(
-        reader.path, label(node), f"is a {node.op_type}: a graph has no loops; export it unrolled"
-    )
+    raise reader.unsupported(node, f"is a {node.op_type}: a graph has no loops; export it unrolled")
 
 
 _SPECIAL: dict[str, NodeRule] = {
-    **SEQUENCE_RULES,
+    "ConcatFromSequence": _concat_from_sequence,
     "Constant": _constant,
     "If": _if,
     "Loop": _loop,
     "Scan": _loop,
+    "SequenceAt": _sequence_op,
+    "SequenceConstruct": _sequence_op,
+    "SequenceEmpty": _sequence_op,
+    "SequenceInsert": _sequence_op,
+    "SequenceLength": _sequence_op,
     "SequenceMap": _loop,
+    "SplitToSequence": _split_to_sequence,
 }
