@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,19 +73,14 @@ def _device_map_rules(
     return FormatRules(units, main, None, named)
 
 
-def _split_points_rules(
-    graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
+def _chain_rules(
+    find_units: Callable[[Graph, Sequence[str]], Units],
+    graph: Graph,
+    machine: Machine,
+    whole: Sequence[str],
+    _aliases: Mapping[str, str],
 ) -> FormatRules:
-    return _chain_rules(stage_units(graph, whole), graph, machine)
-
-
-def _torchtitan_rules(
-    graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
-) -> FormatRules:
-    return _chain_rules(torchtitan_units(graph, whole), graph, machine)
-
-
-def _chain_rules(units: Units, graph: Graph, machine: Machine) -> FormatRules:
+    units = find_units(graph, whole)
     no_op = np.zeros(len(graph), dtype=bool)
     all_devices = np.ones(len(machine.devices), dtype=bool)
     return FormatRules(units, no_op, units.of_op, all_devices)
@@ -93,8 +89,8 @@ def _chain_rules(units: Units, graph: Graph, machine: Machine) -> FormatRules:
 MakeRules = Callable[[Graph, Machine, Sequence[str], Mapping[str, str]], FormatRules]
 FORMATS: dict[str, MakeRules] = {
     "device-map": _device_map_rules,
-    "split-points": _split_points_rules,
-    "torchtitan": _torchtitan_rules,
+    "split-points": partial(_chain_rules, stage_units),
+    "torchtitan": partial(_chain_rules, torchtitan_units),
 }
 """Name of a format -> what gives its rules for a graph, a machine and the modules to keep whole."""
 LATER = ("megatron", "vllm")
