@@ -244,41 +244,32 @@ def bound_of(
 ) -> LowerBound:
     """A lower bound that holds for every plan that the pins and caps permit.
 
-    It also holds for plans that split groups, and whichever shared computations a plan copies.
-    """
-    graph, costs = without_shared(graph, costs)
-    allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
-    return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
-
-
-def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
-    """(graph, costs), changed so that ops with copies cost nothing and no other op waits for them.
-
-    A lower bound of this graph holds for every choice of copies. If nothing has copies, both are
-    returned as they were given.
+    It also holds for plans that split groups, and whichever shared computations a plan copies: ops
+    with copies cost nothing for it, and no other op waits for them.
     """
     origins = origins_in(graph)
     copies = np.flatnonzero(origins != np.arange(len(graph)))
-    if not len(copies):
-        return graph, costs
-    shared = np.zeros(len(graph), dtype=bool)
-    shared[copies] = shared[origins[copies]] = True
-    # A view is free as well if its base is: it lives wherever its base does.
-    for tensor in np.flatnonzero(graph.bases >= 0).tolist():
-        if shared[graph.producers[graph.bases[tensor]]]:
-            shared[graph.producers[tensor]] = True
-    # Edges from shared ops to others are cut. Edges among shared ops stay; they cost nothing.
-    kept = ~shared[graph.producers[graph.input_tensors]] | shared[graph.readers]
-    counts = np.bincount(graph.readers[kept], minlength=len(graph))
-    seconds = np.where(
-        shared[:, None] & np.isfinite(costs.compute_seconds), 0.0, costs.compute_seconds
-    )
-    loose = replace(
-        graph,
-        input_offsets=np.concatenate([[0], np.cumsum(counts)]),
-        input_tensors=graph.input_tensors[kept],
-    )
-    return loose, replace(costs, compute_seconds=seconds)
+    if len(copies):
+        shared = np.zeros(len(graph), dtype=bool)
+        shared[copies] = shared[origins[copies]] = True
+        # A view is free as well if its base is: it lives wherever its base does.
+        for tensor in np.flatnonzero(graph.bases >= 0).tolist():
+            if shared[graph.producers[graph.bases[tensor]]]:
+                shared[graph.producers[tensor]] = True
+        seconds = np.where(
+            shared[:, None] & np.isfinite(costs.compute_seconds), 0.0, costs.compute_seconds
+        )
+        costs = replace(costs, compute_seconds=seconds)
+        # Edges from shared ops to others are cut. Edges among shared ops stay; they cost nothing.
+        kept = ~shared[graph.producers[graph.input_tensors]] | shared[graph.readers]
+        counts = np.bincount(graph.readers[kept], minlength=len(graph))
+        graph = replace(
+            graph,
+            input_offsets=np.concatenate([[0], np.cumsum(counts)]),
+            input_tensors=graph.input_tensors[kept],
+        )
+    allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
+    return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
 
 
 def check_machine(machine: Machine) -> None:

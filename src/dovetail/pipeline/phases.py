@@ -151,20 +151,14 @@ def plan_phases(
     for name in options:
         check_name("phases", name, OF_PHASES)
     request = PhasesRequest(steps, dict(weights or {}), PlanRequest(None, machine, **options))
-    return find_phases_plan(request, progress)
-
-
-def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) -> PhasesPlan:
-    """Find one placement for the phases of a request. See `plan_phases`."""
-    steps, weights, options = request.steps, request.weights, request.options
-    began = time.perf_counter()
-    budget, notes = Budget(*options.limits), Notes()
+    asked, began = request.options, time.perf_counter()
+    budget, notes = Budget(*asked.limits), Notes()
     # The machine may be probed for one step alone. The phase that runs most often is that step.
-    most_run = max(steps, key=lambda name: weights[name])
-    machine = machine_of(steps[most_run], options.machine, progress, notes)
-    costs = {name: costs_of(step, machine, progress, notes) for name, step in steps.items()}
-    joint = _joint_problem(request, machine, costs)
-    phases, device_names = joint.phases, machine.device_names
+    most_run = max(steps, key=lambda name: request.weights[name])
+    where = machine_of(steps[most_run], asked.machine, progress, notes)
+    costs = {name: costs_of(step, where, progress, notes) for name, step in steps.items()}
+    joint = _joint_problem(request, where, costs)
+    phases, device_names = joint.phases, where.device_names
 
     # Starts. [phases] of [blocks]: where each phase's own plan has the block; -1: the phase does
     # not have it.
@@ -172,7 +166,7 @@ def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) ->
     for i, phase in enumerate(phases):
         progress(f"planning {phase.name} by itself", i / len(phases), None)
         share = STARTS_SHARE / len(phases)
-        outcome = _place(phase.problem, options.placer, budget, share)
+        outcome = _place(phase.problem, asked.placer, budget, share)
         has_block = phase.reader_of >= 0
         own_maps.append(np.where(has_block, outcome.placement[phase.reader_of], -1))
     maps = {}
@@ -225,7 +219,7 @@ def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) ->
         progress(f"planning all phases under one map: {name}", i / len(maps), None)
         try:
             outcomes[name] = {
-                phase.name: _place_under(phase, block_map, options.placer, budget, share)
+                phase.name: _place_under(phase, block_map, asked.placer, budget, share)
                 for phase in phases
             }
         except InfeasibleError as error:
@@ -242,7 +236,7 @@ def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) ->
     chosen = min(values, key=lambda name: values[name])
     on_one_device = [name for name in values if len(set(maps[name].tolist())) == 1]
     simplest = min(on_one_device, key=lambda name: values[name], default=chosen)
-    if values[chosen] > values[simplest] * (1 - options.resolved_gain):
+    if values[chosen] > values[simplest] * (1 - asked.resolved_gain):
         chosen = simplest
     plans = {
         phase.name: joint.plan(phase, maps[chosen], outcomes[chosen][phase.name])

@@ -93,8 +93,15 @@ def priced(
     name: str, place: Plan | GivenMap, step: Step, pricing: Pricing
 ) -> dict[str, float | None]:
     """The value of a given placement, under the name of its row. A map that accelerate would run
-    otherwise has a second row. Raises `UsageError` for a device or module that does not exist,
-    `GraphMismatchError` for a plan of another graph, and what `check_placement` raises."""
+    otherwise has a second row.
+
+    accelerate runs an op on "cpu" on the main device, and the first op that reads a weight waits
+    until it is copied there. Each weight is copied once a step. The copied weights take no memory
+    on the main device here: accelerate holds those of one module at a time.
+
+    Raises `UsageError` for a device or module that does not exist, `GraphMismatchError` for a plan
+    of another graph, and what `check_placement` raises.
+    """
     graph, machine = pricing.graph, pricing.machine
     if isinstance(place, Plan):
         # Without the plan's copies, on the devices of the same names.
@@ -110,10 +117,36 @@ def priced(
     placement = placement_of(place, step, machine)
     check_placement(placement, graph, machine, pricing.costs.compute_seconds)
     rows = {name: pricing.price(placement)}
-    streamed = as_accelerate_runs(place, placement, pricing)
-    if streamed is not None:
-        moved, placement = streamed
-        rows[f"{name} by accelerate"] = moved.price(placement)
+    devices = {path: _device_of(path, name, machine) for path, name in place.items()}
+    main = _main_device(place, devices, machine)
+    kinds = [device.kind for device in machine.devices]
+    on_cpu = np.array([kinds[d] == "cpu" for d in placement.tolist()]) & ~graph.is_source
+    # Where the main device is the CPU, it computes. A training step is not run in this way.
+    if graph.training or kinds[main] != "gpu" or not on_cpu.any():
+        return rows
+    link = machine.links[int(machine.link_index[kinds.index("cpu"), main])]
+    seconds = np.array(pricing.costs.compute_seconds)
+    sizes = np.array(graph.tensor_bytes)
+    sent = pricing.costs.sends_of(graph).copy()
+    everywhere = graph.is_source & (graph.residences == EVERYWHERE)
+    for op in np.flatnonzero(everywhere).tolist():
+        for tensor in graph.outputs_of(op):
+            readers = [r for r in graph.consumers_of(tensor).tolist() if on_cpu[r]]
+            if readers:
+                seconds[readers[0], main] += (
+                    link.latency_seconds + sizes[tensor] / link.bandwidth_bytes_per_second
+                )
+    # What only ops on "cpu" read now costs seconds of its first reader. Without bytes it occupies
+    # nothing on the main device, and the simulator does not send it a second time.
+    read_by_others = np.zeros(graph.tensors, dtype=bool)
+    read_by_others[graph.input_tensors[~on_cpu[graph.readers]]] = True
+    weights = np.flatnonzero(everywhere[graph.producers] & ~read_by_others)
+    sizes[weights] = 0
+    sent[weights] = 0
+    costs = Costs(seconds, pricing.costs.source, sent)
+    lighter = replace(graph, tensor_bytes=sizes)
+    moved = normalise(np.where(on_cpu, main, placement).astype(np.int32), lighter, machine)
+    rows[f"{name} by accelerate"] = replace(pricing, graph=lighter, costs=costs).price(moved)
     return rows
 
 
@@ -189,52 +222,6 @@ def _main_device(place: GivenMap, devices: Mapping[str, int], machine: Machine) 
         return _device_of("main_device", place.main_device, machine)
     off_cpu = [devices[path] for path, name in place.items() if str(name) != "cpu"]
     return off_cpu[0] if off_cpu else next(iter(devices.values()), 0)
-
-
-def as_accelerate_runs(
-    place: GivenMap, placement: Placement, pricing: Pricing
-) -> tuple[Pricing, Placement] | None:
-    """(pricing, placement [ops]) of the map as accelerate runs a forward pass.
-
-    An op on "cpu" runs on the main device, and the first op that reads a weight waits until it is
-    copied there. Each weight is copied once a step. None is returned if nothing is on "cpu", if the
-    main device is the CPU, which then computes, or for a training step, which accelerate does not
-    run in this way.
-
-    The copied weights take no memory on the main device here. accelerate holds those of one module
-    at a time.
-    """
-    graph, machine = pricing.graph, pricing.machine
-    devices = {path: _device_of(path, name, machine) for path, name in place.items()}
-    main = _main_device(place, devices, machine)
-    kinds = [device.kind for device in machine.devices]
-    on_cpu = np.array([kinds[d] == "cpu" for d in placement.tolist()]) & ~graph.is_source
-    if graph.training or kinds[main] != "gpu" or not on_cpu.any():
-        return None
-    host = kinds.index("cpu")
-    link = machine.links[int(machine.link_index[host, main])]
-    seconds = np.array(pricing.costs.compute_seconds)
-    sizes = np.array(graph.tensor_bytes)
-    sent = pricing.costs.sends_of(graph).copy()
-    for op in np.flatnonzero(graph.is_source & (graph.residences == EVERYWHERE)).tolist():
-        for tensor in graph.outputs_of(op):
-            readers = [r for r in graph.consumers_of(tensor).tolist() if on_cpu[r]]
-            if readers:
-                seconds[readers[0], main] += (
-                    link.latency_seconds + sizes[tensor] / link.bandwidth_bytes_per_second
-                )
-    # These weights now cost seconds of their first reader. Without bytes they occupy nothing on the
-    # main device, and the simulator does not send them a second time.
-    moved = np.where(on_cpu, main, placement).astype(np.int32)
-    resident = (graph.is_source & (graph.residences == EVERYWHERE))[graph.producers]
-    read_by_others = np.zeros(graph.tensors, dtype=bool)
-    read_by_others[graph.input_tensors[~on_cpu[graph.readers]]] = True
-    weights = np.flatnonzero(resident & ~read_by_others)
-    sizes[weights] = 0
-    sent[weights] = 0
-    costs = Costs(seconds, pricing.costs.source, sent)
-    lighter = replace(graph, tensor_bytes=sizes)
-    return replace(pricing, graph=lighter, costs=costs), normalise(moved, lighter, machine)
 
 
 def accelerates_own(

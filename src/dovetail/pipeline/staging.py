@@ -253,31 +253,6 @@ def _starts(plan: Plan, graph: Graph) -> NDArray[np.float64]:
 # --- What stages gain, as costs of ops ---
 
 
-def factors_alone(stages: PlacedStages) -> NDArray[np.float64]:
-    """[ops, devices] what an op's seconds are multiplied by if its device runs every op that it can
-    run, in stages."""
-    factors = np.ones_like(stages.seconds)
-    for device in range(factors.shape[1]):
-        can = np.isfinite(stages.seconds[:, device])
-        elsewhere = stages.seconds.argmin(axis=1)
-        placement = np.where(can, device, elsewhere).astype(np.int32)
-        _enter_factors(factors, stages, placement, device)
-    return factors
-
-
-def factors_under(
-    stages: PlacedStages, placement: Placement, factors: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """The factors [ops, devices], changed on the device of each op to those of its stages in this
-    placement."""
-    found = factors.copy()
-    ops = np.arange(len(placement))
-    found[ops, placement] = 1.0
-    for device in range(found.shape[1]):
-        _enter_factors(found, stages, placement, device)
-    return found
-
-
 def _enter_factors(
     factors: NDArray[np.float64], stages: PlacedStages, placement: Placement, device: int
 ) -> None:
@@ -358,8 +333,13 @@ def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgr
         for device in np.flatnonzero(np.isfinite(costs.compute_seconds[running]).all(axis=0))
     ]
     consider([*singles, *_best_found(problem, searched.budget)])
+    # [ops, devices] What an op's seconds are multiplied by in stages: first where its device runs
+    # every op that it can run, then where the best plan so far has its stages.
     stages = stager.context(bare).stages
-    factors = factors_alone(stages)
+    factors, elsewhere = np.ones_like(stages.seconds), stages.seconds.argmin(axis=1)
+    for device in range(len(machine.devices)):
+        can = np.isfinite(stages.seconds[:, device])
+        _enter_factors(factors, stages, np.where(can, device, elsewhere).astype(np.int32), device)
     # Where no stage gains, these searches would repeat the first one.
     for number in range(ROUNDS if (factors < 1).any() else 0):
         progress("planning with the costs of stages", number / ROUNDS, None)
@@ -380,7 +360,10 @@ def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgr
                 raise KeyboardInterrupt
             consider([(outcome.placer, outcome.placement), *_best_found(again, budget)])
         best = min(found, key=_value)
-        factors = factors_under(stages, best.placement, factors)
+        factors = factors.copy()
+        factors[np.arange(len(graph)), best.placement] = 1.0
+        for device in range(len(machine.devices)):
+            _enter_factors(factors, stages, best.placement, device)
     # Larger parts are searched for the plan of placement alone, the best one, and the best on one
     # device.
     finalists = [

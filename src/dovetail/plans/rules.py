@@ -186,13 +186,22 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
         raise PlanError(f"plan rule 9: it runs {plan.way}, on {len(plan.machine.devices)} devices")
     check_placement(plan.placement, graph, plan.machine, plan.compute_seconds)
     check_orders(plan, graph)
-    if plan.contiguous:
-        check_contiguous(plan.placement, graph, plan.machine)
+    names = plan.machine.device_names
+    # A way of forward ops that leaves a device and comes back.
+    if plan.contiguous and (path := find_return(graph, plan.placement)) is not None:
+        leaves, elsewhere, returns = (graph.names[op] for op in path)
+        raise NotContiguousError(names[plan.placement[path[0]]], (leaves, elsewhere, returns))
     if plan.whole:
-        check_whole(plan, graph)
+        modules = matched_modules(graph, plan.whole)
+        of_op = units_of(graph, modules).of_op
+        first: dict[int, int] = {}
+        for op in np.flatnonzero(of_op >= 0).tolist():
+            unit, on = int(of_op[op]), int(plan.placement[op])
+            if first.setdefault(unit, on) != on:
+                raise SplitModuleError(modules[unit], (names[first[unit]], names[on]))
     capacities = capacities_of(plan.machine, dict(plan.caps))
     for device, needed, available in zip(
-        plan.machine.device_names, plan.peak_memory_bytes, capacities.tolist(), strict=True
+        names, plan.peak_memory_bytes, capacities.tolist(), strict=True
     ):
         if needed > available:
             raise OutOfMemoryError(device, needed, available)
@@ -231,24 +240,3 @@ def check_placement(
             raise UnplacedOpError(
                 graph.names[op], names[device], "is not the device of the ops it belongs with"
             )
-
-
-def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> None:
-    """Raise `NotContiguousError` for a way of forward ops that leaves a device and comes back."""
-    path = find_return(graph, placement)
-    if path is not None:
-        leaves, elsewhere, returns = (graph.names[op] for op in path)
-        device = machine.device_names[placement[path[0]]]
-        raise NotContiguousError(device, (leaves, elsewhere, returns))
-
-
-def check_whole(plan: Plan, graph: Graph) -> None:
-    """Raise `SplitModuleError` for a module that must be whole but is on two devices."""
-    modules = matched_modules(graph, plan.whole)
-    of_op = units_of(graph, modules).of_op
-    first: dict[int, int] = {}
-    for op in np.flatnonzero(of_op >= 0).tolist():
-        unit, device = int(of_op[op]), int(plan.placement[op])
-        if first.setdefault(unit, device) != device:
-            names = plan.machine.device_names
-            raise SplitModuleError(modules[unit], (names[first[unit]], names[device]))
