@@ -4,7 +4,7 @@ file ──► plan ──► step, of the MODEL that the plan or the user names
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
@@ -21,8 +21,7 @@ from dovetail.errors import (
     UnplacedOpError,
     UsageError,
 )
-from dovetail.exports import device_map, split_points
-from dovetail.exports.pipelines import torchtitan
+from dovetail.exports.rules import FORMATS
 from dovetail.frontends import Captured
 from dovetail.frontends.transformers_configs import PREFIX
 from dovetail.graph import Graph
@@ -53,13 +52,6 @@ from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.timeline import Timeline
 from dovetail.transforms import Copies, SharedCopies, applied, duplicate
 
-EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
-    "device-map": device_map,
-    "split-points": split_points,
-    "torchtitan": torchtitan,
-}
-"""Maps each format that a plan can be made for to its export. The export raises an error if the
-format cannot say the plan."""
 BOUND_TOLERANCE = 1e-6
 """A promised bound may exceed the bound that is proven again by this share, because another version
 of the LP solver may return a slightly smaller one."""
@@ -91,7 +83,7 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
     if saved.made_for:
-        EXPORTED[saved.made_for](saved, graph)  # raises what the format cannot say
+        FORMATS[saved.made_for].export(saved, graph)  # raises what the format cannot say
     # An instance has costs of its own, from which the plan must have been computed.
     if isinstance(step, Instance):
         given, carried = step.costs, costs_in(saved)
@@ -129,7 +121,7 @@ def open_to_show(path: str | Path, model: str = "") -> tuple[Plan, Step]:
         return open_plan(path, model)
     check(saved, saved.graph)
     if saved.made_for:
-        EXPORTED[saved.made_for](saved, saved.graph)  # raises what the format cannot say
+        FORMATS[saved.made_for].export(saved, saved.graph)  # raises what the format cannot say
     verify(saved, saved.graph)
     return saved, saved.graph
 

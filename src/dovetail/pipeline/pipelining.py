@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs, analytic_costs
 from dovetail.errors import InfeasibleError, OrderError, UsageError
 from dovetail.exports.pipelines import torch_refuses
+from dovetail.exports.rules import FORMATS
 from dovetail.frontends import Captured
 from dovetail.graph import Graph, Phase
 from dovetail.machine import Machine
 from dovetail.methods import PIPELINE_SCHEDULES
-from dovetail.pipeline.opening import EXPORTED
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.searching import kept_modules, to_plan
 from dovetail.pipeline.sources import (
@@ -199,7 +199,7 @@ def plan_pipeline(
         notes=(*notes.texts, *kept.notes, told),
     )
     if request.format:
-        EXPORTED[request.format](plan, whole.graph)  # raises what the format cannot say
+        FORMATS[request.format].export(plan, whole.graph)  # raises what the format cannot say
     return plan
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import InfeasibleError, UsageError
-from dovetail.exports.rules import rules_for
+from dovetail.exports.rules import FORMATS, rules_for
 from dovetail.frontends import Captured
 from dovetail.graph import Graph, GroupLevels, group_levels
 from dovetail.graph.cells import cells_of
@@ -29,7 +29,7 @@ from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine
 from dovetail.methods import PLACERS, imported
-from dovetail.pipeline.opening import EXPORTED, bound_of, planned, with_copies
+from dovetail.pipeline.opening import bound_of, planned, with_copies
 from dovetail.pipeline.prices import GivenMap, Pricing, price_others, read_place
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import (
@@ -285,7 +285,7 @@ def search_plan(
                 notes=notes.texts + kept.notes + outcome.notes,
             )
         if request.format:
-            EXPORTED[request.format](chosen, graph)  # raises what the format cannot say
+            FORMATS[request.format].export(chosen, graph)  # raises what the format cannot say
         bare, chosen = chosen, with_shared_copies(chosen, request, kept)
         if choose_stages is not None and request.stages and not budget.interrupted:
             searched = Searched(request, kept, groups, problem, simulator, budget)
