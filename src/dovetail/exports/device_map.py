@@ -83,7 +83,22 @@ def device_map(
     """
     graph = graph_behind(plan, graph, FORMAT)
     check_one_replica(graph, FORMAT)
-    named = _name_devices(plan, graph, names)
+    # Device -> its name in the map, for devices that run forward ops.
+    device_names, kinds = plan.machine.device_names, [d.kind for d in plan.machine.devices]
+    used = sorted(set(plan.placement[placed_ops(graph)].tolist()))
+    named: dict[int, Name] = {}
+    for device in used:
+        if names is not None and device_names[device] not in names:
+            raise ExportError(FORMAT, device_names[device], "has no name given")
+        if names is not None:
+            named[device] = names[device_names[device]]
+        elif kinds[device] != "cpu":
+            named[device] = kinds[:device].count("gpu")
+        elif "cpu" in named.values():
+            where = device_names[device]
+            raise ExportError(FORMAT, where, "is a second CPU, and all CPUs are one 'cpu' there")
+        else:
+            named[device] = "cpu"
     on_cpu = [device for device, name in named.items() if name == "cpu"]
     main = on_cpu[0] if on_cpu else first_device(plan, graph)
     devices = module_devices(plan, graph)
@@ -91,7 +106,29 @@ def device_map(
         return DeviceMap({"": named[devices[""]]}, named[devices[""]])
     top = module_tree(graph, dict(plan.source.aliases))
     devices |= dict.fromkeys(top.held, main)
-    _check_tied(plan, graph, devices, top)
+    # A parameter or buffer that several modules read or hold is on one device.
+    places: dict[int, dict[int, str]] = {}  # source op -> {device: what reads or holds it there}
+    for op in np.flatnonzero(graph.is_source).tolist():
+        of_op = places[op] = {}
+        for reader in forward_readers(graph, op) if graph.kinds[op] in HELD else ():
+            home = home_of(graph.modules[reader], devices)
+            if home is not None:
+                of_op.setdefault(home, f"read by {graph.modules[reader]!r}")
+    holders = [(name, op) for module in top.walk() for name, op in module.held.items()]
+    names_of = Counter(op for _, op in holders)
+    for name, op in holders:
+        # The outermost module may hand its own tensor to one that reads it elsewhere.
+        if names_of[op] > 1 and (home := home_of(name, devices)) is not None:
+            places[op].setdefault(home, f"held as {name!r}")
+    for op, of_op in places.items():
+        if len(of_op) > 1:
+            (first, a), (second, b) = sorted(of_op.items())[:2]
+            raise ExportError(
+                FORMAT,
+                f"{graph.kinds[op]} {graph.names[op]!r}",
+                f"is {a} on {device_names[first]} and {b} on {device_names[second]}, and "
+                "accelerate keeps a tied tensor on one device; pin both modules to one device",
+            )
     check_glue(plan, graph, devices, main)
     return DeviceMap({path: named[device] for path, device in devices.items()}, named[main])
 
@@ -118,53 +155,9 @@ def module_devices(plan: Plan, graph: Graph, *, lends: bool = False) -> dict[str
     return _homes(top, graph, plan.placement, lends=lends)
 
 
-def _name_devices(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
-    """Device -> its name in the map, for devices that run forward ops."""
-    used = sorted(set(plan.placement[placed_ops(graph)].tolist()))
-    if names is not None:
-        for device in used:
-            if plan.machine.device_names[device] not in names:
-                raise ExportError(FORMAT, plan.machine.device_names[device], "has no name given")
-        return {device: names[plan.machine.device_names[device]] for device in used}
-    kinds = [device.kind for device in plan.machine.devices]
-    cpus = [device for device in used if kinds[device] == "cpu"]
-    if len(cpus) > 1:
-        where = plan.machine.device_names[cpus[1]]
-        raise ExportError(FORMAT, where, "is a second CPU, and all CPUs are one 'cpu' there")
-    return {d: "cpu" if kinds[d] == "cpu" else kinds[:d].count("gpu") for d in used}
-
-
 def first_device(plan: Plan, graph: Graph) -> int:
     """The device of the model's first forward op."""
     return int(plan.placement[placed_ops(graph)[0]])
-
-
-def _check_tied(plan: Plan, graph: Graph, homes: Mapping[str, int], top: Module) -> None:
-    """Raise for a parameter or buffer that modules on different devices read or hold."""
-    places: dict[int, dict[int, str]] = {}  # source op -> {device: what reads or holds it there}
-    for op in np.flatnonzero(graph.is_source).tolist():
-        of_op = places[op] = {}
-        if graph.kinds[op] in HELD:
-            for reader in forward_readers(graph, op):
-                home = home_of(graph.modules[reader], homes)
-                if home is not None:
-                    of_op.setdefault(home, f"read by {graph.modules[reader]!r}")
-    holders = [(name, op) for module in top.walk() for name, op in module.held.items()]
-    names_of = Counter(op for _, op in holders)
-    for name, op in holders:
-        # The outermost module may hand its own tensor to one that reads it elsewhere.
-        if names_of[op] > 1 and (home := home_of(name, homes)) is not None:
-            places[op].setdefault(home, f"held as {name!r}")
-    for op, of_op in places.items():
-        if len(of_op) > 1:
-            (first, a), (second, b) = sorted(of_op.items())[:2]
-            names = plan.machine.device_names
-            raise ExportError(
-                FORMAT,
-                f"{graph.kinds[op]} {graph.names[op]!r}",
-                f"is {a} on {names[first]} and {b} on {names[second]}, and accelerate keeps a tied "
-                "tensor on one device; pin both modules to one device",
-            )
 
 
 # What accelerate makes of a map. A *place* is a device where a plan is exported, and a set of ops
@@ -261,11 +254,9 @@ def _follow(
 
 def home_of(path: str, homes: Mapping[str, Home]) -> Home | None:
     """The device of the innermost listed module around a path; None if there is none."""
-    while path:
-        if path in homes:
-            return homes[path]
+    while path and path not in homes:
         path = path.rpartition(".")[0]
-    return None
+    return homes.get(path)
 
 
 _MAIN = -1

@@ -61,13 +61,42 @@ def dispatch(
     follow the plan, and `UsageError` for a device that is not there, for a map that leaves a tensor
     out or names what the model lacks, and for weights on the meta device, which cannot be moved.
     """
+    # Path -> torch device, and the device that the model's inputs go to.
     if isinstance(plan, Plan):
-        homes, main = _of_plan(plan, graph_behind(plan, graph, FORMAT), devices)
+        graph = graph_behind(plan, graph, FORMAT)
+        check_one_replica(graph, FORMAT)
+        module_homes, first = module_devices(plan, graph, lends=True), first_device(plan, graph)
+        if set(module_homes) != {""}:
+            check_glue(plan, graph, module_homes, first, FORMAT)
+        kinds = [device.kind for device in plan.machine.devices]
+        real: dict[int, torch.device] = {}
+        for device in sorted({*module_homes.values(), first}):
+            name = plan.machine.device_names[device]
+            if devices is not None and name not in devices:
+                raise UsageError("devices", f"does not say which torch device {name} is")
+            usual = kinds[:device].count("gpu") if kinds[device] == "gpu" else "cpu"
+            real[device] = _torch_device(usual if devices is None else devices[name], name)
+        homes = {path: real[device] for path, device in module_homes.items()}
+        main = real[first]
     else:
-        homes, main = _of_map(plan)
+        if not plan:
+            raise UsageError("plan", "is an empty device map; give a device for every module")
+        homes = {path: _torch_device(given, f"module {path!r}") for path, given in plan.items()}
+        on = plan.main_device if isinstance(plan, DeviceMap) else next(iter(plan.values()))
+        main = _torch_device(on, "the main device")
     modules = dict(model.named_modules())
     _check_paths(model, homes)
-    placed = _list_tensors(modules, homes)
+    # (tensor, device of its module, (module, name)) of all tensors, in the model's order.
+    placed: list[tuple[Tensor, torch.device, Owner]] = []
+    for path, module in modules.items():
+        for name, tensor in _own_tensors(module).items():
+            full = f"{path}.{name}" if path else name
+            home = homes.get(full) or home_of(path, homes)
+            if home is None:
+                raise UsageError("plan", f"has no device for {full!r} of the model")
+            if tensor.is_meta and home.type != "meta":
+                raise UsageError("model", f"holds {full!r} on the meta device; load its weights")
+            placed.append((tensor, home, (module, name)))
     undispatch(model)
     handles: list[Any] = []
     for borrowed in _move(placed):
@@ -75,9 +104,9 @@ def dispatch(
         handles.append(borrowed.module.register_forward_hook(borrowed.give_back, always_call=True))
     skipped = frozenset(getattr(model, "_skip_keys_device_placement", None) or ())
     for path, module in modules.items():
-        home = _home(path, homes) or (None if path else main)
-        if home is not None:
-            entry = _ArgumentMover(home, skipped)
+        entered = home_of(path, homes) or (None if path else main)
+        if entered is not None:
+            entry = _ArgumentMover(entered, skipped)
             handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
     # Prepended after the model's own entry, so that it comes before it.
     handles.append(model.register_forward_pre_hook(_begin, prepend=True))
@@ -95,35 +124,6 @@ def undispatch(model: Network) -> Network:
         handle.remove()
         model.__dict__.pop("hf_device_map", None)
     return model
-
-
-def _of_plan(
-    plan: Plan, graph: Graph, devices: Mapping[str, Name] | None
-) -> tuple[dict[str, "torch.device"], "torch.device"]:
-    """(path -> torch device, the device that the model's inputs go to), from a plan."""
-    check_one_replica(graph, FORMAT)
-    module_homes, main = module_devices(plan, graph, lends=True), first_device(plan, graph)
-    if set(module_homes) != {""}:
-        check_glue(plan, graph, module_homes, main, FORMAT)
-    kinds = [device.kind for device in plan.machine.devices]
-    real: dict[int, torch.device] = {}
-    for device in sorted({*module_homes.values(), main}):
-        name = plan.machine.device_names[device]
-        if devices is not None and name not in devices:
-            raise UsageError("devices", f"does not say which torch device {name} is")
-        usual = kinds[:device].count("gpu") if kinds[device] == "gpu" else "cpu"
-        real[device] = _torch_device(usual if devices is None else devices[name], name)
-    return {path: real[device] for path, device in module_homes.items()}, real[main]
-
-
-def _of_map(
-    given: Mapping[str, int | str],
-) -> tuple[dict[str, "torch.device"], "torch.device"]:
-    if not given:
-        raise UsageError("plan", "is an empty device map; give a device for every module")
-    homes = {path: _torch_device(device, f"module {path!r}") for path, device in given.items()}
-    main = given.main_device if isinstance(given, DeviceMap) else next(iter(given.values()))
-    return homes, _torch_device(main, "the main device")
 
 
 def _torch_device(given: Name, what: str) -> "torch.device":
@@ -150,11 +150,6 @@ def _torch_device(given: Name, what: str) -> "torch.device":
     return torch.device("cuda", index)
 
 
-def _home(path: str, homes: Mapping[str, "torch.device"]) -> "torch.device | None":
-    """The device of a module; None if its children are on several."""
-    return home_of(path, homes) or homes.get("")
-
-
 def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> None:
     """Raise `UsageError` for a path that the model does not have, and `ExportError` for one module
     under two paths on two devices."""
@@ -164,7 +159,7 @@ def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> Non
         paths.add(path)
         paths.update(f"{path}.{name}" if path else name for name in _own_tensors(module))
         other = first.setdefault(id(module), path)
-        if _home(path, homes) != _home(other, homes):
+        if home_of(path, homes) != home_of(other, homes):
             raise ExportError(
                 FORMAT,
                 f"module {path!r}",
@@ -182,26 +177,11 @@ def _own_tensors(module: "nn.Module") -> dict[str, "Tensor"]:
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
-def _list_tensors(
-    modules: Mapping[str, "nn.Module"], homes: Mapping[str, "torch.device"]
-) -> list[tuple["Tensor", "torch.device", Owner]]:
-    """(tensor, device of its module, (module, name)) of all tensors, in the model's order."""
-    placed: list[tuple[Tensor, torch.device, Owner]] = []
-    for path, module in modules.items():
-        for name, tensor in _own_tensors(module).items():
-            full = f"{path}.{name}" if path else name
-            home = homes.get(full) or _home(path, homes)
-            if home is None:
-                raise UsageError("plan", f"has no device for {full!r} of the model")
-            if tensor.is_meta and home.type != "meta":
-                raise UsageError("model", f"holds {full!r} on the meta device; load its weights")
-            placed.append((tensor, home, (module, name)))
-    return placed
-
-
 def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_LentTensor"]:
     """Move every tensor to its first owner's device; return what other owners borrow."""
     import torch
+
+    from dovetail.runtime.torch_versions import can_take_data_of
 
     owners: dict[int, list[tuple[Tensor, torch.device, Owner]]] = {}
     for entry in placed:
@@ -210,32 +190,25 @@ def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Le
     for shared in owners.values():
         tensor, home, _ = shared[0]
         if tensor.device != home:
-            tensor = _move_in_place(tensor, home, [owner for _, _, owner in shared])
+            data = tensor.detach().to(home)
+            # It stays the same tensor, unless its type forbids that: then a new one is in its
+            # place.
+            if can_take_data_of(tensor, data):
+                gradient = tensor.grad
+                tensor.grad = None  # a gradient on another device than its tensor is refused
+                tensor.data = data
+                if gradient is not None:
+                    tensor.grad = gradient.detach().to(home)
+            else:
+                if isinstance(tensor, torch.nn.Parameter):
+                    data = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+                for _, _, (module, name) in shared:
+                    setattr(module, name, data)
+                tensor = data
         borrowed += [
             _LentTensor(*owner, tensor, device) for _, device, owner in shared if device != home
         ]
     return borrowed
-
-
-def _move_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner]) -> "Tensor":
-    """The same tensor with its data moved; if its type forbids that, a new one in its place."""
-    import torch
-
-    from dovetail.runtime.torch_versions import can_take_data_of
-
-    data = tensor.detach().to(home)
-    if can_take_data_of(tensor, data):
-        gradient = tensor.grad
-        tensor.grad = None  # a gradient on another device than its tensor is refused
-        tensor.data = data
-        if gradient is not None:
-            tensor.grad = gradient.detach().to(home)
-        return tensor
-    if isinstance(tensor, torch.nn.Parameter):
-        data = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
-    for module, name in owners:
-        setattr(module, name, data)
-    return data
 
 
 @dataclass
@@ -289,6 +262,8 @@ class _ArgumentMover:
 def _move_value(value: Any, device: "torch.device") -> Any:
     """A tensor, or those within lists, tuples and dicts, on the device; the same object where there
     is nothing to move. What other objects hold stays where it is."""
+    from copy import copy
+
     import torch
     from torch.nn.utils.rnn import PackedSequence
 
@@ -299,25 +274,21 @@ def _move_value(value: Any, device: "torch.device") -> Any:
         return value if value.data.device == device else value.to(device)  # type: ignore[arg-type]
     if isinstance(value, dict):
         items = {key: _move_value(item, device) for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in items) else _dict_like(value, items)
+        if all(items[key] is value[key] for key in items):
+            return value
+        if type(value) is dict:
+            return items
+        # A copy of the object, as its class' constructor may take anything.
+        alike = copy(value)
+        for key, item in items.items():
+            alike[key] = item
+        return alike
     if isinstance(value, list | tuple):
         parts = [_move_value(item, device) for item in value]
         if all(a is b for a, b in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
-
-
-def _dict_like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """`items` in a dict of the class of `value`, whatever its constructor takes."""
-    from copy import copy
-
-    if type(value) is dict:
-        return items
-    alike = copy(value)
-    for key, item in items.items():
-        alike[key] = item
-    return alike
 
 
 @dataclass

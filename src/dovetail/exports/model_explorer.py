@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.graph import HOST, Graph, Phase
-from dovetail.graph.records import EVERYWHERE
-from dovetail.plans import Plan
+from dovetail.graph import EVERYWHERE, Graph, Phase
+from dovetail.plans import Plan, normalise
 from dovetail.units import format_bytes
 
 GRAPH = "graph"
@@ -37,23 +36,52 @@ COOL_TO_HOT = ({"stop": 0, "bgColor": "#fff7ec"}, {"stop": 1, "bgColor": "#b3000
 
 def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str, Any]:
     """File name -> JSON document. `colours` [devices] are given as #rrggbb."""
-    names = plan.machine.device_names
-    devices = _devices(plan, graph)
-    sent = _find_sends(plan, graph, devices)
+    names, placement = plan.machine.device_names, normalise(plan.placement, graph, plan.machine)
+    everywhere = graph.is_source & (graph.residences == EVERYWHERE)
+    # A source that is resident wherever it is read has the device of its first reader, and none if
+    # nothing reads it.
+    devices = {
+        op: device
+        for op, device in enumerate(placement.tolist())
+        if not everywhere[op] or any(len(graph.consumers_of(t)) for t in graph.outputs_of(op))
+    }
+    # (op, device, reader, tensor) of each tensor that is sent to a device, once for all that read
+    # it there. In inference, parameters are where they are read, and are not sent.
+    sent: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+    for reader in np.flatnonzero(~graph.is_source).tolist():
+        device = int(plan.placement[reader])
+        for tensor in graph.inputs_of(reader).tolist():
+            maker = int(graph.producers[tensor])
+            if not everywhere[maker] and devices.get(maker, device) != device:
+                sent.setdefault((tensor, device), (maker, device, reader, tensor))
+    carried: dict[int, int] = defaultdict(int)
+    pairs: dict[tuple[int, int], list[dict[str, str]]] = defaultdict(list)
+    for op, target, reader, tensor in sent.values():
+        size = int(graph.tensor_bytes[tensor])
+        carried[op] += size
+        edge = {"sourceNodeId": graph.names[op], "targetNodeId": graph.names[reader]}
+        pairs[devices[op], target].append({**edge, "label": format_bytes(size)})
+    # Edge overlays of what is sent, one for each pair of devices.
+    overlays = [
+        {
+            "name": f"{names[source]} to {names[target]}",
+            "edgeColor": colours[source],
+            "edges": edges,
+        }
+        for (source, target), edges in sorted(pairs.items())
+    ]
+    data = {"name": "sends between devices", "type": "edge_overlays", "overlays": overlays}
+    drawn = {
+        "id": GRAPH,
+        "nodes": [_node(graph, op, names, devices) for op in range(len(graph))],
+        "tasksData": {"edgeOverlaysDataListLeftPane": [data]} if overlays else {},
+    }
     seconds = plan.compute_seconds[np.arange(len(graph)), plan.placement]
     where = {op: {"value": names[d], "bgColor": colours[d]} for op, d in devices.items()}
     spent = {op: float(seconds[op]) for op in np.flatnonzero(~graph.is_source).tolist()}
     output_bytes = {
         op: sum(int(graph.tensor_bytes[t]) for t in graph.outputs_of(op))
         for op in range(len(graph))
-    }
-    carried: dict[int, int] = defaultdict(int)
-    for op, _, _, tensor in sent:
-        carried[op] += int(graph.tensor_bytes[tensor])
-    drawn = {
-        "id": GRAPH,
-        "nodes": [_node(graph, op, names, devices) for op in range(len(graph))],
-        "tasksData": _overlays(graph, names, colours, devices, sent),
     }
     heat = {"gradient": list(COOL_TO_HOT)}
     return {
@@ -65,41 +93,6 @@ def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str
     }
 
 
-def _devices(plan: Plan, graph: Graph) -> dict[int, int]:
-    """Op -> device. A source that is resident wherever it is read has that of its first reader.
-
-    Such a source that nothing reads has no device.
-    """
-    homes: dict[int, int] = {}
-    for op in range(len(graph)):
-        residence = int(graph.residences[op]) if graph.is_source[op] else op
-        if residence == HOST:
-            homes[op] = plan.machine.host_index
-        elif residence >= 0:
-            homes[op] = int(plan.placement[residence])
-        else:
-            readers = [int(r) for t in graph.outputs_of(op) for r in graph.consumers_of(t)]
-            if readers:
-                homes[op] = int(plan.placement[min(readers)])
-    return homes
-
-
-def _find_sends(
-    plan: Plan, graph: Graph, devices: dict[int, int]
-) -> list[tuple[int, int, int, int]]:
-    """(op, device, reader, tensor) of each tensor that is sent to a device, once for all that read
-    it there. In inference, parameters are where they are read, and are not sent."""
-    sent: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-    for reader in np.flatnonzero(~graph.is_source).tolist():
-        device = int(plan.placement[reader])
-        for tensor in graph.inputs_of(reader).tolist():
-            maker = int(graph.producers[tensor])
-            resident = graph.is_source[maker] and graph.residences[maker] == EVERYWHERE
-            if not resident and devices.get(maker, device) != device:
-                sent.setdefault((tensor, device), (maker, device, reader, tensor))
-    return list(sent.values())
-
-
 def _node(
     graph: Graph, op: int, names: Sequence[str], devices: Mapping[int, int]
 ) -> dict[str, Any]:
@@ -108,6 +101,7 @@ def _node(
         "device": names[devices[op]] if op in devices else "",
         "FLOPs": f"{int(graph.flops[op])}",
     }
+    makers = [(int(graph.producers[t]), t) for t in graph.inputs_of(op).tolist()]
     return {
         "id": graph.names[op],
         "label": graph.kinds[op].removeprefix("aten."),
@@ -115,13 +109,11 @@ def _node(
         "attrs": [{"key": key, "value": value} for key, value in facts.items() if value],
         "incomingEdges": [
             {
-                "sourceNodeId": graph.names[int(graph.producers[tensor])],
-                "sourceNodeOutputId": str(
-                    list(graph.outputs_of(int(graph.producers[tensor]))).index(tensor)
-                ),
+                "sourceNodeId": graph.names[maker],
+                "sourceNodeOutputId": str(list(graph.outputs_of(maker)).index(tensor)),
                 "targetNodeInputId": str(place),
             }
-            for place, tensor in enumerate(graph.inputs_of(op).tolist())
+            for place, (maker, tensor) in enumerate(makers)
         ],
         "outputsMetadata": [
             {
@@ -134,31 +126,6 @@ def _node(
             for place, t in enumerate(graph.outputs_of(op))
         ],
     }
-
-
-def _overlays(
-    graph: Graph,
-    names: Sequence[str],
-    colours: Sequence[str],
-    devices: Mapping[int, int],
-    sent: Sequence[tuple[int, int, int, int]],
-) -> dict[str, Any]:
-    """Edge overlays of what is sent, one for each pair of devices."""
-    pairs: dict[tuple[int, int], list[dict[str, str]]] = defaultdict(list)
-    for op, target, reader, tensor in sent:
-        edge = {"sourceNodeId": graph.names[op], "targetNodeId": graph.names[reader]}
-        label = format_bytes(int(graph.tensor_bytes[tensor]))
-        pairs[devices[op], target].append({**edge, "label": label})
-    overlays = [
-        {
-            "name": f"{names[source]} to {names[target]}",
-            "edgeColor": colours[source],
-            "edges": edges,
-        }
-        for (source, target), edges in sorted(pairs.items())
-    ]
-    data = {"name": "sends between devices", "type": "edge_overlays", "overlays": overlays}
-    return {"edgeOverlaysDataListLeftPane": [data]} if overlays else {}
 
 
 def _data(graph: Graph, name: str, values: Mapping[int, Any], **options: Any) -> dict[str, Any]:

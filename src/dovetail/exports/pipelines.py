@@ -35,7 +35,7 @@ from dovetail.exports.modules import (
     module_tree,
 )
 from dovetail.exports.split_points import stage_units
-from dovetail.graph import Graph, Phase
+from dovetail.graph import Graph
 from dovetail.graph.units import Units
 from dovetail.plans import Plan, planned_graph
 
@@ -198,7 +198,19 @@ def _stages(plan: Plan, graph: Graph, format: str) -> list[list[_KeptModule]]:
     """The parts of each stage, in the order of the calls."""
     graph = planned_graph(plan, graph)
     check_one_replica(graph, format)
-    parts = _parts(plan, graph, format)
+    found: list[tuple[int, _KeptModule]] = []
+    for module, within in _kept_modules(graph):
+        places = {int(plan.placement[op]) for op in module.all_ops}
+        if len(places) > 1:
+            names = " and ".join(plan.machine.device_names[d] for d in sorted(places))
+            raise ExportError(
+                format,
+                f"module {module.path!r}",
+                f"is split over {names}; plan with --for torchtitan, or keep it whole with --whole "
+                f"{module.path!r}",
+            )
+        found.append((module.all_ops[0], _KeptModule(module.path, within, places.pop())))
+    parts = [part for _, part in sorted(found, key=lambda pair: pair[0])]
     stages = [list(stage) for _, stage in groupby(parts, key=lambda part: part.device)]
     micro_batches = plan.micro_batches
     if micro_batches is not None and format == TORCHTITAN:
@@ -221,22 +233,6 @@ def _stages(plan: Plan, graph: Graph, format: str) -> list[list[_KeptModule]]:
     return stages
 
 
-def _parts(plan: Plan, graph: Graph, format: str) -> list[_KeptModule]:
-    found: list[tuple[int, _KeptModule]] = []
-    for module, within in _kept_modules(graph):
-        devices = {int(plan.placement[op]) for op in module.all_ops}
-        if len(devices) > 1:
-            names = " and ".join(plan.machine.device_names[d] for d in sorted(devices))
-            raise ExportError(
-                format,
-                f"module {module.path!r}",
-                f"is split over {names}; plan with --for torchtitan, or keep it whole with --whole "
-                f"{module.path!r}",
-            )
-        found.append((module.all_ops[0], _KeptModule(module.path, within, devices.pop())))
-    return [part for _, part in sorted(found, key=lambda pair: pair[0])]
-
-
 def _kept_modules(graph: Graph) -> Iterator[tuple[Module, str]]:
     """(a module that is kept whole, the list that it is in or "") of each that runs ops."""
     for child in module_tree(graph).children.values():
@@ -255,9 +251,8 @@ def _check_tied(plan: Plan, graph: Graph, within: str, format: str) -> None:
             continue
         readers = {
             int(plan.placement[reader])
-            for tensor in graph.outputs_of(op)
-            for reader in graph.consumers_of(tensor).tolist()
-            if graph.phases[reader] == Phase.FORWARD and graph.modules[reader].startswith(within)
+            for reader in forward_readers(graph, op)
+            if graph.modules[reader].startswith(within)
         }
         if len(readers) > 1:
             names = " and ".join(plan.machine.device_names[d] for d in sorted(readers))

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
-from dovetail.exports.device_map import module_units
-from dovetail.exports.pipelines import torchtitan_units
-from dovetail.exports.split_points import stage_units
+from dovetail.exports.device_map import device_map, module_units
+from dovetail.exports.pipelines import torchtitan, torchtitan_units
+from dovetail.exports.split_points import split_points, stage_units
 from dovetail.graph import Graph
 from dovetail.graph.units import Units
 from dovetail.machine import Machine
+from dovetail.plans import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ def rules_for(
     Raises `UsageError` for an unknown format, and `ExportError` for a graph of towers.
     """
     check_format(format)
-    return FORMATS[format](graph, machine, whole, aliases or {})
+    return FORMATS[format].rules(graph, machine, whole, aliases or {})
 
 
 def check_format(format: str) -> None:
@@ -72,30 +74,36 @@ def _device_map_rules(
     return FormatRules(units, main, None, named)
 
 
-def _split_points_rules(
-    graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
+def _chain_rules(
+    find_units: Callable[[Graph, Sequence[str]], Units],
+    graph: Graph,
+    machine: Machine,
+    whole: Sequence[str],
+    _aliases: Mapping[str, str],
 ) -> FormatRules:
-    return _chain_rules(stage_units(graph, whole), graph, machine)
-
-
-def _torchtitan_rules(
-    graph: Graph, machine: Machine, whole: Sequence[str], _aliases: Mapping[str, str]
-) -> FormatRules:
-    return _chain_rules(torchtitan_units(graph, whole), graph, machine)
-
-
-def _chain_rules(units: Units, graph: Graph, machine: Machine) -> FormatRules:
+    units = find_units(graph, whole)
     no_op = np.zeros(len(graph), dtype=bool)
     all_devices = np.ones(len(machine.devices), dtype=bool)
     return FormatRules(units, no_op, units.of_op, all_devices)
 
 
-MakeRules = Callable[[Graph, Machine, Sequence[str], Mapping[str, str]], FormatRules]
-FORMATS: dict[str, MakeRules] = {
-    "device-map": _device_map_rules,
-    "split-points": _split_points_rules,
-    "torchtitan": _torchtitan_rules,
+@dataclass(frozen=True)
+class Format:
+    """A format that a plan can be made for.
+
+    rules    (graph, machine, modules to keep whole, aliases) -> its rules
+    export   (plan, graph) -> the plan in that format. It raises an error if the format cannot say
+             the plan
+    """
+
+    rules: Callable[[Graph, Machine, Sequence[str], Mapping[str, str]], FormatRules]
+    export: Callable[[Plan, Graph], object]
+
+
+FORMATS = {
+    "device-map": Format(_device_map_rules, device_map),
+    "split-points": Format(partial(_chain_rules, stage_units), split_points),
+    "torchtitan": Format(partial(_chain_rules, torchtitan_units), torchtitan),
 }
-"""Name of a format -> what gives its rules for a graph, a machine and the modules to keep whole."""
 LATER = ("megatron", "vllm")
 """Formats that are not built yet: they are refused by name."""

@@ -13,7 +13,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.errors import ExportError
 from dovetail.exports.modules import check_one_replica, forward_ops, module_tree
@@ -49,11 +48,20 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
         op, device = ops[start], int(plan.placement[ops[start]])
         name = plan.machine.device_names[device]
         if device in devices_begun and plan.micro_batches is None:
+            advice = "plan with objective load and contiguous"
+            if plan.contiguous:
+                # Such a plan may still split the branches of a module, which the model calls one
+                # after the other.
+                paths = [graph.modules[o].split(".") for o in (ops[start - 1], op)]
+                pairs = zip(*paths, strict=False)
+                shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+                where = f"module {'.'.join(shared)!r}" if any(shared) else "its branches"
+                advice = f"pin {where} to one device"
             raise ExportError(
                 FORMAT,
                 f"device {name}",
                 f"comes back at op {graph.names[op]!r}: in the order of the forward ops its part "
-                f"is not contiguous; {_advice(plan, graph, ops[start - 1], op)}",
+                f"is not contiguous; {advice}",
             )
         devices_begun.add(device)
         if op not in begins:
@@ -69,17 +77,6 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
         says = "has two stages in a row on one device; plan with --for split-points"
         raise ExportError(FORMAT, "the pipeline", says)
     return points
-
-
-def _advice(plan: Plan, graph: Graph, before: int, op: int) -> str:
-    """What to do about a device that comes back at `op`, just after `before`. A contiguous plan may
-    still split the branches of a module, which the model calls one after the other."""
-    if not plan.contiguous:
-        return "plan with objective load and contiguous"
-    paths = [graph.modules[o].split(".") for o in (before, op)]
-    shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False))]
-    where = f"module {'.'.join(shared)!r}" if any(shared) else "its branches"
-    return f"pin {where} to one device"
 
 
 def _begins(graph: Graph) -> dict[int, str]:
@@ -132,14 +129,9 @@ def stage_units(
         elif graph.phases[op] == Phase.BACKWARD:
             units[op] = max((units[graph.producers[t]] for t in graph.inputs_of(op)), default=-1)
         else:
-            units[op] = _reader_unit(graph, op, units)
+            reads = graph.inputs_of(op)
+            updated = reads[graph.is_source[graph.producers[reads]]].tolist()
+            readers = [r for t in updated for r in graph.consumers_of(t).tolist()]
+            forward = [r for r in readers if graph.phases[r] == Phase.FORWARD]
+            units[op] = units[min(forward)] if forward else -1
     return Units(units, np.zeros((0, 2), dtype=np.int32))
-
-
-def _reader_unit(graph: Graph, update: int, units: NDArray[np.int32]) -> int:
-    """The unit of the first forward op that reads what an update writes; -1: none does."""
-    reads = graph.inputs_of(update)
-    written = reads[graph.is_source[graph.producers[reads]]].tolist()
-    readers = [r for t in written for r in graph.consumers_of(t).tolist()]
-    forward = [r for r in readers if graph.phases[r] == Phase.FORWARD]
-    return int(units[min(forward)]) if forward else -1

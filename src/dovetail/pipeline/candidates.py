@@ -7,8 +7,10 @@
     with channels last, ...     `auto` on cores here     captured again in another form
     here                        the text here/n          the best of these, on all cores as one
 
-All have one budget together (`BudgetShares`). What the step takes in compiled code, and what its
-user would run without a plan, is known only where it is measured: see `planning`.
+Each is found by one search: of places (`searching`), of places and stages together (`staging`), or
+of a pipeline's stages (`pipelining`). All have one budget together (`BudgetShares`). What the step
+takes in compiled code, and what its user would run without a plan, is known only where it is
+measured: see `planning`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from dovetail.frontends import Captured
 from dovetail.graph import Phase
 from dovetail.graph.kernels import CONVOLUTION
 from dovetail.graph.source import Transform
-from dovetail.machine import Machine, names_here, parse_machine
+from dovetail.machine import Machine, names_here
 from dovetail.pipeline.pipelining import computing_devices, plan_pipeline, towers_devices
 from dovetail.pipeline.requests import AUTO, PlanRequest
 from dovetail.pipeline.searching import has_gpus, prefixed, search_to_fit
@@ -51,7 +53,8 @@ class Candidate:
 
     name      what rows and notes call it
     request   makes the request that is searched. It may capture the step again, and raise
-    search    finds the plan of that request
+    search    finds the plan of that request: its ops are placed, or it is cut into a pipeline's
+              stages
     parts     the number of parts of the batch: of nearly equal plans that with fewest is taken
     rival     it stands beside the best of the others, and is not among them
     """
@@ -151,8 +154,7 @@ class Tried:
                 value = "does not fit" if plan is None else format_seconds(plan.value)
                 failed = self.failures.get(name)
                 texts.append(f"{name} {value}" if failed is None else f"{name}: {failed}")
-            note = f"the step as predicted: {', '.join(texts)}"
-            return replace(chosen, notes=(*chosen.notes, note))
+            return chosen.noted(f"the step as predicted: {', '.join(texts)}")
         plans = [plan for name in among if (plan := self.plan(name)) is not None]
         weakest = min(plans, key=lambda plan: plan.lower_bound)
         rows = {
@@ -167,17 +169,13 @@ class Tried:
                 f"the batch is shared by {best}: loss and gradients are the means of its {parts} "
                 "parts"
             )
+        is_own = weakest is self.plans[best]
         return replace(
             chosen,
             baselines={**chosen.baselines, **rows},
             lower_bound=weakest.lower_bound,
-            bound_proof=(
-                chosen.bound_proof
-                if weakest is self.plans[best]
-                else "every way to share the batch"
-            ),
-            notes=(*chosen.notes, *notes),
-        )
+            bound_proof=chosen.bound_proof if is_own else "every way to share the batch",
+        ).noted(*notes)
 
 
 def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
@@ -196,18 +194,21 @@ def as_it_is(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
     """Yield the step as it was captured, or as one micro-batch of a pipeline."""
     if request.replicas:
         return
-    if request.resolved_objective == "pipeline":
+    if request.is_pipeline:
         yield Candidate("pipeline", lambda: request, plan_pipeline)
         return
     first = replace(request, budget=BudgetShares.of(request).first)
-    yield Candidate(AS_IT_IS, lambda: first)
+    yield Candidate(AS_IT_IS, lambda: first, _search_of(request))
 
 
-def machine_asked(request: PlanRequest) -> Machine:
-    """The machine that the request names, without the rates that are measured."""
-    if isinstance(request.machine, str):
-        return parse_machine(request.machine or HERE)
-    return request.machine
+def _search_of(request: PlanRequest) -> Callable[[PlanRequest, TellProgress], Plan]:
+    """What places the ops of a request, and chooses stages with their places if it asks for
+    them."""
+    if not request.stages:
+        return search_to_fit
+    from dovetail.pipeline.staging import with_stages
+
+    return partial(search_to_fit, choose_stages=with_stages)
 
 
 def is_here(request: PlanRequest) -> bool:
@@ -245,7 +246,7 @@ def searches_as_compiled(request: PlanRequest) -> bool:
         by_auto
         and isinstance(step, Captured)
         and is_here(request)
-        and len(machine_asked(request).devices) > 1
+        and len(request.asked_machine.devices) > 1
         and request.compile_seconds > 0
         and request.resolved_objective == "step"
         and not (request.stages or request.format)
@@ -263,7 +264,7 @@ def forms_of(request: PlanRequest) -> dict[str, Form]:
     the other forms are of kernels of CPUs. Plans with stages, for a format and of a given placement
     are of the step as it was captured.
     """
-    step, machine = request.step, machine_asked(request)
+    step, machine = request.step, request.asked_machine
     by_auto = request.placer == "auto" and request.method is None and not request.contiguous
     given = request.stages or request.format or request.place is not None or request.per_op
     if (
@@ -376,7 +377,7 @@ def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
         return
     step = request.planned_step
     assert isinstance(step, Captured), "the request has checked that"
-    machine, batch = machine_asked(request), batch_of(step)
+    machine, batch = request.asked_machine, batch_of(step)
     waiting = list(sharings(step, batch, machine))
     most_towers = waiting[-1].towers
     if len(waiting) > 1:
@@ -387,7 +388,14 @@ def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     while waiting:
         sharing = named.setdefault(str(waiting[0]), waiting.pop(0))
         yield _sharing_candidate(request, step, sharing, share)
-        if sharing == Sharing(most_towers) and not _fits_alone(tried.plan(str(sharing))):
+        if sharing != Sharing(most_towers):
+            continue
+        # Where forward ops do not fit on the GPUs, if there are some, each part is made smaller.
+        plan, fits = tried.plan(str(sharing)), False
+        if plan is not None and plan.graph is not None:
+            forward = plan.graph.phases == Phase.FORWARD
+            fits = bool(np.isin(plan.placement[forward], computing_devices(plan.machine)).all())
+        if not fits:
             counts = [count for count in ON_ONE_DEVICE if batch % (most_towers * count) == 0]
             waiting += [Sharing(most_towers, count) for count in counts]
     best = named[tried.best(request.resolved_gain)]
@@ -425,25 +433,17 @@ def _sharing_candidate(
     return Candidate(str(sharing), piped, search, sharing.parts)
 
 
-def _fits_alone(plan: Plan | None) -> bool:
-    """True for a plan whose forward ops are on GPUs where there are some."""
-    if plan is None or plan.graph is None:
-        return False
-    forward = plan.graph.phases == Phase.FORWARD
-    return bool(np.isin(plan.placement[forward], computing_devices(plan.machine)).all())
-
-
 # --- All cores as one device ---
 
 
 def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield the rival of a plan on several devices of cores: the same step on all cores as one
     device. Pins and caps name the devices, so then there is none."""
-    machine = machine_asked(request)
+    machine = request.asked_machine
     named = request.pins or request.caps
     if named or not is_here(request) or len(machine.devices) == 1 or has_gpus(machine):
         return
-    if not request.replicas and request.resolved_objective == "pipeline":
+    if request.is_pipeline:
         return
     best = tried.best(request.resolved_gain)
     if tried.candidates[best].parts > 1:
@@ -463,6 +463,7 @@ def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
             stages=asked.stages,
             model=asked.model,
         ),
+        _search_of(asked),
         rival=True,
     )
 

@@ -4,14 +4,13 @@ rank of host a ── here ──┐
 rank of host b ── here ──┴─► devices a/cpu0, b/cpu0 ── pings between all ranks ──► machine
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 
 from dovetail.costs.measured import fit_link
 from dovetail.errors import UsageError
 from dovetail.executors.hosts import deal, measure_links
-from dovetail.machine import Device, Link, Machine, names_here
+from dovetail.machine import Link, Machine, names_here
 from dovetail.machine.files import machine_from_dict, machine_to_dict
 from dovetail.pipeline.sources import Notes, TellProgress, resolve_machine, silent
 from dovetail.runtime.ranks import Ranks
@@ -45,16 +44,33 @@ def machine_of_hosts(
     if beside[0] == ranks.rank:
         text = name if len(beside) == 1 else f"here/{len(beside)}"
         own = machine_to_dict(resolve_machine(text, progress, fresh=fresh, notes=notes))
-    parts = {
-        host: _part_of(machine_from_dict(raw), host)
-        for host, raw in zip(ranks.hosts, ranks.gather("machine", own), strict=True)
-        if raw is not None
-    }
+    parts: dict[str, Machine] = {}
+    for host, raw in zip(ranks.hosts, ranks.gather("machine", own), strict=True):
+        if raw is None:
+            continue
+        # Each host's name is on its devices and channels.
+        part = machine_from_dict(raw)
+        parts[host] = Machine(
+            host,
+            tuple(replace(d, name=f"{host}/{d.name}", host=host) for d in part.devices),
+            f"{host}/{part.host}",
+            tuple(
+                replace(
+                    link,
+                    source=f"{host}/{link.source}",
+                    destination=f"{host}/{link.destination}",
+                    channel=f"{host}/{link.channel}",
+                )
+                for link in part.links
+            ),
+        )
     progress("measuring the links between hosts", 0.0, None)
     hops = measure_links(ranks)
     devices = [device for part in parts.values() for device in part.devices]
     first = parts[ranks.hosts[0]]
-    joined = Machine("hosts", tuple(devices), first.host, tuple(_all_links(devices)))
+    # A link between each two devices, whose rates do not count yet.
+    every = (Link(a, b, 1.0, 0.0) for a, b in permutations([d.name for d in devices], 2))
+    joined = Machine("hosts", tuple(devices), first.host, tuple(every))
     rank_of = dict(zip(joined.device_names, deal(joined, ranks.hosts), strict=True))
     inside = {
         (link.source, link.destination): link
@@ -73,27 +89,3 @@ def machine_of_hosts(
                 Link(link.source, link.destination, **fit_link(hops[ends]), channel=channel)
             )
     return replace(joined, links=tuple(links))
-
-
-def _all_links(devices: Sequence[Device]) -> Iterator[Link]:
-    """A link between each two devices, whose rates do not count."""
-    for a, b in permutations([device.name for device in devices], 2):
-        yield Link(a, b, 1.0, 0.0)
-
-
-def _part_of(machine: Machine, host: str) -> Machine:
-    """The machine with its host's name on its devices and channels."""
-    return Machine(
-        host,
-        tuple(replace(d, name=f"{host}/{d.name}", host=host) for d in machine.devices),
-        f"{host}/{machine.host}",
-        tuple(
-            replace(
-                link,
-                source=f"{host}/{link.source}",
-                destination=f"{host}/{link.destination}",
-                channel=f"{host}/{link.channel}",
-            )
-            for link in machine.links
-        ),
-    )

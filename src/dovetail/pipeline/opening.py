@@ -4,7 +4,7 @@ file ──► plan ──► step, of the MODEL that the plan or the user names
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
@@ -21,8 +21,7 @@ from dovetail.errors import (
     UnplacedOpError,
     UsageError,
 )
-from dovetail.exports import device_map, split_points
-from dovetail.exports.pipelines import torchtitan
+from dovetail.exports.rules import FORMATS
 from dovetail.frontends import Captured
 from dovetail.frontends.transformers_configs import PREFIX
 from dovetail.graph import Graph
@@ -53,13 +52,6 @@ from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.timeline import Timeline
 from dovetail.transforms import Copies, SharedCopies, applied, duplicate
 
-EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
-    "device-map": device_map,
-    "split-points": split_points,
-    "torchtitan": torchtitan,
-}
-"""Maps each format that a plan can be made for to its export. The export raises an error if the
-format cannot say the plan."""
 BOUND_TOLERANCE = 1e-6
 """A promised bound may exceed the bound that is proven again by this share, because another version
 of the LP solver may return a slightly smaller one."""
@@ -91,9 +83,27 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
     if saved.made_for:
-        EXPORTED[saved.made_for](saved, graph)  # raises what the format cannot say
+        FORMATS[saved.made_for].export(saved, graph)  # raises what the format cannot say
+    # An instance has costs of its own, from which the plan must have been computed.
     if isinstance(step, Instance):
-        _check_costs(saved, step)
+        given, carried = step.costs, costs_in(saved)
+        carried.check(graph)
+        if carried.source != given.source:
+            raise PromiseError("costs that are", carried.source, given.source)
+        unlike = np.argwhere(carried.compute_seconds != given.compute_seconds)
+        if len(unlike):
+            op, device = unlike[0].tolist()
+            raise PromiseError(
+                f"seconds of op {graph.names[op]!r} on {saved.machine.device_names[device]}",
+                float(carried.compute_seconds[op, device]),
+                float(given.compute_seconds[op, device]),
+            )
+        mine, theirs = (costs.sends_of(graph) for costs in (carried, given))
+        if (mine != theirs).any():
+            tensor = int(np.flatnonzero(mine != theirs)[0])
+            name = graph.names[graph.producers[tensor]]
+            where = f"bytes sent of op {name!r}"
+            raise PromiseError(where, float(mine[tensor]), float(theirs[tensor]))
     verify(saved, graph)
     return replace(saved, graph=graph), step
 
@@ -111,31 +121,9 @@ def open_to_show(path: str | Path, model: str = "") -> tuple[Plan, Step]:
         return open_plan(path, model)
     check(saved, saved.graph)
     if saved.made_for:
-        EXPORTED[saved.made_for](saved, saved.graph)  # raises what the format cannot say
+        FORMATS[saved.made_for].export(saved, saved.graph)  # raises what the format cannot say
     verify(saved, saved.graph)
     return saved, saved.graph
-
-
-def _check_costs(plan: Plan, instance: Instance) -> None:
-    """Raise `PromiseError` if the plan was computed from other costs than the instance's."""
-    given, carried = instance.costs, costs_in(plan)
-    carried.check(instance.graph)
-    if carried.source != given.source:
-        raise PromiseError("costs that are", carried.source, given.source)
-    unlike = np.argwhere(carried.compute_seconds != given.compute_seconds)
-    if len(unlike):
-        op, device = unlike[0].tolist()
-        where = f"seconds of op {instance.graph.names[op]!r} on {plan.machine.device_names[device]}"
-        raise PromiseError(
-            where,
-            float(carried.compute_seconds[op, device]),
-            float(given.compute_seconds[op, device]),
-        )
-    mine, theirs = (costs.sends_of(instance.graph) for costs in (carried, given))
-    if (mine != theirs).any():
-        tensor = int(np.flatnonzero(mine != theirs)[0])
-        name = instance.graph.names[instance.graph.producers[tensor]]
-        raise PromiseError(f"bytes sent of op {name!r}", float(mine[tensor]), float(theirs[tensor]))
 
 
 def verify(plan: Plan, graph: Graph) -> None:
@@ -248,41 +236,32 @@ def bound_of(
 ) -> LowerBound:
     """A lower bound that holds for every plan that the pins and caps permit.
 
-    It also holds for plans that split groups, and whichever shared computations a plan copies.
-    """
-    graph, costs = without_shared(graph, costs)
-    allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
-    return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
-
-
-def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
-    """(graph, costs), changed so that ops with copies cost nothing and no other op waits for them.
-
-    A lower bound of this graph holds for every choice of copies. If nothing has copies, both are
-    returned as they were given.
+    It also holds for plans that split groups, and whichever shared computations a plan copies: ops
+    with copies cost nothing for it, and no other op waits for them.
     """
     origins = origins_in(graph)
     copies = np.flatnonzero(origins != np.arange(len(graph)))
-    if not len(copies):
-        return graph, costs
-    shared = np.zeros(len(graph), dtype=bool)
-    shared[copies] = shared[origins[copies]] = True
-    # A view is free as well if its base is: it lives wherever its base does.
-    for tensor in np.flatnonzero(graph.bases >= 0).tolist():
-        if shared[graph.producers[graph.bases[tensor]]]:
-            shared[graph.producers[tensor]] = True
-    # Edges from shared ops to others are cut. Edges among shared ops stay; they cost nothing.
-    kept = ~shared[graph.producers[graph.input_tensors]] | shared[graph.readers]
-    counts = np.bincount(graph.readers[kept], minlength=len(graph))
-    seconds = np.where(
-        shared[:, None] & np.isfinite(costs.compute_seconds), 0.0, costs.compute_seconds
-    )
-    loose = replace(
-        graph,
-        input_offsets=np.concatenate([[0], np.cumsum(counts)]),
-        input_tensors=graph.input_tensors[kept],
-    )
-    return loose, replace(costs, compute_seconds=seconds)
+    if len(copies):
+        shared = np.zeros(len(graph), dtype=bool)
+        shared[copies] = shared[origins[copies]] = True
+        # A view is free as well if its base is: it lives wherever its base does.
+        for tensor in np.flatnonzero(graph.bases >= 0).tolist():
+            if shared[graph.producers[graph.bases[tensor]]]:
+                shared[graph.producers[tensor]] = True
+        seconds = np.where(
+            shared[:, None] & np.isfinite(costs.compute_seconds), 0.0, costs.compute_seconds
+        )
+        costs = replace(costs, compute_seconds=seconds)
+        # Edges from shared ops to others are cut. Edges among shared ops stay; they cost nothing.
+        kept = ~shared[graph.producers[graph.input_tensors]] | shared[graph.readers]
+        counts = np.bincount(graph.readers[kept], minlength=len(graph))
+        graph = replace(
+            graph,
+            input_offsets=np.concatenate([[0], np.cumsum(counts)]),
+            input_tensors=graph.input_tensors[kept],
+        )
+    allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
+    return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
 
 
 def check_machine(machine: Machine) -> None:
@@ -336,7 +315,29 @@ def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
     graph = step if isinstance(step, Graph) else step.graph
     if len(set(plan.placement[~graph.is_source].tolist())) < 2:
         return plan
-    copies = _worth_it(plan, graph, shareable(graph) & ~fixed)
+    # The copies that are computed on a device in no more time than they are sent there, one entry
+    # for each such device.
+    copies = []
+    may, devices = shareable(graph) & ~fixed, plan.placement
+    producers, readers = graph.producers[graph.input_tensors], graph.readers
+    away = may[producers] & (devices[producers] != devices[readers])
+    for device in np.unique(devices[readers[away]]).tolist():
+        read = away & (devices[readers] == device)
+        # What is read there, and its ancestors that may be copied.
+        seen: set[int] = set()
+        todo = np.unique(producers[read]).tolist()
+        while todo:
+            op = todo.pop()
+            if op not in seen:
+                seen.add(op)
+                before = graph.producers[graph.inputs_of(op)].tolist()
+                todo += [m for m in before if may[m] and devices[m] != device]
+        ops = sorted(seen)
+        seconds = float(plan.compute_seconds[ops, device].sum())
+        wanted = np.unique(graph.input_tensors[read])
+        if ops and seconds <= _sending_seconds(plan, graph, wanted, device):
+            of_copies = np.isin(producers, ops) & (devices[readers] == device)
+            copies.append(Copies(tuple(ops), tuple(np.unique(readers[of_copies]).tolist())))
     # The copies of all devices together are tried first. If they make the plan worse, those of each
     # device are tried by themselves, and the first that do not make it worse are taken.
     for some in [copies, *([one] for one in copies if len(copies) > 1)]:
@@ -346,63 +347,22 @@ def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
     return plan
 
 
-def _worth_it(plan: Plan, graph: Graph, may: NDArray[np.bool_]) -> list[Copies]:
-    """The copies that are computed on a device in no more time than they are sent there, one entry
-    for each such device."""
-    producers, devices = graph.producers[graph.input_tensors], plan.placement
-    away = may[producers] & (devices[producers] != devices[graph.readers])
-    found = []
-    for device in np.unique(devices[graph.readers[away]]).tolist():
-        read = away & (devices[graph.readers] == device)
-        wanted = np.unique(graph.input_tensors[read])
-        ops = _behind(graph, np.unique(producers[read]), may & (devices != device))
-        seconds = float(plan.compute_seconds[ops, device].sum())
-        if ops and seconds <= _sending_seconds(plan, graph, wanted, device):
-            of_copies = np.isin(producers, ops) & (devices[graph.readers] == device)
-            found.append(Copies(tuple(ops), tuple(np.unique(graph.readers[of_copies]).tolist())))
-    return found
-
-
-def _behind(graph: Graph, ops: NDArray[np.integer], may: NDArray[np.bool_]) -> list[int]:
-    """These ops and their ancestors that may be copied, ascending.
-
-    The search backwards stops at an op that may not be copied. `may` is [ops].
-    """
-    seen: set[int] = set()
-    todo = ops.tolist()
-    while todo:
-        op = todo.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        todo += [m for m in graph.producers[graph.inputs_of(op)].tolist() if may[m]]
-    return sorted(seen)
-
-
 def _sending_seconds(plan: Plan, graph: Graph, tensors: NDArray[np.integer], device: int) -> float:
-    """The seconds of sending these tensors to the device, one after the other."""
-    sizes = costs_in(plan).sends_of(graph)
-    total = 0.0
+    """The seconds of sending these tensors to the device, one after the other: each over the link,
+    or in two hops by way of the host if there is no link."""
+    machine, sizes, total = plan.machine, costs_in(plan).sends_of(graph), 0.0
     for tensor in tensors.tolist():
         source = int(plan.placement[graph.producers[tensor]])
-        total += _link_seconds(plan.machine, source, device, float(sizes[tensor]))
+        hops = [machine.link_index[source, device]]
+        if hops[0] < 0:
+            host = machine.host_index
+            hops = [machine.link_index[source, host], machine.link_index[host, device]]
+        links = [machine.links[int(hop)] for hop in hops]
+        total += sum(
+            link.latency_seconds + float(sizes[tensor]) / link.bandwidth_bytes_per_second
+            for link in links
+        )
     return total
-
-
-def _link_seconds(machine: Machine, source: int, destination: int, size_bytes: float) -> float:
-    """The seconds of one transfer: over the link, or in two hops by way of the host if there is no
-    link."""
-    link = int(machine.link_index[source, destination])
-    if link < 0:
-        host = machine.host_index
-        hops = [machine.link_index[source, host], machine.link_index[host, destination]]
-    else:
-        hops = [link]
-    return sum(
-        machine.links[int(hop)].latency_seconds
-        + size_bytes / machine.links[int(hop)].bandwidth_bytes_per_second
-        for hop in hops
-    )
 
 
 def _copied(plan: Plan, graph: Graph, copies: Sequence[Copies]) -> Plan:

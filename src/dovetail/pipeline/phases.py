@@ -59,7 +59,6 @@ from dovetail.pipeline.sources import (
     groups_of,
     machine_of,
     silent,
-    transforms_of,
     unsplit_modules,
 )
 from dovetail.placers import (
@@ -152,37 +151,125 @@ def plan_phases(
     for name in options:
         check_name("phases", name, OF_PHASES)
     request = PhasesRequest(steps, dict(weights or {}), PlanRequest(None, machine, **options))
-    return find_phases_plan(request, progress)
-
-
-def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) -> PhasesPlan:
-    """Find one placement for the phases of a request. See `plan_phases`."""
-    steps, weights, options = request.steps, request.weights, request.options
-    began = time.perf_counter()
-    budget, notes = Budget(*options.limits), Notes()
+    asked, began = request.options, time.perf_counter()
+    budget, notes = Budget(*asked.limits), Notes()
     # The machine may be probed for one step alone. The phase that runs most often is that step.
-    most_run = max(steps, key=lambda name: weights[name])
-    machine = machine_of(steps[most_run], options.machine, progress, notes)
-    costs = {name: costs_of(step, machine, progress, notes) for name, step in steps.items()}
-    result = _search(_joint_problem(request, machine, costs), budget, progress)
-    planning_seconds = time.perf_counter() - began
-    plans = {
-        name: replace(
-            plan,
-            min_gain=options.resolved_gain,
-            planning_seconds=planning_seconds,
-            interrupted=budget.interrupted,
-            notes=(*notes.texts, *steps[name].notes, *plan.notes),
-        )
-        for name, plan in result.plans.items()
+    most_run = max(steps, key=lambda name: request.weights[name])
+    where = machine_of(steps[most_run], asked.machine, progress, notes)
+    costs = {name: costs_of(step, where, progress, notes) for name, step in steps.items()}
+    joint = _joint_problem(request, where, costs)
+    phases, device_names = joint.phases, where.device_names
+
+    # Starts. [phases] of [blocks]: where each phase's own plan has the block; -1: the phase does
+    # not have it.
+    own_maps = []
+    for i, phase in enumerate(phases):
+        progress(f"planning {phase.name} by itself", i / len(phases), None)
+        share = STARTS_SHARE / len(phases)
+        outcome = _place(phase.problem, asked.placer, budget, share)
+        has_block = phase.reader_of >= 0
+        own_maps.append(np.where(has_block, outcome.placement[phase.reader_of], -1))
+    maps = {}
+    for phase, block_map in zip(phases, own_maps, strict=True):
+        # A block that the phase does not have is where the first phase that has it puts it.
+        for others_map in own_maps:
+            block_map = np.where(block_map < 0, others_map, block_map)
+        maps[f"{phase.name} by itself"] = joint.permitted(block_map)
+    for device in joint.computing_devices:
+        on_one = np.full(len(joint.blocks), device)
+        maps[f"all on {device_names[device]}"] = joint.permitted(on_one)
+    scores = joint.evaluate(np.stack(list(maps.values())))
+    # Of maps with equal scores, the first name in the alphabet is taken.
+    score, start = min(zip(scores, maps, strict=True))
+
+    # Climbing. The moves are tried in batches of `MAPS_AT_ONCE`. The best move of each batch is
+    # made if it improves the score, and the climb ends after a round of all moves without an
+    # improvement, or when its share of the budget is spent.
+    part = Budget(budget.seconds * CLIMB_SHARE, budget.evaluations * CLIMB_SHARE, budget.clock)
+    best, improved = maps[start], not budget.interrupted
+    with keeping_interrupts(part):
+        while improved and not part.exhausted:
+            improved = False
+            moves = [
+                (block, device)
+                for block in range(len(best))
+                for device in joint.computing_devices
+                if joint.allowed[block, device]
+            ]
+            for first in range(0, len(moves), MAPS_AT_ONCE):
+                if part.exhausted:
+                    break
+                batch = np.array(moves[first : first + MAPS_AT_ONCE])  # [moves, 2] block, device
+                moved = np.repeat(best[None], len(batch), axis=0)
+                moved[np.arange(len(batch)), batch[:, 0]] = batch[:, 1]
+                scores = joint.evaluate(moved)
+                part.charge(len(batch) * len(phases))
+                best_move = min(range(len(batch)), key=lambda i: scores[i])
+                if scores[best_move] < score:
+                    best, score, improved = moved[best_move], scores[best_move], True
+                progress("moving modules of all phases", part.fraction, score[1])
+    budget.interrupted = budget.interrupted or part.interrupted
+    maps[TOGETHER] = best
+
+    # Searches under maps. Under each every phase searches again for what the map leaves open.
+    share = UNDER_MAPS_SHARE / (len(maps) * len(phases))
+    outcomes: dict[str, dict[str, PlacerOutcome]] = {}
+    failure: InfeasibleError | None = None
+    for i, (name, block_map) in enumerate(maps.items()):
+        progress(f"planning all phases under one map: {name}", i / len(maps), None)
+        try:
+            outcomes[name] = {
+                phase.name: _place_under(phase, block_map, asked.placer, budget, share)
+                for phase in phases
+            }
+        except InfeasibleError as error:
+            failure = error
+    if not outcomes:
+        assert failure is not None, "there is at least one map"
+        raise failure
+    values = {
+        name: sum(phase.weight * of_phase[phase.name].value for phase in phases)
+        for name, of_phase in outcomes.items()
     }
-    return replace(result, plans=plans, interrupted=budget.interrupted)
+    # A map of one device is preferred unless the best one wins by more than the least gain that the
+    # user asks of several devices.
+    chosen = min(values, key=lambda name: values[name])
+    on_one_device = [name for name in values if len(set(maps[name].tolist())) == 1]
+    simplest = min(on_one_device, key=lambda name: values[name], default=chosen)
+    if values[chosen] > values[simplest] * (1 - asked.resolved_gain):
+        chosen = simplest
+    plans = {
+        phase.name: joint.plan(phase, maps[chosen], outcomes[chosen][phase.name])
+        for phase in phases
+    }
+    planning_seconds = time.perf_counter() - began
+    return PhasesPlan(
+        plans={
+            name: replace(
+                plan,
+                planning_seconds=planning_seconds,
+                interrupted=budget.interrupted,
+                notes=(*notes.texts, *steps[name].notes, *plan.notes),
+            )
+            for name, plan in plans.items()
+        },
+        weights={phase.name: phase.weight for phase in phases},
+        devices={
+            path: device_names[maps[chosen][block]]
+            for block, paths in enumerate(joint.blocks)
+            for path in paths
+        },
+        candidates={name: values.get(name) for name in maps},
+        chosen=chosen,
+        interrupted=budget.interrupted,
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
     """One phase in the joint search.
 
+    request       for the phase by itself
     held_block    [groups] the block whose parameters the group reads; -1: it reads none
     block_of      [groups] the block that places the group: its `held_block`, or the block of what
                   it reads
@@ -194,7 +281,7 @@ class _Phase:
     """
 
     name: str
-    step: Captured
+    request: PlanRequest
     weight: float
     problem: PlacementProblem
     simulator: Simulator
@@ -259,7 +346,6 @@ class _Joint:
     phases: tuple[_Phase, ...]
     blocks: tuple[tuple[str, ...], ...]
     allowed: NDArray[np.bool_]
-    options: PlanRequest
 
     def evaluate(self, maps: BlockMaps) -> list[tuple[float, float]]:
         """The score of each map: the bytes by which peaks exceed capacities, and the weighted
@@ -279,6 +365,42 @@ class _Joint:
         allowed = self.allowed[np.arange(len(block_map)), block_map]
         return np.where(allowed, block_map, self.allowed.argmax(axis=1)).astype(np.int32)
 
+    def plan(self, phase: _Phase, block_map: BlockMap, outcome: PlacerOutcome) -> Plan:
+        """The phase's plan, its modules pinned to the map."""
+        problem, names = phase.problem, self.machine.device_names
+        graph, costs, request = problem.graph, problem.costs, phase.request
+        block_pins = ((pattern, names[block_map[block]]) for pattern, block in phase.pins)
+        pins = (*request.pins, *block_pins)
+        # The plan is of this phase's graph, which lacks parameters that only other phases read.
+        # Caps leave their bytes free.
+        unread_bytes = phase.unread_on_devices(block_map)
+        caps = dict(request.caps)
+        for device in np.flatnonzero(unread_bytes).tolist():
+            caps[names[device]] = int(problem.capacities[device] - unread_bytes[device])
+        bound = bound_of(graph, self.machine, costs, "step", pins, tuple(caps.items()))
+        plan = to_plan(
+            request,
+            graph,
+            self.machine,
+            costs,
+            outcome.placement,
+            phase.simulator.timeline(outcome.placement),
+            placer=outcome.placer,
+            value=outcome.value,
+            lower_bound=bound.seconds,
+            bound_proof=bound.proof,
+            groups=problem.groups.count,
+            planning_seconds=outcome.seconds,
+            baselines=outcome.baselines,
+            found_seconds=outcome.found_seconds,
+            whole=phase.whole,
+            min_gain=request.resolved_gain,
+            notes=outcome.notes,
+        )
+        plan = replace(plan, pins=pins, caps=tuple(caps.items()))
+        fixed = fixed_ops(graph, self.machine, pins, phase.units)
+        return with_copies(plan, request.planned_step, fixed)
+
 
 def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs]) -> _Joint:
     """The joint search's problem. Raises `UsageError` for phases without parameters, and what
@@ -287,61 +409,99 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
     patterns = _patterns(steps, options.whole)
     modules = {name: matched_modules(step.graph, patterns[name]) for name, step in steps.items()}
     units = {name: units_of(step.graph, modules[name]) for name, step in steps.items()}
+    requests = {name: replace(options, step=step, whole=()) for name, step in steps.items()}
     problems = {
         name: problem_of(
-            replace(options, step=step, whole=()),
+            requests[name],
             machine,
             costs[name],
             GroupLevels(groups_of(step, units[name]), ()),
         )
         for name, step in steps.items()
     }
-    holders = {name: _holders(step.graph, modules[name]) for name, step in steps.items()}
+    # Phase -> each op that reads a parameter -> the path of the module that holds it: the outermost
+    # whole module around the op, or the op's own module if no whole one is around it.
+    holders: dict[str, dict[int, str]] = {name: {} for name in steps}
+    # Phase -> (holder, parameter) -> bytes, of each parameter that the phase reads.
+    read_bytes: dict[str, dict[tuple[str, str], int]] = {name: {} for name in steps}
+    for name, step in steps.items():
+        graph, whole = step.graph, set(modules[name])
+        for op, source in _reads(graph):
+            parts = graph.modules[op].split(".")
+            paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+            holder = next((path for path in paths if path in whole), graph.modules[op])
+            holders[name][op] = holder
+            size = int(graph.tensor_bytes[graph.outputs_of(source)[0]])
+            read_bytes[name][holder, graph.names[source]] = size
     every_holder = sorted({path for of_op in holders.values() for path in of_op.values()})
     if not every_holder:
         raise UsageError("phases", "no phase reads a parameter, so they share no placement")
-    block_of_holder = _blocks(every_holder, [(holders[name], problems[name][0]) for name in steps])
+    # Holders whose ops are in one group of some phase are one block, because a group is on one
+    # device. Blocks are the connected components of this relation over all phases. A loop at every
+    # holder, so that one that is tied to no other is a component, too.
+    index = {path: i for i, path in enumerate(every_holder)}
+    pairs = [(i, i) for i in range(len(every_holder))]
+    for name in steps:
+        first_of_group: dict[int, str] = {}
+        for op, path in holders[name].items():
+            first = first_of_group.setdefault(int(problems[name][0].groups.of_op[op]), path)
+            pairs.append((index[path], index[first]))
+    ends = np.array(pairs, dtype=np.int64).T
+    edges = coo_array(
+        (np.ones(len(pairs), np.int8), (ends[0], ends[1])), shape=(len(every_holder),) * 2
+    )
+    _, labels = connected_components(edges, directed=False)
+    block_of_holder: dict[str, int] = dict(zip(every_holder, labels.tolist(), strict=True))
     count = max(block_of_holder.values()) + 1
-    read_bytes = {name: _read_bytes(steps[name].graph, holders[name]) for name in steps}
     # The phases share one model, so a parameter is on its block's device in every phase, also in
     # those that do not read it.
     model_bytes: dict[tuple[str, str], int] = {}
     for of_phase in read_bytes.values():
         model_bytes |= of_phase
     parameter_bytes = {parameter: size for (_, parameter), size in model_bytes.items()}
-    index = {parameter: i for i, parameter in enumerate(parameter_bytes)}
+    parameter_index = {parameter: i for i, parameter in enumerate(parameter_bytes)}
 
     def indices(pairs: Iterable[tuple[str, str]]) -> NDArray[np.int64]:
-        rows = [(block_of_holder[path], index[parameter]) for path, parameter in pairs]
+        rows = [(block_of_holder[path], parameter_index[parameter]) for path, parameter in pairs]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
     allowed = np.ones((count, len(machine.devices)), dtype=bool)
     phases = []
     for name, step in steps.items():
         problem, simulator = problems[name]
+        graph, of_op = step.graph, problem.groups.of_op
         held_block = np.full(problem.groups.count, -1, dtype=np.int32)
         reader_of = np.full(count, -1, dtype=np.int32)
         pins: dict[str, int] = {}
         for op, path in holders[name].items():
             block = block_of_holder[path]
-            held_block[problem.groups.of_op[op]] = block
+            held_block[of_op[op]] = block
             reader_of[block] = op
             # A module that is not whole has other modules inside, which its path would pin as well.
             # So there each op is pinned by its own name.
-            pins[path if path in modules[name] else step.graph.names[op]] = block
+            pins[path if path in modules[name] else graph.names[op]] = block
         # A block may be only where all groups that hold it may be, in every phase.
         holding = held_block >= 0
         np.logical_and.at(allowed, held_block[holding], problem.allowed[holding])
+        # A group follows the block that it holds, else the block of the group whose output it reads
+        # first, else block 0. Ops are in topological order, so producers have their block before
+        # their readers ask for it.
+        block_of = held_block.copy()
+        for op in np.flatnonzero(~graph.is_source).tolist():
+            producers = graph.producers[graph.inputs_of(op)]
+            read_blocks = block_of[of_op[producers[~graph.is_source[producers]]]]
+            if block_of[of_op[op]] < 0 and (read_blocks >= 0).any():
+                block_of[of_op[op]] = read_blocks[read_blocks >= 0][0]
         phase = _Phase(
             name=name,
-            step=step,
+            request=requests[name],
             weight=request.weights[name],
             problem=problem,
             simulator=simulator,
             whole=patterns[name],
             units=units[name],
             held_block=held_block,
-            block_of=_followed_blocks(problem, held_block),
+            block_of=np.maximum(block_of, 0),
             reader_of=reader_of,
             pins=tuple(pins.items()),
             read=indices(read_bytes[name]),
@@ -357,7 +517,7 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
         raise UsageError(
             "pin", f"no device is left for {blocks[block][0] or 'the model'} in every phase"
         )
-    return _Joint(machine, tuple(phases), blocks, allowed, options)
+    return _Joint(machine, tuple(phases), blocks, allowed)
 
 
 def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -399,172 +559,8 @@ def _reads(graph: Graph) -> Iterator[tuple[int, int]]:
                 yield reader, source
 
 
-def _holders(graph: Graph, modules: Sequence[str]) -> dict[int, str]:
-    """Each op that reads a parameter -> the path of the module that holds it: the outermost whole
-    module around the op, or the op's own module if no whole one is around it."""
-    whole = set(modules)
-    holders = {}
-    for op, _ in _reads(graph):
-        parts = graph.modules[op].split(".")
-        paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        holders[op] = next((path for path in paths if path in whole), graph.modules[op])
-    return holders
-
-
-def _blocks(
-    every_holder: Sequence[str], phases: Sequence[tuple[dict[int, str], PlacementProblem]]
-) -> dict[str, int]:
-    """Holder -> block. Holders whose ops are in one group of some phase are one block, because a
-    group is on one device. Blocks are the connected components of this relation over all phases.
-
-    phases   (op -> holder, problem) of each phase
-    """
-    index = {path: i for i, path in enumerate(every_holder)}
-    # A loop at every holder, so that one that is tied to no other is a component, too.
-    pairs = [(i, i) for i in range(len(every_holder))]
-    for holders, problem in phases:
-        first_of_group: dict[int, str] = {}
-        for op, path in holders.items():
-            first = first_of_group.setdefault(int(problem.groups.of_op[op]), path)
-            pairs.append((index[path], index[first]))
-    ends = np.array(pairs, dtype=np.int64).T
-    edges = coo_array(
-        (np.ones(len(pairs), np.int8), (ends[0], ends[1])), shape=(len(every_holder),) * 2
-    )
-    _, labels = connected_components(edges, directed=False)
-    return dict(zip(every_holder, labels.tolist(), strict=True))
-
-
-def _read_bytes(graph: Graph, holders: Mapping[int, str]) -> dict[tuple[str, str], int]:
-    """(holder, parameter) -> bytes, of each parameter that the phase reads."""
-    sizes = {}
-    for op, source in _reads(graph):
-        tensor = graph.outputs_of(source)[0]
-        sizes[holders[op], graph.names[source]] = int(graph.tensor_bytes[tensor])
-    return sizes
-
-
-def _followed_blocks(problem: PlacementProblem, held_block: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[groups] the block that each group follows: the block that it holds, else the block of the
-    group whose output it reads first, else block 0."""
-    graph, of_op = problem.graph, problem.groups.of_op
-    block_of = held_block.copy()
-    # Ops are in topological order, so producers have their block before their readers ask for it.
-    for op in np.flatnonzero(~graph.is_source).tolist():
-        group = of_op[op]
-        producers = graph.producers[graph.inputs_of(op)]
-        candidates = block_of[of_op[producers[~graph.is_source[producers]]]]
-        if block_of[group] < 0 and (candidates >= 0).any():
-            block_of[group] = candidates[candidates >= 0][0]
-    return np.maximum(block_of, 0)
-
-
-def _search(joint: _Joint, budget: Budget, progress: TellProgress) -> PhasesPlan:
-    """A plan for each phase under the best map. Raises `InfeasibleError` if every map fails."""
-    maps = _maps_of_phases(joint, budget, progress)
-    device_names = joint.machine.device_names
-    for device in joint.computing_devices:
-        on_one = np.full(len(joint.blocks), device)
-        maps[f"all on {device_names[device]}"] = joint.permitted(on_one)
-    scores = joint.evaluate(np.stack(list(maps.values())))
-    # Of maps with equal scores, the first name in the alphabet is taken.
-    score, start = min(zip(scores, maps, strict=True))
-    maps[TOGETHER] = _climb(joint, maps[start], score, budget, progress)
-    share = UNDER_MAPS_SHARE / (len(maps) * len(joint.phases))
-    outcomes: dict[str, dict[str, PlacerOutcome]] = {}
-    failure: InfeasibleError | None = None
-    for i, (name, block_map) in enumerate(maps.items()):
-        progress(f"planning all phases under one map: {name}", i / len(maps), None)
-        try:
-            outcomes[name] = {
-                phase.name: _place_under(phase, block_map, joint.options, budget, share)
-                for phase in joint.phases
-            }
-        except InfeasibleError as error:
-            failure = error
-    if not outcomes:
-        assert failure is not None, "there is at least one map"
-        raise failure
-    values = {
-        name: sum(phase.weight * of_phase[phase.name].value for phase in joint.phases)
-        for name, of_phase in outcomes.items()
-    }
-    chosen = _simplest_map(values, maps, joint.options.resolved_gain)
-    block_map = maps[chosen]
-    return PhasesPlan(
-        plans={p.name: _plan(joint, p, block_map, outcomes[chosen][p.name]) for p in joint.phases},
-        weights={phase.name: phase.weight for phase in joint.phases},
-        devices={
-            path: device_names[block_map[block]]
-            for block, paths in enumerate(joint.blocks)
-            for path in paths
-        },
-        candidates={name: values.get(name) for name in maps},
-        chosen=chosen,
-    )
-
-
-def _maps_of_phases(joint: _Joint, budget: Budget, progress: TellProgress) -> dict[str, BlockMap]:
-    """The map of each phase planned without the others. A block that the phase does not have is
-    where the first phase that has it puts it."""
-    # [phases] of [blocks]: the device of each block; -1: the phase does not have the block
-    devices = []
-    for i, phase in enumerate(joint.phases):
-        progress(f"planning {phase.name} by itself", i / len(joint.phases), None)
-        share = STARTS_SHARE / len(joint.phases)
-        outcome = _place(phase.problem, joint.options.placer, budget, share)
-        has_block = phase.reader_of >= 0
-        devices.append(np.where(has_block, outcome.placement[phase.reader_of], -1))
-    maps = {}
-    for phase, block_map in zip(joint.phases, devices, strict=True):
-        for others_map in devices:
-            block_map = np.where(block_map < 0, others_map, block_map)
-        maps[f"{phase.name} by itself"] = joint.permitted(block_map)
-    return maps
-
-
-def _climb(
-    joint: _Joint,
-    start: BlockMap,
-    score: tuple[float, float],
-    budget: Budget,
-    progress: TellProgress,
-) -> BlockMap:
-    """The map that moves of one block lead to from `start`, whose score is `score`.
-
-    The moves are tried in batches of `MAPS_AT_ONCE`. The best move of each batch is made if it
-    improves the score, and the climb ends after a round of all moves without an improvement, or
-    when its share of the budget is spent.
-    """
-    part = Budget(budget.seconds * CLIMB_SHARE, budget.evaluations * CLIMB_SHARE, budget.clock)
-    best, improved = start, not budget.interrupted
-    with keeping_interrupts(part):
-        while improved and not part.exhausted:
-            improved = False
-            moves = [
-                (block, device)
-                for block in range(len(best))
-                for device in joint.computing_devices
-                if joint.allowed[block, device]
-            ]
-            for first in range(0, len(moves), MAPS_AT_ONCE):
-                if part.exhausted:
-                    break
-                batch = np.array(moves[first : first + MAPS_AT_ONCE])  # [moves, 2] block, device
-                maps = np.repeat(best[None], len(batch), axis=0)
-                maps[np.arange(len(batch)), batch[:, 0]] = batch[:, 1]
-                scores = joint.evaluate(maps)
-                part.charge(len(batch) * len(joint.phases))
-                best_move = min(range(len(batch)), key=lambda i: scores[i])
-                if scores[best_move] < score:
-                    best, score, improved = maps[best_move], scores[best_move], True
-                progress("moving modules of all phases", part.fraction, score[1])
-    budget.interrupted = budget.interrupted or part.interrupted
-    return best
-
-
 def _place_under(
-    phase: _Phase, block_map: BlockMap, options: PlanRequest, budget: Budget, share: float
+    phase: _Phase, block_map: BlockMap, placer: str, budget: Budget, share: float
 ) -> PlacerOutcome:
     """The best placement of the phase under the map. Raises `InfeasibleError`."""
     following = phase.placements(block_map[None])
@@ -574,11 +570,11 @@ def _place_under(
         # is always a placement to return.
         (score,) = part.score(problem, following, always=True)
         part.note(FOLLOWING, score, following[0])
-        PLACERS[options.placer](problem, part)
+        PLACERS[placer](problem, part)
         assert part.ledger.best is not None, "it has scored one placement"
         return part.ledger.best[1]
 
-    return _place(phase.problem_under(block_map), options.placer, budget, share, method)
+    return _place(phase.problem_under(block_map), placer, budget, share, method)
 
 
 def _place(
@@ -598,39 +594,3 @@ def _place(
         outcome = run_placer(problem, placer, part, method=method)
     budget.interrupted = budget.interrupted or part.interrupted
     return outcome
-
-
-def _simplest_map(
-    values: Mapping[str, float], maps: Mapping[str, BlockMap], min_gain: float
-) -> str:
-    """The name of the best map. A map of one device is preferred unless the best one wins by more
-    than the least gain that the user asks of several devices."""
-    best = min(values, key=lambda name: values[name])
-    on_one_device = [name for name in values if len(set(maps[name].tolist())) == 1]
-    simplest = min(on_one_device, key=lambda name: values[name], default=best)
-    return simplest if values[best] > values[simplest] * (1 - min_gain) else best
-
-
-def _plan(joint: _Joint, phase: _Phase, block_map: BlockMap, outcome: PlacerOutcome) -> Plan:
-    """The phase's plan, its modules pinned to the map."""
-    graph, machine, costs = phase.problem.graph, joint.machine, phase.problem.costs
-    names = machine.device_names
-    block_pins = ((pattern, names[block_map[block]]) for pattern, block in phase.pins)
-    pins = (*joint.options.pins, *block_pins)
-    # The plan is of this phase's graph, which lacks parameters that only other phases read. Caps
-    # leave their bytes free.
-    unread_bytes = phase.unread_on_devices(block_map)
-    caps = dict(joint.options.caps)
-    for device in np.flatnonzero(unread_bytes).tolist():
-        caps[names[device]] = int(phase.problem.capacities[device] - unread_bytes[device])
-    bound = bound_of(graph, machine, costs, "step", pins, tuple(caps.items()))
-    plan = replace(
-        to_plan(phase.problem, outcome, phase.simulator, bound),
-        source=phase.step.source,
-        transforms=transforms_of(phase.step),
-        pins=pins,
-        caps=tuple(caps.items()),
-        whole=phase.whole,
-        notes=outcome.notes,
-    )
-    return with_copies(plan, phase.step, fixed_ops(graph, machine, pins, phase.units))

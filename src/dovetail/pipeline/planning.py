@@ -12,12 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import InfeasibleError
 from dovetail.frontends import Captured
-from dovetail.graph import Graph
 from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.candidates import (
     WHOLE,
@@ -93,17 +91,27 @@ def _raced(
 ) -> Plan:
     """The best candidate's plan, or what is faster: a rival, or the step as its user would run it.
     Where nothing can be measured, rivals are compared as predicted."""
-    rival, staged = tried.plan(HERE), tried.requests[best].stages
+    rival, asked = tried.plan(HERE), tried.requests[best]
     if HERE in tried.candidates:
         row = {HERE: None if rival is None else rival.value}
         plan = replace(plan, baselines={**plan.baselines, **row})
-    if staged and rival is not None:
-        plan = _against_all_cores(plan, rival, tried.requests[best], progress)
+    # The seconds of stages are predicted less well than those of ops, so a plan with stages must be
+    # measured to be faster than its rival.
+    if asked.stages and rival is not None and asked.placer == "auto":
+        from dovetail.pipeline.staging import quicker
+
+        step = asked.planned_step
+        assert isinstance(step, Captured), "the request has checked that"
+        what = f"on {HERE}, all cores as one device"
+        winner, told = quicker(rival, what, [plan], step, progress)
+        if winner is not plan:
+            plan = replace(rival, baselines={**rival.baselines, **plan.baselines})
+        plan = plan.noted(told)
     # Towers of micro-batches are a pipeline, whose value is the seconds of a step as well.
     is_step = request.resolved_objective == "step"
     if is_here(request) and is_step and not request.format:
         plan = _measured(request, tried, best, plan, progress)
-    if plan.measured or staged or rival is None:
+    if plan.measured or asked.stages or rival is None:
         return plan
     # By `auto`, a plan on several devices must be better by the least gain that the user asks of
     # such a plan.
@@ -181,24 +189,6 @@ def _measured(
     )
 
 
-def _against_all_cores(
-    plan: Plan, rival: Plan, request: PlanRequest, progress: TellProgress
-) -> Plan:
-    """A plan with stages, or its rival on all cores as one device if the plan is not measured to be
-    faster: the seconds of stages are predicted less well than those of ops."""
-    from dovetail.pipeline.staging import quicker
-
-    step = request.planned_step
-    if request.placer != "auto":
-        return plan
-    assert isinstance(step, Captured), "the request has checked that"
-    winner, told = quicker(rival, f"on {HERE}, all cores as one device", [plan], step, progress)
-    rows = {**rival.baselines, **plan.baselines}
-    if winner is not plan:
-        plan = replace(rival, baselines=rows)
-    return replace(plan, notes=(*plan.notes, told))
-
-
 def with_compiled(
     chosen: Plan,
     request: PlanRequest,
@@ -241,7 +231,26 @@ def with_compiled(
         return plans
     if found.interrupted:
         raise KeyboardInterrupt
-    other = _repriced(found, chosen, graph, seconds)
+    # What was found by other costs promises what it takes by those of `chosen`.
+    if found.copies:
+        seconds = seconds[duplicate(graph, found.copies).origins]
+    other = replace(found, compute_seconds=seconds)
+    timeline = timeline_of(other, graph)
+    bound = bound_of(
+        planned_graph(other, graph), other.machine, costs_in(other), other.objective, other.pins,
+        other.caps,
+    )  # fmt: skip
+    other = replace(
+        other,
+        value=timeline.step_seconds,
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        lower_bound=min(bound.seconds, timeline.step_seconds),
+        bound_proof=bound.proof,
+        baselines=chosen.baselines,
+        found_seconds=chosen.found_seconds,
+        planning_seconds=chosen.planning_seconds + found.planning_seconds,
+        notes=chosen.notes,
+    )
     capacities = capacities_of(other.machine, dict(other.caps))
     if (np.array(other.peak_memory_bytes) > capacities).any() or lower_caps(other, request):
         return plans
@@ -251,32 +260,6 @@ def with_compiled(
         f"predicted, {format_seconds(segmented.value)} before"
     )
     best = rivals if rivals[1].value < segmented.value else plans
-    first, second = (replace(one, notes=(*one.notes, told)) for one in best)
+    first, second = (one.noted(told) for one in best)
     # Without segments that are faster both are one plan.
     return (first, first) if best[0] is best[1] else (first, second)
-
-
-def _repriced(found: Plan, before: Plan, graph: Graph, seconds: NDArray[np.float64]) -> Plan:
-    """A plan that was found by other costs, with its promises and notes by those of `before`.
-
-    seconds   [ops, devices] these costs, of the graph without copies
-    """
-    if found.copies:
-        seconds = seconds[duplicate(graph, found.copies).origins]
-    plan = replace(found, compute_seconds=seconds)
-    timeline = timeline_of(plan, graph)
-    bound = bound_of(
-        planned_graph(plan, graph), plan.machine, costs_in(plan), plan.objective, plan.pins,
-        plan.caps,
-    )  # fmt: skip
-    return replace(
-        plan,
-        value=timeline.step_seconds,
-        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        lower_bound=min(bound.seconds, timeline.step_seconds),
-        bound_proof=bound.proof,
-        baselines=before.baselines,
-        found_seconds=before.found_seconds,
-        planning_seconds=before.planning_seconds + found.planning_seconds,
-        notes=before.notes,
-    )

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import DovetailError, FileFormatError, GraphMismatchError, UsageError
 from dovetail.exports import DeviceMap
+from dovetail.exports.device_map import home_of
 from dovetail.frontends import Captured
 from dovetail.graph import EVERYWHERE, Graph
 from dovetail.machine import Machine
@@ -93,20 +93,60 @@ def priced(
     name: str, place: Plan | GivenMap, step: Step, pricing: Pricing
 ) -> dict[str, float | None]:
     """The value of a given placement, under the name of its row. A map that accelerate would run
-    otherwise has a second row. Raises `UsageError` for a device or module that does not exist, and
-    what `check_placement` raises."""
+    otherwise has a second row.
+
+    accelerate runs an op on "cpu" on the main device, and the first op that reads a weight waits
+    until it is copied there. Each weight is copied once a step. The copied weights take no memory
+    on the main device here: accelerate holds those of one module at a time.
+
+    Raises `UsageError` for a device or module that does not exist, `GraphMismatchError` for a plan
+    of another graph, and what `check_placement` raises.
+    """
     graph, machine = pricing.graph, pricing.machine
     if isinstance(place, Plan):
-        placement = _placement_of_plan(place, graph, machine)
+        # Without the plan's copies, on the devices of the same names.
+        placement = place.placement
+        if place.copies:
+            placement = placement[duplicate(graph, place.copies).copy_of < 0]
+        if len(placement) != len(graph):
+            raise GraphMismatchError(place.graph_fingerprint, graph.fingerprint)
+        index = np.array([machine.device_index(name) for name in place.machine.device_names])
+        placement = normalise(index[placement].astype(np.int32), graph, machine)
         check_placement(placement, graph, machine, pricing.costs.compute_seconds)
         return {name: pricing.price(placement)}
     placement = placement_of(place, step, machine)
     check_placement(placement, graph, machine, pricing.costs.compute_seconds)
     rows = {name: pricing.price(placement)}
-    streamed = as_accelerate_runs(place, placement, pricing)
-    if streamed is not None:
-        moved, placement = streamed
-        rows[f"{name} by accelerate"] = moved.price(placement)
+    devices = {path: _device_of(path, name, machine) for path, name in place.items()}
+    main = _main_device(place, devices, machine)
+    kinds = [device.kind for device in machine.devices]
+    on_cpu = np.array([kinds[d] == "cpu" for d in placement.tolist()]) & ~graph.is_source
+    # Where the main device is the CPU, it computes. A training step is not run in this way.
+    if graph.training or kinds[main] != "gpu" or not on_cpu.any():
+        return rows
+    link = machine.links[int(machine.link_index[kinds.index("cpu"), main])]
+    seconds = np.array(pricing.costs.compute_seconds)
+    sizes = np.array(graph.tensor_bytes)
+    sent = pricing.costs.sends_of(graph).copy()
+    everywhere = graph.is_source & (graph.residences == EVERYWHERE)
+    for op in np.flatnonzero(everywhere).tolist():
+        for tensor in graph.outputs_of(op):
+            readers = [r for r in graph.consumers_of(tensor).tolist() if on_cpu[r]]
+            if readers:
+                seconds[readers[0], main] += (
+                    link.latency_seconds + sizes[tensor] / link.bandwidth_bytes_per_second
+                )
+    # What only ops on "cpu" read now costs seconds of its first reader. Without bytes it occupies
+    # nothing on the main device, and the simulator does not send it a second time.
+    read_by_others = np.zeros(graph.tensors, dtype=bool)
+    read_by_others[graph.input_tensors[~on_cpu[graph.readers]]] = True
+    weights = np.flatnonzero(everywhere[graph.producers] & ~read_by_others)
+    sizes[weights] = 0
+    sent[weights] = 0
+    costs = Costs(seconds, pricing.costs.source, sent)
+    lighter = replace(graph, tensor_bytes=sizes)
+    moved = normalise(np.where(on_cpu, main, placement).astype(np.int32), lighter, machine)
+    rows[f"{name} by accelerate"] = replace(pricing, graph=lighter, costs=costs).price(moved)
     return rows
 
 
@@ -119,43 +159,36 @@ def placement_of(place: GivenMap, step: Step, machine: Machine) -> Placement:
     """
     graph = graph_of(step)
     devices = {path: _device_of(path, name, machine) for path, name in place.items()}
-    _check_paths(place, step)
-    placement = np.full(len(graph), -1, dtype=np.int32)
-    around: dict[str, int] = {}
+    # An entry must name a module, parameter or buffer of the network.
+    known_paths = {"", *graph.names}
     for module in dict.fromkeys(graph.modules):
-        around[module] = _longest(module, devices)
+        parts = module.split(".")
+        known_paths.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    if isinstance(step, Captured):
+        known_paths.update(name for name, _ in step.module.named_modules(remove_duplicate=False))
+        known_paths.update(step.module.state_dict(keep_vars=True))
+    for path in place:
+        if path not in known_paths:
+            raise UsageError("place", f"{path!r} is no module or parameter of this network")
+    placement = np.full(len(graph), -1, dtype=np.int32)
     for op in range(len(graph)):
         forward = int(graph.gradient_of[op])
         if forward >= 0:
             placement[op] = placement[forward]
             continue
-        placement[op] = around[graph.modules[op]]
+        home = home_of(graph.modules[op], devices)
+        placement[op] = -1 if home is None else home
         if placement[op] < 0 and not graph.is_source[op]:
             makers = graph.producers[graph.inputs_of(op)]
             maker_devices = placement[makers][~graph.is_source[makers]]
             placement[op] = maker_devices[0] if len(maker_devices) else -1
     main = _main_device(place, devices, machine)
     placement[placement < 0] = main
-    _with_their_colocated(graph, placement)
-    return normalise(placement, graph, machine)
-
-
-def _longest(module: str, devices: Mapping[str, int]) -> int:
-    """The device of the map's entry for the module, or for the nearest module around it that has
-    one; -1: there is none."""
-    path = module
-    while path:
-        if path in devices:
-            return devices[path]
-        path = path.rpartition(".")[0]
-    return devices.get("", -1)
-
-
-def _with_their_colocated(graph: Graph, placement: Placement) -> None:
-    """Move all ops of one colocation to the device of the first of them, in place."""
+    # All ops of one colocation are on the device of the first of them.
     first: dict[int, int] = {}
     for op in np.flatnonzero((graph.colocation >= 0) & ~graph.is_source).tolist():
         placement[op] = first.setdefault(int(graph.colocation[op]), int(placement[op]))
+    return normalise(placement, graph, machine)
 
 
 def _device_of(path: str, name: int | str, machine: Machine) -> int:
@@ -182,21 +215,6 @@ def _device_of(path: str, name: int | str, machine: Machine) -> int:
     return gpus[int(number)]
 
 
-def _check_paths(place: GivenMap, step: Step) -> None:
-    """Raise `UsageError` if an entry names no module, parameter or buffer of the network."""
-    graph = graph_of(step)
-    known_paths = {"", *graph.names}
-    for module in dict.fromkeys(graph.modules):
-        parts = module.split(".")
-        known_paths.update(".".join(parts[: i + 1]) for i in range(len(parts)))
-    if isinstance(step, Captured):
-        known_paths.update(name for name, _ in step.module.named_modules(remove_duplicate=False))
-        known_paths.update(step.module.state_dict(keep_vars=True))
-    for path in place:
-        if path not in known_paths:
-            raise UsageError("place", f"{path!r} is no module or parameter of this network")
-
-
 def _main_device(place: GivenMap, devices: Mapping[str, int], machine: Machine) -> int:
     """The device on which accelerate runs modules that the map has on "cpu": the map's main device
     if it names one, else the first device in the map that is not "cpu"."""
@@ -204,69 +222,6 @@ def _main_device(place: GivenMap, devices: Mapping[str, int], machine: Machine) 
         return _device_of("main_device", place.main_device, machine)
     off_cpu = [devices[path] for path, name in place.items() if str(name) != "cpu"]
     return off_cpu[0] if off_cpu else next(iter(devices.values()), 0)
-
-
-def as_accelerate_runs(
-    place: GivenMap, placement: Placement, pricing: Pricing
-) -> tuple[Pricing, Placement] | None:
-    """(pricing, placement [ops]) of the map as accelerate runs a forward pass.
-
-    An op on "cpu" runs on the main device, and the first op that reads a weight waits until it is
-    copied there. Each weight is copied once a step. None is returned if nothing is on "cpu", if the
-    main device is the CPU, which then computes, or for a training step, which accelerate does not
-    run in this way.
-
-    The copied weights take no memory on the main device here. accelerate holds those of one module
-    at a time.
-    """
-    graph, machine = pricing.graph, pricing.machine
-    devices = {path: _device_of(path, name, machine) for path, name in place.items()}
-    main = _main_device(place, devices, machine)
-    kinds = [device.kind for device in machine.devices]
-    on_cpu = np.array([kinds[d] == "cpu" for d in placement.tolist()]) & ~graph.is_source
-    if graph.training or kinds[main] != "gpu" or not on_cpu.any():
-        return None
-    host = kinds.index("cpu")
-    link = machine.links[int(machine.link_index[host, main])]
-    seconds = np.array(pricing.costs.compute_seconds)
-    sizes = np.array(graph.tensor_bytes)
-    sent = pricing.costs.sends_of(graph).copy()
-    for op in np.flatnonzero(graph.is_source & (graph.residences == EVERYWHERE)).tolist():
-        for tensor in graph.outputs_of(op):
-            readers = [r for r in graph.consumers_of(tensor).tolist() if on_cpu[r]]
-            if readers:
-                seconds[readers[0], main] += (
-                    link.latency_seconds + sizes[tensor] / link.bandwidth_bytes_per_second
-                )
-    # These weights now cost seconds of their first reader. Without bytes they occupy nothing on the
-    # main device, and the simulator does not send them a second time.
-    moved = np.where(on_cpu, main, placement).astype(np.int32)
-    weights = _read_only_by(graph, on_cpu)
-    sizes[weights] = 0
-    sent[weights] = 0
-    costs = Costs(seconds, pricing.costs.source, sent)
-    lighter = replace(graph, tensor_bytes=sizes)
-    return replace(pricing, graph=lighter, costs=costs), normalise(moved, lighter, machine)
-
-
-def _read_only_by(graph: Graph, ops: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The tensors of parameters, buffers and constants that only these ops read."""
-    resident = (graph.is_source & (graph.residences == EVERYWHERE))[graph.producers]
-    read_by_others = np.zeros(graph.tensors, dtype=bool)
-    read_by_others[graph.input_tensors[~ops[graph.readers]]] = True
-    return np.flatnonzero(resident & ~read_by_others)
-
-
-def _placement_of_plan(plan: Plan, graph: Graph, machine: Machine) -> Placement:
-    """[ops] the placement of another plan for this graph, without the plan's copies, on the devices
-    of the same names. Raises `GraphMismatchError`."""
-    placement = plan.placement
-    if plan.copies:
-        placement = placement[duplicate(graph, plan.copies).copy_of < 0]
-    if len(placement) != len(graph):
-        raise GraphMismatchError(plan.graph_fingerprint, graph.fingerprint)
-    index = np.array([machine.device_index(name) for name in plan.machine.device_names])
-    return normalise(index[placement].astype(np.int32), graph, machine)
 
 
 def accelerates_own(

@@ -245,7 +245,18 @@ class PlanRequest:
                     )
                     raise UsageError("for" if name == "format" else name, detail)
         self._check_step()
-        self._check_machine()
+        if self.step is not None and self._is_instance:
+            from dovetail.pipeline.sources import machine_of
+
+            machine = machine_of(self.step, self.machine)
+        else:
+            machine = self.asked_machine
+        if machine.local:
+            from dovetail.machine import check_local
+
+            check_local(machine)
+        for name in [device for _, device in self.pins] + [device for device, _ in self.caps]:
+            machine.device_index(name)
         if self.stages:
             self._check_stages()
         if self.method is None and self.placer in POLICY_PLACERS:
@@ -265,6 +276,21 @@ class PlanRequest:
         if not self.objective and self.micro_batches:
             return "pipeline"
         return self.objective or default_objective(self.step)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if the step is one micro-batch of a pipeline. Ways to share a batch may be pipelines
+        too, which have requests of their own."""
+        return not self.replicas and self.resolved_objective == "pipeline"
+
+    @property
+    def asked_machine(self) -> "Machine":
+        """The machine that the request names, without the rates that are measured."""
+        from dovetail.machine import parse_machine
+
+        if isinstance(self.machine, str):
+            return parse_machine(self.machine or HERE)
+        return self.machine
 
     @property
     def grouping(self) -> Grouping:
@@ -328,7 +354,7 @@ class PlanRequest:
                     "replicas",
                     "auto takes the step of the whole batch, and this one is shared already",
                 )
-        if self.replicas or self.resolved_objective != "pipeline":
+        if not self.is_pipeline:
             return
         if self.micro_batches < 2:
             raise UsageError(
@@ -352,26 +378,10 @@ class PlanRequest:
                     "stream of samples",
                 )
 
-    def _check_machine(self) -> None:
-        from dovetail.machine import check_local, parse_machine
-        from dovetail.pipeline.sources import machine_of
-
-        if self.step is not None and self._is_instance:
-            machine = machine_of(self.step, self.machine)
-        elif isinstance(self.machine, str):
-            machine = parse_machine(self.machine or HERE)
-        else:
-            machine = self.machine
-        if machine.local:
-            check_local(machine)
-        for name in [device for _, device in self.pins] + [device for device, _ in self.caps]:
-            machine.device_index(name)
-
     def _check_stages(self) -> None:
         """Raise `UsageError` for a request with stages that cannot have any."""
         from dovetail.costs import stage_rates
         from dovetail.frontends import Captured
-        from dovetail.machine import parse_machine
 
         if self.step is not None and not isinstance(self.step, Captured):
             raise UsageError(
@@ -381,9 +391,7 @@ class PlanRequest:
             )
         if self.step is not None and self.step.graph.training:
             raise UsageError("stages", "are of inference steps; leave --stages or --train out")
-        machine = self.machine
-        if isinstance(machine, str):
-            machine = parse_machine(machine or HERE)
+        machine = self.asked_machine
         if machine.local and not any(device.torch_device for device in machine.devices):
             # `here/n` is compared with all cores as one device, so its cores count together.
             cores = sum(len(device.cores) for device in machine.devices)
@@ -430,12 +438,12 @@ EXCLUSIONS = (
         "does not go with replicas auto; leave it out",
     ),
     Exclusion(
-        lambda request: not request.replicas and request.resolved_objective != "pipeline",
+        lambda request: not request.replicas and not request.is_pipeline,
         ("micro_batches", "schedule", "recompute"),
         "is for objective pipeline; leave it out",
     ),
     Exclusion(
-        lambda request: not request.replicas and request.resolved_objective == "pipeline",
+        lambda request: request.is_pipeline,
         ("stages", "place", "per_op", "policy", "placer", "gap", "min_gain", "method"),
         "does not go with objective pipeline; leave it out",
     ),
@@ -497,18 +505,6 @@ class PhasesRequest:
     options: PlanRequest = field(default_factory=PlanRequest)
 
     def __post_init__(self) -> None:
-        self._check_steps()
-        for name, weight in self.weights.items():
-            check_name("phases", name, self.steps)
-            if not 0 < weight < math.inf:
-                raise UsageError("phases", f"{name} runs {weight:g} times; use a number above 0")
-        every = {
-            name: float(self.weights.get(name, PHASE_WEIGHTS.get(name, 1.0))) for name in self.steps
-        }
-        object.__setattr__(self, "weights", every)
-        object.__setattr__(self, "options", replace(self.options, objective="step"))
-
-    def _check_steps(self) -> None:
         from dovetail.frontends import Captured
 
         if not self.steps:
@@ -525,6 +521,15 @@ class PhasesRequest:
                     f"{name} and {first} are of different modules; capture one module object with "
                     "the inputs of each phase",
                 )
+        for name, weight in self.weights.items():
+            check_name("phases", name, self.steps)
+            if not 0 < weight < math.inf:
+                raise UsageError("phases", f"{name} runs {weight:g} times; use a number above 0")
+        every = {
+            name: float(self.weights.get(name, PHASE_WEIGHTS.get(name, 1.0))) for name in self.steps
+        }
+        object.__setattr__(self, "weights", every)
+        object.__setattr__(self, "options", replace(self.options, objective="step"))
 
 
 # --- Learn ---
@@ -664,7 +669,18 @@ class LearnRequest:
                     name,
                     f"is {trials}, but one update of {self.controllers} controllers takes {least}",
                 )
-        self._check_device()
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
+        if self.device != "cpu":
+            if not PLACERS[method].carries:
+                says = f"{method} computes on the CPU; gdp and gdp-paper compute on GPUs too"
+                raise UsageError("device", says)
+            if self.backend == "ray":
+                says = "controllers of backend ray compute on CPUs; leave it out"
+                raise UsageError("device", says)
+            from dovetail.training.modules import check_gpu_name
+
+            check_gpu_name(self.device)
         self._check_measured()
         if self.resume and self.folder is None:
             raise UsageError("resume", "needs the folder of the run")
@@ -713,22 +729,6 @@ class LearnRequest:
             raise UsageError("setting", f"valid_only_from is {first!r}, no number of updates")
         return changed
 
-    def _check_device(self) -> None:
-        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
-            raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
-        if self.device == "cpu":
-            return
-        if not PLACERS[self.method].carries:
-            raise UsageError(
-                "device",
-                f"{self.method} computes on the CPU; gdp and gdp-paper compute on GPUs too",
-            )
-        if self.backend == "ray":
-            raise UsageError("device", "controllers of backend ray compute on CPUs; leave it out")
-        from dovetail.training.modules import check_gpu_name
-
-        check_gpu_name(self.device)
-
     def _check_measured(self) -> None:
         if not self.measured:
             if self.simulated_first:
@@ -749,7 +749,6 @@ class LearnRequest:
 
     def _check_task(self, task: TaskRequest) -> None:
         from dovetail.frontends import Captured
-        from dovetail.machine import parse_machine
         from dovetail.pipeline.sources import graph_of
 
         if task.per_op and self.method not in ("gdp", "gdp-paper"):
@@ -761,7 +760,7 @@ class LearnRequest:
                 "measured", f"a trial measures a step, so objective {task.objective} is not for it"
             )
         # A plan request makes the same checks. `single` is a placer that needs no policy file.
-        PlanRequest(
+        asked = PlanRequest(
             task.step,
             task.machine,
             placer="single",
@@ -771,9 +770,7 @@ class LearnRequest:
             caps=task.caps,
         )
         if self.measured:
-            machine = task.machine
-            if isinstance(machine, str):
-                machine = parse_machine(machine or HERE)
+            machine = asked.asked_machine
             if not machine.local or len(machine.devices) < 2:
                 raise UsageError(
                     "measured", f"{machine.name} has no two devices of this machine; use here/2"

@@ -3,30 +3,33 @@
     machine ─► costs ─► groups ─► problem ─► placement ─► copies of shared ops ─► stages ─► plan
 
 `search_plan` is the whole. What else could be planned instead, such as another form of the step,
-`candidates` says; what is fastest of it, `planning`.
+`candidates` says; what is fastest of it, `planning`. Pipelines, phases and stages are searched for
+in files of their own (`pipelining`, `phases`, `staging`), which take from here what all searches
+share: the modules that stay whole, the problem, the budget, and the plan's record.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.costs import Costs
-from dovetail.errors import InfeasibleError
+from dovetail.errors import InfeasibleError, UsageError
+from dovetail.exports.rules import FORMATS, rules_for
 from dovetail.frontends import Captured
 from dovetail.graph import Graph, GroupLevels, group_levels
 from dovetail.graph.cells import cells_of
 from dovetail.graph.kernels import compiled_ties
-from dovetail.graph.source import Source
-from dovetail.graph.units import Units
+from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine
 from dovetail.methods import PLACERS, imported
-from dovetail.pipeline.opening import EXPORTED, bound_of, planned, with_copies
-from dovetail.pipeline.pipelining import Kept, kept_modules
+from dovetail.pipeline.opening import bound_of, planned, with_copies
 from dovetail.pipeline.prices import GivenMap, Pricing, price_others, read_place
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import (
@@ -38,6 +41,7 @@ from dovetail.pipeline.sources import (
     machine_of,
     source_of,
     transforms_of,
+    unsplit_modules,
 )
 from dovetail.placers import (
     Budget,
@@ -49,8 +53,10 @@ from dovetail.placers import (
     permitted,
 )
 from dovetail.placers import place as run_placer
-from dovetail.plans import Placement, Plan, capacities_of, normalise
-from dovetail.simulator import LowerBound, Simulator
+from dovetail.plans import Placement, Plan, capacities_of
+from dovetail.simulator import Simulator
+from dovetail.timeline import Timeline
+from dovetail.transforms import AnyTransform
 
 MOST_SPLIT_OPS = 100_000
 """The groups of a larger graph are not split: too few placements of it are simulated in a usual
@@ -60,7 +66,73 @@ MOST_SEARCHES = 5
 part in so many of the budget."""
 
 
-def search_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The modules that must stay whole, and where ops may run.
+
+    patterns   patterns of the modules that stay whole, the user's and the model's own
+    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
+    notes      sentences for the user about modules kept whole
+    """
+
+    patterns: tuple[str, ...]
+    units: Units | None = None
+    may_run: NDArray[np.bool_] | None = None
+    chain: NDArray[np.int32] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def kept_modules(request: PlanRequest, machine: Machine) -> Kept:
+    """The modules that `whole` and `format` keep whole. Raises `PinError`, `UsageError` and
+    `ExportError`, before any costs are measured."""
+    graph, format = graph_of(request.planned_step), request.format
+    # The result is not needed here. The call raises for a pin that matches nothing.
+    permitted(graph, machine, request.pins)
+    if not (request.whole or format):
+        return Kept(())
+    unsplit = unsplit_modules(request.planned_step) if format else {}
+    patterns = tuple(dict.fromkeys([*request.whole, *unsplit]))
+    modules = matched_modules(graph, patterns)
+    if not format:
+        return Kept(patterns, units_of(graph, modules))
+    aliases = dict(source_of(request.planned_step, request.model).aliases)
+    rules = rules_for(format, graph, machine, modules, aliases)
+    for pattern, device in request.pins:
+        if not rules.devices[machine.device_index(device)]:
+            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
+    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
+    # What the format runs on the main device may run on the first GPU alone, or on the first CPU if
+    # there is no GPU.
+    kinds = [device.kind for device in machine.devices]
+    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
+    may_run[rules.main] = np.arange(len(kinds)) == first
+    notes = tuple(
+        f"kept whole: {pattern}, as the model says not to split {name}"
+        for pattern, name in unsplit.items()
+    )
+    return Kept(patterns, rules.units, may_run, rules.chain, notes)
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """What a search for a placement was given, and its budget, whose ledger knows what it found."""
+
+    request: PlanRequest
+    kept: Kept
+    groups: GroupLevels
+    problem: PlacementProblem
+    simulator: Simulator
+    budget: Budget
+
+
+ChooseStages = Callable[[Searched, Plan, Plan, TellProgress], Plan]
+"""(the search, its plan without copies and stages, the same with copies, progress) -> the best plan
+of placement and stages: `staging.with_stages`."""
+
+
+def search_to_fit(
+    request: PlanRequest, progress: TellProgress, choose_stages: ChooseStages | None = None
+) -> Plan:
     """The plan of a request, of which GPUs hold what they must.
 
     On a GPU every tensor that arrives has its place for the whole step, and some others too
@@ -68,7 +140,7 @@ def search_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
     repeated with less memory there and a part of its budget. The bound is that of the first search,
     which has all memory.
     """
-    first = chosen = search_plan(request, progress)
+    first = chosen = search_plan(request, progress, choose_stages=choose_stages)
     caps = dict(request.caps)
     for _ in range(MOST_SEARCHES):
         lower = lower_caps(chosen, request)
@@ -77,8 +149,9 @@ def search_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
         caps |= lower
         part = request.limits.divided(MOST_SEARCHES)
         fewer = replace(request, caps=tuple(caps.items()), budget=part)
+        tell = prefixed("with less memory on GPUs: ", progress)
         try:
-            again = search_plan(fewer, prefixed("with less memory on GPUs: ", progress))
+            again = search_plan(fewer, tell, choose_stages=choose_stages)
         except InfeasibleError:
             break
         except KeyboardInterrupt:
@@ -89,12 +162,12 @@ def search_to_fit(request: PlanRequest, progress: TellProgress) -> Plan:
             lower_bound=min(first.lower_bound, again.value),
             bound_proof=first.bound_proof,
         )
-    notes: list[str] = []
     if chosen is not first:
-        notes.append("searched with less memory on GPUs, as what arrives there stays all step long")
+        told = "searched with less memory on GPUs, as what arrives there stays all step long"
+        chosen = chosen.noted(told)
     if lower_caps(chosen, request):
-        notes.append("what a GPU holds does not fit, so that this plan does not run")
-    return replace(chosen, notes=(*chosen.notes, *notes)) if notes else chosen
+        chosen = chosen.noted("what a GPU holds does not fit, so that this plan does not run")
+    return chosen
 
 
 def prefixed(prefix: str, progress: TellProgress) -> TellProgress:
@@ -134,14 +207,17 @@ def search_plan(
     costs: Costs | None = None,
     *,
     compiled: bool = False,
+    choose_stages: ChooseStages | None = None,
 ) -> Plan:
     """The plan of a request, not yet compared with the step on all cores.
 
-    costs      of the step's ops on the machine; None: they are found as the step and machine ask
-               for
-    compiled   they are those that ops have in compiled code, so what is placed are its kernels
+    costs           of the step's ops on the machine; None: they are found as the step and machine
+                    ask for
+    compiled        they are those that ops have in compiled code, so what is placed are its kernels
+    choose_stages   chooses them for a request with stages
     """
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
+    graph, objective = graph_of(step), request.resolved_objective
     for note in step.notes if isinstance(step, Captured) else ():
         notes.say(note)
     # What the user may have got wrong is read and checked before anything is measured, which can
@@ -155,50 +231,73 @@ def search_plan(
     kept = kept_modules(request, machine)
     costs = costs or costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
-    groups = _groups_to_place(request, machine, kept, compiled)
+    # Only `auto` splits groups while it searches, down to the kernels of compiled code if that is
+    # what runs. An instance has only one kind of groups, and what a format keeps together is small
+    # already.
+    splits = request.placer == "auto" and request.method is None and not request.contiguous
+    splits &= request.grouping == "rule" and objective != "latency"
+    splits &= not isinstance(step, Instance) and len(graph) <= MOST_SPLIT_OPS
+    if splits:
+        units = kept.units
+        if compiled:
+            ties = compiled_ties(graph, cells_of(graph))
+            # Ops that are pinned otherwise stay apart.
+            may_run = permitted(graph, machine, request.pins)
+            ties = ties[(may_run[ties[:, 0]] == may_run[ties[:, 1]]).all(axis=1)]
+            units = units or Units(np.full(len(graph), -1, np.int32), ties[:0])
+            units = replace(units, ties=np.concatenate([units.ties, ties]))
+        groups = group_levels(graph, units)
+    else:
+        groups = GroupLevels(groups_of(step, kept.units, grouping=request.grouping), ())
     problem, simulator = problem_of(request, machine, costs, groups, kept)
-    graph, budget = problem.graph, _budget_of(request)
+    budget = budget_of(request)
     chosen: Plan | None = None
     try:
         with keeping_interrupts(budget):
             progress("proving a bound", 0.0, None)
-            bound = bound_of(graph, machine, costs, problem.objective, request.pins, request.caps)
+            bound = bound_of(graph, machine, costs, objective, request.pins, request.caps)
             # The search can stop at a plan that reaches it.
             budget.ledger.prove(bound.seconds, bound.proof)
             progress("preparing the search (compiled once a machine)", 0.0, None)
-            outcome = _placed(problem, request, budget, progress)
+            outcome = placed(problem, request, budget, progress)
             # The search's own bound holds for plans that keep groups whole. In an instance groups
             # are all that must stay together; elsewhere a plan may split them.
             if isinstance(step, Instance) and outcome.bound is not None:
                 bound = max(bound, outcome.bound, key=lambda candidate: candidate.seconds)
-            chosen = replace(
-                to_plan(problem, outcome, simulator, bound),
-                source=source_of(step, request.model),
-                transforms=transforms_of(step),
-                pins=tuple(request.pins),
-                caps=tuple(request.caps),
-                whole=kept.patterns,
-                made_for=request.format,
-                min_gain=request.resolved_gain,
+            timeline = simulator.timeline(outcome.placement)
+            chosen = to_plan(
+                request,
+                graph,
+                machine,
+                costs,
+                outcome.placement,
+                timeline,
+                placer=outcome.placer,
+                value=outcome.value,
+                lower_bound=bound.seconds,
+                bound_proof=bound.proof,
+                groups=problem.groups.count,
                 planning_seconds=time.perf_counter() - began,
+                baselines=outcome.baselines,
+                found_seconds=outcome.found_seconds,
+                whole=kept.patterns,
+                min_gain=request.resolved_gain,
                 notes=notes.texts + kept.notes + outcome.notes,
             )
         if request.format:
-            EXPORTED[request.format](chosen, graph)  # raises what the format cannot say
-        bare, chosen = chosen, _with_copies(chosen, request, kept)
-        if request.stages and not budget.interrupted:
-            searched = _Searched(request, kept, groups, problem, simulator, budget)
+            FORMATS[request.format].export(chosen, graph)  # raises what the format cannot say
+        bare, chosen = chosen, with_shared_copies(chosen, request, kept)
+        if choose_stages is not None and request.stages and not budget.interrupted:
+            searched = Searched(request, kept, groups, problem, simulator, budget)
             try:
-                chosen = _with_stages(bare, chosen, searched, progress)
+                chosen = choose_stages(searched, bare, chosen, progress)
             except KeyboardInterrupt:
                 budget.interrupted = True  # the plan without stages stays
             chosen = replace(chosen, planning_seconds=time.perf_counter() - began)
         if places or request.format == "device-map":
-            pricing = Pricing(graph, chosen.machine, costs, chosen.objective, tuple(request.caps))
+            pricing = Pricing(graph, machine, costs, objective, tuple(request.caps))
             rows, said = price_others(step, pricing, places)
-            chosen = replace(
-                chosen, baselines={**chosen.baselines, **rows}, notes=(*chosen.notes, *said)
-            )
+            chosen = replace(chosen, baselines={**chosen.baselines, **rows}).noted(*said)
         chosen = replace(chosen, interrupted=budget.interrupted)
     # Ctrl-C outside the search: the plan is kept if there is one.
     except KeyboardInterrupt:
@@ -208,7 +307,7 @@ def search_plan(
     return chosen
 
 
-def _placed(
+def placed(
     problem: PlacementProblem, request: PlanRequest, budget: Budget, progress: TellProgress
 ) -> PlacerOutcome:
     """What the request's placer finds."""
@@ -244,7 +343,7 @@ def problem_of(
         graph,
         machine,
         costs,
-        lambda placements: simulator.evaluate(placements, objective),
+        partial(simulator.evaluate, objective=objective),
         groups=groups.finest,
         coarser=groups.coarser,
         objective=objective,
@@ -261,75 +360,60 @@ def problem_of(
 
 
 def to_plan(
-    problem: PlacementProblem, outcome: PlacerOutcome, simulator: Simulator, bound: LowerBound
+    request: PlanRequest,
+    graph: Graph,
+    machine: Machine,
+    costs: Costs,
+    placement: Placement,
+    timeline: Timeline,
+    *,
+    added: Sequence[AnyTransform] = (),
+    **found: Any,
 ) -> Plan:
-    """The plan of a placer's outcome, without what the problem does not know: the graph's source,
-    pins and caps."""
-    graph, machine, costs = problem.graph, problem.machine, problem.costs
-    timeline = simulator.timeline(outcome.placement)
+    """The plan that a search for a request has found.
+
+    graph      the planned one, of which the costs and the placement [ops] are
+    timeline   of the placement
+    added      transforms of the search, which made the planned step of the request's
+    found      the other fields of the plan
+    """
+    step = request.planned_step
     return Plan(
-        source=Source("", "", (), ""),
+        source=source_of(step, request.model),
         graph_fingerprint=graph.fingerprint,
         machine=machine,
-        placement=normalise(outcome.placement, graph, machine),
+        placement=placement,
         orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
         compute_seconds=costs.compute_seconds,
         costs_source=costs.source,
-        placer=outcome.placer,
-        seed=problem.seed,
-        objective=problem.objective,
-        value=outcome.value,
-        lower_bound=bound.seconds,
-        bound_proof=bound.proof,
+        seed=request.seed,
+        objective=request.resolved_objective,
         peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        groups=problem.groups.count,
-        planning_seconds=outcome.seconds,
-        baselines=outcome.baselines,
-        found_seconds=outcome.found_seconds,
-        contiguous=problem.contiguous,
+        pins=tuple(request.pins),
+        caps=tuple(request.caps),
+        contiguous=request.contiguous,
         sent_bytes=costs.sent_bytes,
+        made_for=request.format,
+        transforms=(*transforms_of(step), *added),
         graph=graph,
+        **found,
     )
 
 
-def _groups_to_place(
-    request: PlanRequest, machine: Machine, kept: Kept, compiled: bool = False
-) -> GroupLevels:
-    """The groups of the problem. Only `auto` splits groups while it searches, down to the kernels
-    of compiled code if that is what runs. An instance has only one kind of groups, and what a
-    format keeps together is small already."""
-    step, grouping = request.planned_step, request.grouping
-    splits = request.placer == "auto" and request.method is None and not request.contiguous
-    splits &= grouping == "rule" and request.resolved_objective != "latency"
-    splits &= not isinstance(step, Instance) and len(graph_of(step)) <= MOST_SPLIT_OPS
-    if splits:
-        graph, units = graph_of(step), kept.units
-        if compiled:
-            ties = compiled_ties(graph, cells_of(graph))
-            # Ops that are pinned otherwise stay apart.
-            may_run = permitted(graph, machine, request.pins)
-            ties = ties[(may_run[ties[:, 0]] == may_run[ties[:, 1]]).all(axis=1)]
-            units = units or Units(np.full(len(graph), -1, np.int32), ties[:0])
-            units = replace(units, ties=np.concatenate([units.ties, ties]))
-        return group_levels(graph, units)
-    return GroupLevels(groups_of(step, kept.units, grouping=grouping), ())
-
-
-def _budget_of(request: PlanRequest) -> Budget:
-    """The budget of the search, with the gap at which it may stop."""
+def budget_of(request: PlanRequest) -> Budget:
+    """The budget of a search, with the gap at which it may stop."""
     budget = Budget(*request.limits)
     budget.gap = max(budget.gap, request.gap)
     return budget
 
 
-def _with_copies(chosen: Plan, request: PlanRequest, kept: Kept) -> Plan:
+def with_shared_copies(plan: Plan, request: PlanRequest, kept: Kept) -> Plan:
     """The plan with copies of shared computations, if they help. Plans for a format and plans of an
     instance have none."""
     step = request.planned_step
     if request.format or isinstance(step, Instance):
-        return chosen
-    fixed = fixed_ops(graph_of(step), chosen.machine, request.pins, kept.units)
-    return with_copies(chosen, step, fixed)
+        return plan
+    return with_copies(plan, step, fixed_ops(graph_of(step), plan.machine, plan.pins, kept.units))
 
 
 def fixed_ops(
@@ -339,92 +423,3 @@ def fixed_ops(
     free = permitted(graph, machine, ()).sum(axis=1)
     held = permitted(graph, machine, pins).sum(axis=1) < free
     return np.asarray(held if units is None else held | (units.of_op >= 0))
-
-
-@dataclass(frozen=True, eq=False)
-class _Searched:
-    """What the search for a placement was given, and its budget, which knows what it found."""
-
-    request: PlanRequest
-    kept: Kept
-    groups: GroupLevels
-    problem: PlacementProblem
-    simulator: Simulator
-    budget: Budget
-
-
-def _with_stages(bare: Plan, alone: Plan, searched: _Searched, progress: TellProgress) -> Plan:
-    """The best plan of placement and stages.
-
-    bare    the plan of the search, without copies and stages
-    alone   the same with copies
-
-    The searches with the costs of stages have the request's budget together, as the first search
-    had.
-    """
-    from dovetail.pipeline.staging import ROUNDS, JointSearch, with_stages
-
-    request, problem = searched.request, searched.problem
-    graph, machine, costs = problem.graph, problem.machine, problem.costs
-    assert isinstance(request.planned_step, Captured), "the request has checked that"
-    allowed = permitted(graph, machine, request.pins)
-    running = ~graph.is_source
-
-    def plan_of(name: str, placement: Placement) -> Plan | None:
-        if not allowed[running, placement[running]].all():
-            return None
-        timeline = searched.simulator.timeline(placement)
-        if (timeline.peak_memory_bytes > problem.capacities).any():
-            return None
-        plan = replace(
-            bare,
-            placement=placement,
-            orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
-            placer=name,
-            value=timeline.step_seconds,
-            peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        )
-        return _with_copies(plan, request, searched.kept)
-
-    def search(seconds: NDArray[np.float64]) -> list[tuple[str, Placement]]:
-        scaled = Costs(seconds, costs.source, costs.sent_bytes)
-        staged, _ = problem_of(request, machine, scaled, searched.groups, searched.kept)
-        whole = _budget_of(request)
-        budget = whole.slice(
-            seconds=whole.seconds / ROUNDS, evaluations=max(1.0, whole.evaluations // ROUNDS)
-        )
-        try:
-            with keeping_interrupts(budget):
-                outcome = _placed(staged, request, budget, progress)
-        # With less budget than the first search had, a placer may find nothing that fits.
-        except InfeasibleError:
-            return []
-        if budget.interrupted:
-            raise KeyboardInterrupt
-        return [(outcome.placer, outcome.placement), *_best_found(staged, budget)]
-
-    singles = [
-        ("single", normalise(np.full(len(graph), device, dtype=np.int32), graph, machine))
-        for device in np.flatnonzero(np.isfinite(costs.compute_seconds[running]).all(axis=0))
-    ]
-    placements = [(bare.placer, bare.placement), *singles, *_best_found(problem, searched.budget)]
-    joint = JointSearch(
-        request.planned_step, alone, costs.compute_seconds, placements, plan_of, search,
-        request.resolved_gain,
-    )  # fmt: skip
-    return with_stages(joint, progress)
-
-
-MOST_STAGED = 4
-"""Stages are chosen for so many of the best placements of a search."""
-
-
-def _best_found(problem: PlacementProblem, budget: Budget) -> list[tuple[str, Placement]]:
-    """(method, placement [ops]) of the best placements that the methods found and that fit."""
-    results = budget.ledger.results
-    fitting = [(pair, name) for name, pair in results.items() if not pair[0].lacking_bytes]
-    fitting.sort(key=lambda entry: entry[0][0])
-    return [
-        (name, normalise(problem.spread(placement), problem.graph, problem.machine))
-        for (_, placement), name in fitting[:MOST_STAGED]
-    ]

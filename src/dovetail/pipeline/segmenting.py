@@ -15,7 +15,7 @@ call is a stage as well if it is measured to be faster than the updates by thems
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,23 +81,42 @@ def with_segments(
                 f"compiling segments: {done} of {count}", done / count, None
             ),
         )
+    # The stages of a device are its compiled segments, and all other ops by themselves.
     schedules = []
-    for number in range(len(devices)):
-        seconds = plan.compute_seconds[:, number]
-        schedules.append(_schedule(segments[number], seconds, codes[targets[number]]))
+    for number, target in enumerate(targets):
+        stages: list[Stage] = []
+        for segment in segments[number]:
+            seconds = plan.compute_seconds[list(segment.ops), number]
+            compiled = codes[target].get(segment.fused.key) if segment.fused is not None else None
+            if compiled is not None and compiled.is_faster:
+                of_all = float(seconds.sum() * compiled.share)
+                stages.append(Stage(segment.ops, of_all, compiled=True))
+            else:
+                of_each = zip(segment.ops, seconds, strict=True)
+                stages += [Stage((op,), float(cost)) for op, cost in of_each]
+        schedules.append(Schedule(tuple(stages)))
+    asked = {s.fused.key for of_device in segments for s in of_device if s.fused is not None}
+    by_key = {key: code for of_target in codes.values() for key, code in of_target.items()}
+    failed = [code.reason for code in by_key.values() if code.reason]
+    faster = sum(code.is_faster for code in by_key.values())
+    told = f"of {len(asked)} distinct segments and updates {faster} are faster compiled or fused"
+    if missing := len(asked - by_key.keys()):
+        told += f", and {missing} were not reached within the limit of --compile-budget"
+    if failed:
+        told += f", and {len(failed)} cannot be compiled ({failed[0]})"
+    plan = plan.noted(told)
     compiled_ops = [s.ops for schedule in schedules for s in schedule.stages if s.compiled]
-    of_updates = [ops for ops in compiled_ops if captured.graph.phases[ops[0]] == Phase.UPDATE]
-    count, updates = len(compiled_ops) - len(of_updates), sum(map(len, of_updates))
-    plan = _noted(plan, _summary_of(segments, codes))
     if not compiled_ops:
         return plan, plan
     try:
         segmented = with_schedules(plan, captured.graph, schedules)
     except OutOfMemoryError as error:
-        plan = _noted(plan, f"no segment runs compiled: what segments hold does not fit ({error})")
+        plan = plan.noted(f"no segment runs compiled: what segments hold does not fit ({error})")
         return plan, plan
+    of_updates = [ops for ops in compiled_ops if captured.graph.phases[ops[0]] == Phase.UPDATE]
+    count, updates = len(compiled_ops) - len(of_updates), sum(map(len, of_updates))
     told = f"{count} segments run compiled"
-    return plan, _noted(segmented, told + f", and {updates} updates fused" * bool(updates))
+    return plan, segmented.noted(told + f", and {updates} updates fused" * bool(updates))
 
 
 def compiled_seconds(
@@ -146,88 +165,79 @@ def _segments(plan: Plan, captured: Captured, device: int) -> Iterator[_Segment]
     placement = normalise(plan.placement, graph, plan.machine)
     piece_of = cells_of(graph) * (int(graph.phases.max()) + 1) + graph.phases
     order = [op for stage in stages_of(plan, graph)[device] for op in stage]
-    waits, sends = _waits(graph, placement, order, device), _sends(graph, placement, device)
-    lazy = _lazy_storages(graph, program)
-    run, updates = _OpenSegment(captured), _OpenUpdates(captured)
+    waits, lazy = _waits(graph, placement, order, device), _lazy_storages(graph, program)
+    # The ops of the device for which another device waits.
+    edges = np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1)
+    edges = np.concatenate([edges, graph.control])
+    away = (placement[edges[:, 0]] == device) & (placement[edges[:, 1]] != device)
+    sends = set(edges[away, 0].tolist())
+    followers: dict[int, list[int]] = {}
+    for before, op in graph.control.tolist():
+        followers.setdefault(before, []).append(op)
+    # The ops of a segment that is not closed yet; and updates that wait for each other, the bytes
+    # of their gradients, and the ops that must come after them.
+    run: list[int] = []
+    updates: list[int] = []
+    update_bytes, needed_by = 0, set[int]()
+
+    def close_run() -> Iterator[_Segment]:
+        # Some ops of the run make views of what it reads, and others read these views as well. A
+        # piece of code returns new tensors alone, so they come before it. They need no other op of
+        # the run.
+        inside, returned = set(run), set(graph.outputs.tolist())
+        read = {tensor for op in run for tensor in graph.inputs_of(op).tolist()}
+        outer = {int(graph.storages[t]) for t in read if int(graph.producers[t]) not in inside}
+        views: list[int] = []
+        for op in reversed(run):
+            outputs = [t for t in graph.outputs_of(op) if int(graph.storages[t]) in outer]
+            readers = {reader for t in outputs for reader in graph.consumers_of(t).tolist()}
+            if returned.intersection(outputs) or readers - inside:
+                views.append(op)
+                inside.discard(op)
+        for op in reversed(views):
+            yield _Segment((op,), None)
+        rest = tuple(op for op in run if op in inside)
+        if rest:
+            yield _Segment(rest, FusedCall.of(graph, program, rest)[0] if len(rest) > 1 else None)
+        run.clear()
+
+    def close_updates() -> Iterator[_Segment]:
+        nonlocal update_bytes
+        if updates:
+            # The run may make their gradients.
+            yield from close_run()
+            yield _Segment(tuple(updates), FusedCall.of(graph, program, tuple(updates))[0])
+            updates.clear()
+            needed_by.clear()
+            update_bytes = 0
+
     for op in order:
-        if op in waits or op in updates.needed_by:
-            yield from updates.close_after(run)
+        if op in waits or op in needed_by:
+            yield from close_updates()
         if has_fused_update(graph, program, op):
             if op in waits:
-                yield from run.close()
-            updates.add(op)
-            if op in sends or updates.bytes >= MOST_BYTES:
-                yield from updates.close_after(run)
+                yield from close_run()
+            updates.append(op)
+            written = graph.outputs_of(op)
+            # A gradient has the size of its parameter, which is the first tensor that is written.
+            update_bytes += int(graph.tensor_bytes[written[0]])
+            needed_by.update(followers.get(op, ()))
+            needed_by.update(r for t in written for r in graph.consumers_of(t).tolist())
+            if op in sends or update_bytes >= MOST_BYTES:
+                yield from close_updates()
             continue
         touched = [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
         fits = may_be_fused(graph, program, op) and lazy.isdisjoint(graph.storages[touched])
-        if run.ops and (op in waits or not fits or piece_of[op] != piece_of[run.ops[-1]]):
-            yield from run.close()
+        if run and (op in waits or not fits or piece_of[op] != piece_of[run[-1]]):
+            yield from close_run()
         if not fits:
             yield _Segment((op,), None)
             continue
-        run.ops.append(op)
-        if op in sends or len(run.ops) == MOST_OPS:
-            yield from run.close()
-    yield from updates.close_after(run)
-    yield from run.close()
-
-
-class _OpenSegment:
-    """The ops of a segment that is not closed yet."""
-
-    def __init__(self, captured: Captured) -> None:
-        self._captured = captured
-        self.ops: list[int] = []
-
-    def close(self) -> Iterator[_Segment]:
-        graph, program = self._captured.graph, self._captured.program
-        views = _views_of_inputs(graph, self.ops)
-        for op in views:
-            yield _Segment((op,), None)
-        rest = tuple(op for op in self.ops if op not in views)
-        if len(rest) > 1:
-            yield _Segment(rest, FusedCall.of(graph, program, rest)[0])
-        elif rest:
-            yield _Segment(rest, None)
-        self.ops.clear()
-
-
-class _OpenUpdates:
-    """Updates that wait for each other.
-
-    bytes       of their gradients
-    needed_by   the ops that must come after them
-    """
-
-    def __init__(self, captured: Captured) -> None:
-        self._graph, self._program = captured.graph, captured.program
-        self._ops: list[int] = []
-        self._followers: dict[int, list[int]] = {}
-        for before, op in self._graph.control.tolist():
-            self._followers.setdefault(before, []).append(op)
-        self.bytes = 0
-        self.needed_by = set[int]()
-
-    def add(self, op: int) -> None:
-        written = self._graph.outputs_of(op)
-        self._ops.append(op)
-        # A gradient has the size of its parameter, which is the first tensor that is written.
-        self.bytes += int(self._graph.tensor_bytes[written[0]])
-        self.needed_by.update(self._followers.get(op, ()))
-        for tensor in written:
-            self.needed_by.update(self._graph.consumers_of(tensor).tolist())
-
-    def close_after(self, run: _OpenSegment) -> Iterator[_Segment]:
-        """Close the run, which may make their gradients, and then these updates."""
-        if not self._ops:
-            return
-        yield from run.close()
-        together = tuple(self._ops)
-        yield _Segment(together, FusedCall.of(self._graph, self._program, together)[0])
-        self._ops.clear()
-        self.needed_by.clear()
-        self.bytes = 0
+        run.append(op)
+        if op in sends or len(run) == MOST_OPS:
+            yield from close_run()
+    yield from close_updates()
+    yield from close_run()
 
 
 def _lazy_storages(graph: Graph, program: Program) -> set[int]:
@@ -239,22 +249,6 @@ def _lazy_storages(graph: Graph, program: Program) -> set[int]:
         if call is not None and str(call.target) in ("aten._neg_view.default", "aten._conj.default")
         for tensor in graph.outputs_of(op)
     }
-
-
-def _views_of_inputs(graph: Graph, run: Sequence[int]) -> list[int]:
-    """The ops of a run that make views of what the run reads, and whose views others read as well:
-    a piece of code returns new tensors alone. They need no other op of the run."""
-    inside, returned = set(run), set(graph.outputs.tolist())
-    read = {tensor for op in run for tensor in graph.inputs_of(op).tolist()}
-    outer = {int(graph.storages[t]) for t in read if int(graph.producers[t]) not in inside}
-    views: list[int] = []
-    for op in reversed(run):
-        outputs = [t for t in graph.outputs_of(op) if int(graph.storages[t]) in outer]
-        readers = {reader for t in outputs for reader in graph.consumers_of(t).tolist()}
-        if returned.intersection(outputs) or readers - inside:
-            views.append(op)
-            inside.discard(op)
-    return views[::-1]
 
 
 def _waits(
@@ -279,50 +273,3 @@ def _waits(
             waits.add(op)
             arrived |= needed
     return waits
-
-
-def _sends(graph: Graph, placement: NDArray[np.int32], device: int) -> set[int]:
-    """The ops of the device for which another device waits."""
-    readers, makers = graph.readers, graph.producers[graph.input_tensors]
-    across = (placement[makers] == device) & (placement[readers] != device)
-    sends = set(makers[across].tolist())
-    return sends | {
-        before
-        for before, op in graph.control.tolist()
-        if placement[before] == device and placement[op] != device
-    }
-
-
-def _schedule(
-    segments: Sequence[_Segment], seconds: NDArray[np.float64], codes: dict[str, Compiled]
-) -> Schedule:
-    """The stages of a device: compiled segments, and all other ops by themselves."""
-    stages = []
-    for segment in segments:
-        of_ops = seconds[list(segment.ops)]
-        compiled = codes.get(segment.fused.key) if segment.fused is not None else None
-        if compiled is not None and compiled.is_faster:
-            stages.append(Stage(segment.ops, float(of_ops.sum() * compiled.share), compiled=True))
-        else:
-            stages += [
-                Stage((op,), float(cost)) for op, cost in zip(segment.ops, of_ops, strict=True)
-            ]
-    return Schedule(tuple(stages))
-
-
-def _summary_of(
-    segments: Sequence[Sequence[_Segment]], codes: dict[CompileTarget, dict[str, Compiled]]
-) -> str:
-    """A sentence on how many distinct segments are faster compiled, and on the others."""
-    asked = {s.fused.key for of_device in segments for s in of_device if s.fused is not None}
-    by_key = {key: code for of_target in codes.values() for key, code in of_target.items()}
-    failed = [code.reason for code in by_key.values() if code.reason]
-    faster = sum(code.is_faster for code in by_key.values())
-    told = f"of {len(asked)} distinct segments and updates {faster} are faster compiled or fused"
-    if missing := len(asked - by_key.keys()):
-        told += f", and {missing} were not reached within the limit of --compile-budget"
-    return told + (f", and {len(failed)} cannot be compiled ({failed[0]})" if failed else "")
-
-
-def _noted(plan: Plan, note: str) -> Plan:
-    return replace(plan, notes=(*plan.notes, note))

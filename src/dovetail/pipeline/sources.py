@@ -30,7 +30,7 @@ from dovetail.errors import (
     RunError,
     UsageError,
 )
-from dovetail.executors import PlacedNetwork, Workers
+from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.frontends import Captured, parse_optimizer
 from dovetail.frontends import resolve as resolve_network
@@ -158,10 +158,18 @@ def _try_threads(
     ):
         placed.feed()
         neighbours = Neighbours(device.cores, workers.pids)
+
+        def rounds(threads: int) -> float:
+            workers.set_threads(threads)
+            # These steps do not count: the first step with another number of threads starts them.
+            first = float(placed.step_seconds(2)[0])
+            steps = max(2, min(_MOST_STEPS, round(_ROUND_SECONDS / max(first, 1e-9))))
+            return float(np.median(placed.step_seconds(steps)))
+
         began = clock()
         while clock() - began < WARM_SECONDS:
             placed.step_seconds(2)
-        seconds = race(candidates_of(len(device.cores)), _rounds_of(placed, workers), progress)
+        seconds = race(candidates_of(len(device.cores)), rounds, progress)
         return ThreadChoice(fewest_of_the_best(seconds), seconds, neighbours.settled() or 0.0)
 
 
@@ -205,19 +213,6 @@ def fewest_of_the_best(seconds: dict[int, float]) -> int:
     """The least number of threads that is about as fast as the fastest."""
     best = min(seconds.values())
     return min(count for count, value in seconds.items() if value <= _EQUAL * best)
-
-
-def _rounds_of(placed: PlacedNetwork, workers: Workers) -> Rounds:
-    """The function that runs one round of a placed network."""
-
-    def rounds(threads: int) -> float:
-        workers.set_threads(threads)
-        # These steps do not count: the first step with another number of threads starts them.
-        first = float(placed.step_seconds(2)[0])
-        steps = max(2, min(_MOST_STEPS, round(_ROUND_SECONDS / max(first, 1e-9))))
-        return float(np.median(placed.step_seconds(steps)))
-
-    return rounds
 
 
 def in_order(graph: Graph, machine: Machine) -> Plan:
@@ -400,34 +395,29 @@ def machine_of(
     Raises `UsageError` for an instance on another machine, because its costs are for its own.
     """
     notes = notes or Notes()
-    if not isinstance(step, Instance):
-        machine = machine or HERE
-        if machine in (HERE, HERE_CPU) and isinstance(step, Captured):
-            return _with_best_threads(step, str(machine), progress, notes)
+    if isinstance(step, Instance):
+        if machine:
+            says = "an instance brings its own machine and costs; leave it out"
+            raise UsageError("machine", says)
+        return step.machine
+    machine = machine or HERE
+    if machine not in (HERE, HERE_CPU) or not isinstance(step, Captured):
         return resolve_machine(machine, progress, notes=notes)
-    if machine:
-        raise UsageError("machine", "an instance brings its own machine and costs; leave it out")
-    return step.machine
-
-
-def _with_best_threads(
-    step: Captured, text: str, progress: TellProgress, notes: "Notes"
-) -> Machine:
-    """`here`, with GPUs or without, with the number of threads that is best for this step on the
-    cores, probed with it."""
-    machine, cores, cache = parse_machine(text), parse_machine(HERE_CPU), CostCache()
+    # The cores of `here` have the number of threads that is best for this step, and are probed with
+    # it.
+    where, cores, cache = parse_machine(str(machine)), parse_machine(HERE_CPU), CostCache()
     _prepare_runner(progress, notes)
     progress("measuring threads", 0.0, None)
     choice = choose_threads(
         step, cores, cache, lambda fraction: progress("measuring threads", fraction, None)
     )
     if choice is not None:
-        machine = with_threads(machine, choice.threads)
+        where = with_threads(where, choice.threads)
         notes.say(str(choice))
         if disturbs(choice.others_cores):
             notes.disturbed("threads", choice.others_cores)
     progress("measuring the machine", 0.0, None)
-    return probed_machine(machine, cache, beside=partial(notes.disturbed, "the machine"))
+    return probed_machine(where, cache, beside=partial(notes.disturbed, "the machine"))
 
 
 class Notes:
@@ -486,25 +476,23 @@ def resolve_machine(
 
 def _prepare_runner(progress: TellProgress, notes: "Notes") -> None:
     """Build the C++ runner where it is missing. What is measured afterwards is measured with it."""
-    reason = build_native(lambda doing: progress(doing, 0.0, None), _compile_search)
+
+    def compile_search() -> None:
+        # A search on a small graph has the code of searches compiled and kept on disk. One that
+        # fails here fails where it is asked for as well, and says so there.
+        with suppress(DovetailError):
+            graph, machine = layered(_SMALL_OPS, training=True), parse_machine("2 x k80 + haswell")
+            costs = analytic_costs(graph, machine)
+            simulator = Simulator(graph, machine, costs, ranked=True)
+            problem = make_problem(
+                graph, machine, costs, lambda placements: simulator.evaluate(placements, "step"),
+                groups=group(graph), trace=simulator.timeline, ranked=simulator.ranked,
+            )  # fmt: skip
+            PLACERS["auto"](problem, Budget(evaluations=_SMALL_EVALUATIONS))
+
+    reason = build_native(lambda doing: progress(doing, 0.0, None), compile_search)
     if reason:
         notes.say(f"calls are made from Python, which is slower: {reason}")
-
-
-def _compile_search() -> None:
-    """Run a search on a small graph, so that the code of searches is compiled and kept on disk.
-
-    A search that fails here fails where it is asked for as well, and says so there.
-    """
-    with suppress(DovetailError):
-        graph, machine = layered(_SMALL_OPS, training=True), parse_machine("2 x k80 + haswell")
-        costs = analytic_costs(graph, machine)
-        simulator = Simulator(graph, machine, costs, ranked=True)
-        problem = make_problem(
-            graph, machine, costs, lambda placements: simulator.evaluate(placements, "step"),
-            groups=group(graph), trace=simulator.timeline, ranked=simulator.ranked,
-        )  # fmt: skip
-        PLACERS["auto"](problem, Budget(evaluations=_SMALL_EVALUATIONS))
 
 
 _SMALL_OPS, _SMALL_EVALUATIONS = 300, 40

@@ -17,7 +17,7 @@ This is not exact: few placements get stages, and stages are chosen for the sum 
 without what they wait for. Then stages are dropped as long as the simulated plan gets faster.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,9 +26,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.costs import CostCache
+from dovetail.costs import CostCache, Costs
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
-from dovetail.errors import MachineError, OutOfMemoryError, UsageError
+from dovetail.errors import InfeasibleError, MachineError, OutOfMemoryError, UsageError
 from dovetail.executors import PlacedNetwork, Workers, run
 from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
@@ -43,15 +43,23 @@ from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import costs_in, planned, timeline_of, with_schedules
 from dovetail.pipeline.requests import ScheduleRequest
 from dovetail.pipeline.scheduling import check_repeats, works_of
+from dovetail.pipeline.searching import (
+    Searched,
+    budget_of,
+    placed,
+    problem_of,
+    with_shared_copies,
+)
 from dovetail.pipeline.sources import Notes, TellProgress
-from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of
+from dovetail.placers import Budget, PlacementProblem, keeping_interrupts, permitted
+from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of, normalise
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
 from dovetail.schedulers.records import OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.results import SEQUENTIAL, Scheduled
 from dovetail.schedulers.timing import block_of, signatures_of
 from dovetail.simulator import Simulator
-from dovetail.transforms import Copies, SharedCopies, without
+from dovetail.transforms import Copies
 from dovetail.units import format_seconds
 
 SCHEDULERS = ("dos", "ios")
@@ -64,6 +72,8 @@ WITHOUT = "without stages"
 """The name of the baseline that is the plan without stages."""
 ROUNDS = 2
 """How often the search is repeated with the costs that ops have in stages."""
+MOST_STAGED = 4
+"""Stages are chosen for so many of the best placements of a search."""
 MOST_DROPPED = 32
 """Of each plan at most this many stages are dropped on trial."""
 MEASURED_PLANS = 3
@@ -157,6 +167,8 @@ def _measured_stages(
 
 Chosen = tuple[tuple[int, Stage], ...]
 """(device, stage) of every stage that runs several groups at the same time."""
+Priced = tuple[float, tuple[Schedule | None, ...]]
+"""(simulated seconds, inf if it lacks memory; the schedules of all devices)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,15 +202,40 @@ class _Stager:
     def staged(self, plan: Plan, *, thorough: bool = False) -> Plan:
         """The plan with the best stages that were found for its placement, under a name that says
         so; the plan itself if none make it faster. `thorough` as in `PlacedStages.choose`."""
-        context = self.context(plan)
-        price = partial(_price, plan, context, _starts(plan, self._step.graph), _turns(plan))
+        context, starts = self.context(plan), _starts(plan, self._step.graph)
+        turns = np.zeros(len(plan.placement))  # [ops] the place of each in its device's order
+        for order in plan.orders or ():
+            turns[list(order)] = np.arange(len(order))
+
+        def price(stages: Chosen) -> Priced:
+            """The better of two orders of these stages in the plan: a stage comes where its first
+            op was, or where its last op was."""
+            priced = []
+            for late in (False, True):
+                schedules = schedules_of(
+                    context.graph, plan.placement, plan.compute_seconds, stages, starts, late=late
+                )
+                timeline = context.simulator.timeline(
+                    plan.placement, priorities=-turns, schedules=schedules
+                )
+                fits = (timeline.peak_memory_bytes <= context.simulator.capacities).all()
+                priced.append((timeline.step_seconds if fits else np.inf, schedules))
+            return min(priced, key=lambda pair: pair[0])
+
         best_value, best = plan.value, None
         for scheduler in SCHEDULERS:
             stages = tuple(context.stages.choose(plan.placement, scheduler, thorough=thorough))
-            if stages:
-                value, schedules = _without_useless(stages, price)
-                if value < best_value:
-                    best_value, best = value, schedules
+            if not stages:
+                continue
+            value, schedules = price(stages)
+            # A stage may wait for its inputs longer than it gains. So each is dropped with which
+            # the plan is no faster. Later ones are tried first.
+            for stage in stages[::-1][:MOST_DROPPED]:
+                fewer = tuple(other for other in stages if other is not stage)
+                if fewer and (tried := price(fewer))[0] <= value:
+                    stages, (value, schedules) = fewer, tried
+            if value < best_value:
+                best_value, best = value, schedules
         if best is None:
             return plan
         found = with_schedules(plan, self._step.graph, best)
@@ -213,79 +250,7 @@ def _starts(plan: Plan, graph: Graph) -> NDArray[np.float64]:
     return starts
 
 
-def _turns(plan: Plan) -> NDArray[np.float64]:
-    """[ops] the place of each op in its device's order; 0 for sources."""
-    turns = np.zeros(len(plan.placement))
-    for order in plan.orders or ():
-        turns[list(order)] = np.arange(len(order))
-    return turns
-
-
-Priced = tuple[float, tuple[Schedule | None, ...]]
-"""(simulated seconds, inf if it lacks memory; the schedules of all devices)."""
-
-
-def _price(
-    plan: Plan,
-    context: _Context,
-    starts: NDArray[np.float64],
-    turns: NDArray[np.float64],
-    stages: Chosen,
-) -> Priced:
-    """The better of two orders of these stages in the plan: a stage comes where its first op was,
-    or where its last op was."""
-    priced = []
-    for late in (False, True):
-        schedules = schedules_of(
-            context.graph, plan.placement, plan.compute_seconds, stages, starts, late=late
-        )
-        timeline = context.simulator.timeline(
-            plan.placement, priorities=-turns, schedules=schedules
-        )
-        fits = (timeline.peak_memory_bytes <= context.simulator.capacities).all()
-        priced.append((timeline.step_seconds if fits else np.inf, schedules))
-    return min(priced, key=lambda pair: pair[0])
-
-
-def _without_useless(stages: Chosen, price: Callable[[Chosen], Priced]) -> Priced:
-    """The price of these stages after each was dropped with which the plan is no faster: a stage
-    may wait for its inputs longer than it gains. Later stages are tried first."""
-    best = price(stages)
-    for stage in stages[::-1][:MOST_DROPPED]:
-        fewer = tuple(other for other in stages if other is not stage)
-        if fewer:
-            tried = price(fewer)
-            if tried[0] <= best[0]:
-                stages, best = fewer, tried
-    return best
-
-
 # --- What stages gain, as costs of ops ---
-
-
-def factors_alone(stages: PlacedStages) -> NDArray[np.float64]:
-    """[ops, devices] what an op's seconds are multiplied by if its device runs every op that it can
-    run, in stages."""
-    factors = np.ones_like(stages.seconds)
-    for device in range(factors.shape[1]):
-        can = np.isfinite(stages.seconds[:, device])
-        elsewhere = stages.seconds.argmin(axis=1)
-        placement = np.where(can, device, elsewhere).astype(np.int32)
-        _enter_factors(factors, stages, placement, device)
-    return factors
-
-
-def factors_under(
-    stages: PlacedStages, placement: Placement, factors: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """The factors [ops, devices], changed on the device of each op to those of its stages in this
-    placement."""
-    found = factors.copy()
-    ops = np.arange(len(placement))
-    found[ops, placement] = 1.0
-    for device in range(found.shape[1]):
-        _enter_factors(found, stages, placement, device)
-    return found
 
 
 def _enter_factors(
@@ -313,31 +278,7 @@ def _one_by_one(stages: PlacedStages, stage: Stage, device: int) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class JointSearch:
-    """What the joint decision is given.
-
-    step        the captured step
-    alone       the plan without stages, as placement alone finds it
-    seconds     [ops, devices] of each op by itself, without the plan's copies
-    placements  (method, placement) of the best placements that its search found, and of each device
-                alone. The first is that of `alone`, without copies
-    plan_of     a function: method, placement -> the plan without stages; None if it does not fit
-    search      a function: [ops, devices] seconds -> placements, as above, that a search with these
-                costs finds
-    min_gain    share by which a plan on more devices must be better
-    """
-
-    step: Captured
-    alone: Plan
-    seconds: NDArray[np.float64]
-    placements: Sequence[tuple[str, Placement]]
-    plan_of: Callable[[str, Placement], Plan | None]
-    search: Callable[[NDArray[np.float64]], Sequence[tuple[str, Placement]]]
-    min_gain: float = 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class _Candidate:
+class _Staged:
     """A placement without copies, its plan without stages, and that with the best that were found.
     The latter is the former if there are none."""
 
@@ -346,14 +287,24 @@ class _Candidate:
     plan: Plan
 
 
-def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
-    """The best plan of placement and stages. If none is better it is `joint.alone`, with a note
-    that says so."""
-    alone, notes = joint.alone, Notes()
-    stager = _Stager(joint.step, progress, notes)
-    first = joint.placements[0][1]
-    candidates = [_Candidate(first, alone, stager.staged(alone))]
-    seen = {first.tobytes()}
+def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgress) -> Plan:
+    """The best plan of placement and stages. If none is better it is `alone`, with a note that says
+    so.
+
+    bare    the plan of the search, without copies and stages
+    alone   the same with copies
+
+    The searches with the costs of stages have the request's budget together, as the first search
+    had.
+    """
+    request, problem, notes = searched.request, searched.problem, Notes()
+    graph, machine, costs = problem.graph, problem.machine, problem.costs
+    step, min_gain = request.planned_step, request.resolved_gain
+    assert isinstance(step, Captured), "the request has checked that"
+    allowed, running = permitted(graph, machine, request.pins), ~graph.is_source
+    stager = _Stager(step, progress, notes)
+    found = [_Staged(bare.placement, alone, stager.staged(alone))]
+    seen = {bare.placement.tobytes()}
 
     def consider(placements: Sequence[tuple[str, Placement]]) -> None:
         """Enter the placements that are new and fit, each with its best stages."""
@@ -361,40 +312,86 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
             if placement.tobytes() in seen:
                 continue
             seen.add(placement.tobytes())
-            plan = joint.plan_of(name, placement)
-            if plan is not None:
-                candidates.append(_Candidate(placement, plan, stager.staged(plan)))
+            if not allowed[running, placement[running]].all():
+                continue
+            timeline = searched.simulator.timeline(placement)
+            if (timeline.peak_memory_bytes > problem.capacities).any():
+                continue
+            plan = replace(
+                bare,
+                placement=placement,
+                orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+                placer=name,
+                value=timeline.step_seconds,
+                peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+            )
+            plan = with_shared_copies(plan, request, searched.kept)
+            found.append(_Staged(placement, plan, stager.staged(plan)))
 
-    consider(joint.placements)
-    bare = replace(
-        alone,
-        transforms=without(SharedCopies, alone.transforms),
-        compute_seconds=joint.seconds,
-    )
+    singles = [
+        ("single", normalise(np.full(len(graph), device, dtype=np.int32), graph, machine))
+        for device in np.flatnonzero(np.isfinite(costs.compute_seconds[running]).all(axis=0))
+    ]
+    consider([*singles, *_best_found(problem, searched.budget)])
+    # [ops, devices] What an op's seconds are multiplied by in stages: first where its device runs
+    # every op that it can run, then where the best plan so far has its stages.
     stages = stager.context(bare).stages
-    factors = factors_alone(stages)
+    factors, elsewhere = np.ones_like(stages.seconds), stages.seconds.argmin(axis=1)
+    for device in range(len(machine.devices)):
+        can = np.isfinite(stages.seconds[:, device])
+        _enter_factors(factors, stages, np.where(can, device, elsewhere).astype(np.int32), device)
     # Where no stage gains, these searches would repeat the first one.
     for number in range(ROUNDS if (factors < 1).any() else 0):
         progress("planning with the costs of stages", number / ROUNDS, None)
-        consider(joint.search(joint.seconds * factors))
-        best = min(candidates, key=_value)
-        factors = factors_under(stages, best.placement, factors)
+        scaled = Costs(costs.compute_seconds * factors, costs.source, costs.sent_bytes)
+        again, _ = problem_of(request, machine, scaled, searched.groups, searched.kept)
+        whole = budget_of(request)
+        budget = whole.slice(
+            seconds=whole.seconds / ROUNDS, evaluations=max(1.0, whole.evaluations // ROUNDS)
+        )
+        try:
+            with keeping_interrupts(budget):
+                outcome = placed(again, request, budget, progress)
+        # With less budget than the first search had, a placer may find nothing that fits.
+        except InfeasibleError:
+            pass
+        else:
+            if budget.interrupted:
+                raise KeyboardInterrupt
+            consider([(outcome.placer, outcome.placement), *_best_found(again, budget)])
+        best = min(found, key=_value)
+        factors = factors.copy()
+        factors[np.arange(len(graph)), best.placement] = 1.0
+        for device in range(len(machine.devices)):
+            _enter_factors(factors, stages, best.placement, device)
     # Larger parts are searched for the plan of placement alone, the best one, and the best on one
     # device.
-    finalists = [candidates[0], min(candidates, key=_value)]
-    finalists += sorted(filter(_is_single, candidates), key=_value)[:1]
+    finalists = [
+        found[0],
+        min(found, key=_value),
+        *sorted(filter(_is_single, found), key=_value)[:1],
+    ]
     progress("choosing stages", 0.0, None)
     for number, finalist in enumerate({id(finalist): finalist for finalist in finalists}.values()):
         better = stager.staged(finalist.plain, thorough=True)
-        candidates.append(replace(finalist, plan=better))
+        found.append(replace(finalist, plan=better))
         progress("choosing stages", (number + 1) / len(finalists), None)
-    on_one = min(filter(_is_single, candidates), key=_value, default=candidates[0]).plan
-    plans = [alone, *(candidate.plan for candidate in candidates)]
-    chosen = _best_of(plans, min(alone.value, on_one.value), joint.min_gain)
+    on_one = min(filter(_is_single, found), key=_value, default=found[0]).plan
+    plans = [alone, *(staged.plan for staged in found)]
+    # The plan is no worse than placement alone, and than stages on one device alone. Of those it is
+    # the one on the fewest devices that no plan on more devices beats by the smallest gain.
+    limit = min(alone.value, on_one.value)
+    chosen, *others = sorted(
+        (plan for plan in plans if plan.value <= limit),
+        key=lambda plan: (devices_of(plan), plan.value),
+    )
+    for plan in others:
+        if plan.value < chosen.value * (1 - min_gain):
+            chosen = plan
     told = f"{_text(chosen)} as predicted, {_text(alone)} without"
-    if alone.machine.local:
+    if machine.local:
         rivals = [chosen, on_one, *sorted(plans, key=lambda plan: plan.value)]
-        chosen, told = quicker(alone, WITHOUT, rivals, joint.step, progress)
+        chosen, told = quicker(alone, WITHOUT, rivals, step, progress)
     baselines = {**alone.baselines, WITHOUT: alone.value, chosen.placer: chosen.value}
     if devices_of(on_one) == 1:
         baselines[ONE_DEVICE] = on_one.value
@@ -404,24 +401,23 @@ def with_stages(joint: JointSearch, progress: TellProgress) -> Plan:
     return replace(chosen, baselines=baselines, notes=alone.notes + notes.texts)
 
 
-def _value(candidate: _Candidate) -> float:
-    return candidate.plan.value
+def _best_found(problem: PlacementProblem, budget: Budget) -> list[tuple[str, Placement]]:
+    """(method, placement [ops]) of the best placements that the methods found and that fit."""
+    results = budget.ledger.results
+    fitting = [(pair, name) for name, pair in results.items() if not pair[0].lacking_bytes]
+    fitting.sort(key=lambda entry: entry[0][0])
+    return [
+        (name, normalise(problem.spread(placement), problem.graph, problem.machine))
+        for (_, placement), name in fitting[:MOST_STAGED]
+    ]
 
 
-def _is_single(candidate: _Candidate) -> bool:
-    return devices_of(candidate.plan) == 1
+def _value(staged: _Staged) -> float:
+    return staged.plan.value
 
 
-def _best_of(plans: Sequence[Plan], limit: float, min_gain: float) -> Plan:
-    """A plan whose value is at most `limit`, which is that of one of the plans. Of these it is the
-    one on the fewest devices that no plan on more devices beats by the smallest gain."""
-    good = [plan for plan in plans if plan.value <= limit]
-    good.sort(key=lambda plan: (devices_of(plan), plan.value))
-    taken = good[0]
-    for plan in good[1:]:
-        if plan.value < taken.value * (1 - min_gain):
-            taken = plan
-    return taken
+def _is_single(staged: _Staged) -> bool:
+    return devices_of(staged.plan) == 1
 
 
 def _text(plan: Plan) -> str:
@@ -517,16 +513,16 @@ def quicker(
                 serving = [stack.enter_context(Workers(plan.machine))]
                 shared += serving
             try:
-                placed = run(plan, planned(plan, step), workers=serving[0])
+                network = run(plan, planned(plan, step), workers=serving[0])
             except OutOfMemoryError as error:
                 # On a GPU, beside the others. Without the baseline nothing is compared.
                 if name == SEQUENTIAL:
                     predicted = min(named.values(), key=lambda plan: plan.value)
                     return predicted, f"{_text(predicted)} as predicted; not measured: {error}"
                 continue
-            placed = stack.enter_context(placed)
-            placed.feed()
-            timers[name] = partial(_step_seconds, placed)
+            network = stack.enter_context(network)
+            network.feed()
+            timers[name] = partial(_step_seconds, network)
         if len(timers) < 2:
             return baseline, f"{_text(baseline)} as predicted; the others did not fit beside it"
         winner, seconds = fastest(
@@ -543,6 +539,6 @@ def quicker(
     return named[winner], told
 
 
-def _step_seconds(placed: PlacedNetwork) -> float:
+def _step_seconds(network: PlacedNetwork) -> float:
     """Seconds of one step."""
-    return float(placed.step_seconds(2)[0])
+    return float(network.step_seconds(2)[0])

@@ -15,7 +15,7 @@ where it uses several devices. Where nothing can be compared, what runs is the m
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,14 +113,14 @@ def fastest_way(
     whole = whole or plan
     if step.plain is None:
         why = "the step has several towers, scales its gradients or writes over its inputs"
-        return _noted(plan, f"eager was not measured: {why}")
+        return plan.noted(f"eager was not measured: {why}")
+    cores = len(machine.devices[0].cores)
 
     def uncompared(why: str) -> Plan:
         if not replaces:
-            return _noted(plan, f"eager was not measured: {why}")
+            return plan.noted(f"eager was not measured: {why}")
         note = f"this plan was not measured beside the module as it is, so that runs: {why}"
-        cores = len(machine.devices[0].cores)
-        return _plan_of(_Way(EAGER), _noted(whole, note), step, with_threads(machine, cores))
+        return _plan_of(_Way(EAGER), whole.noted(note), step, with_threads(machine, cores))
 
     # At the same time there are the plan, with and without segments, the eager step, and the step
     # compiled for up to two numbers of threads, or in two modes.
@@ -141,13 +141,26 @@ def fastest_way(
     try:
         with ExitStack() as stack:
             progress("measuring eager", 0.0, None)
-            cores = len(machine.devices[0].cores)
             try:
                 eager = PlainNetwork(step, with_threads(machine, cores), apart=True)
-                threads = _best_threads(stack.enter_context(eager), cores)
+                stack.enter_context(eager)
+
+                def seconds_with(threads: int) -> float:
+                    eager.set_threads(threads)
+                    return float(median(eager.step_seconds(4)))
+
+                # A step that takes long has all cores, and a GPU has 0. The race itself needs some
+                # seconds, so hopeless numbers of threads drop out early.
+                one_count = eager.begin() > LONG_SECONDS or cores < 2
+                tried = (
+                    {cores: 0.0}
+                    if one_count
+                    else race(candidates_of(cores), seconds_with, lambda _done: None)
+                )
+                threads = min(tried, key=lambda count: (tried[count], count))
             # What cannot run as it is, or cannot be sent to a process, is no refuge.
             except (DovetailError, OSError) as error:
-                return _noted(plan, f"eager was not measured: {_cause_of(error)}")
+                return plan.noted(f"eager was not measured: {_cause_of(error)}")
             counts = dict.fromkeys((cores, threads))
             networks = {_Way(EAGER, count): eager for count in counts}
             seconds, notes = _measured(
@@ -159,7 +172,44 @@ def fastest_way(
     except (DovetailError, OSError) as error:
         _log.error("%s cannot be measured: %s", step.source.model or "the step", error)
         return uncompared(_cause_of(error))
-    return _decide(placed, step, machine, seconds, whole, notes, replaces=replaces)
+
+    # The plan, a rival, or a plan that runs the fastest of the user's own ways.
+    medians = {way: median(of_way) for way, of_way in seconds.items()}
+
+    def fastest(*names: str) -> _Way:
+        return min((w for w in medians if w.way in names), key=lambda w: medians[w])
+
+    own, best = fastest(*MODES), fastest(PLACED)
+    plan, stands_for = placed[best], PLACED
+    # A plan on several devices must win by the least gain that the user asks of such a plan.
+    several = sum(map(bool, plan.orders or ())) > 1
+    worth = 1 - plan.min_gain if several else 1.0
+    best_of: dict[str, float] = {}
+    for way, value in medians.items():
+        best_of[way.way] = min(value, best_of.get(way.way, value))
+    told = ", ".join(f"{way} {format_seconds(value)}" for way, value in medians.items())
+    names = dict.fromkeys(way.way for way in placed if way.way != PLACED)
+    for name in names if replaces else ():
+        rival = fastest(name)
+        if median(ratios_of(seconds[best], seconds[rival])) >= worth:
+            best, plan, worth, stands_for = rival, placed[rival], 1.0, name
+    if stands_for != PLACED:
+        # It takes the plan's place, and what is said of the plan is said of it.
+        best_of[PLACED] = best_of.pop(stands_for)
+    baselines = {name: value for name, value in best_of.items() if name != PLACED}
+    rows = {**placed[_Way(PLACED)].baselines, **plan.baselines, **baselines}
+    plan = replace(plan, baselines=rows, measured=best_of)
+    said = (f"measured side by side: {told}", *notes)
+    if not replaces or median(ratios_of(seconds[best], seconds[own])) < worth:
+        return plan.noted(*said)
+    of_step = whole if plan.graph_fingerprint != whole.graph_fingerprint else plan
+    noted = replace(
+        of_step,
+        baselines=rows,
+        measured=best_of,
+        notes=(*placed[_Way(stands_for)].notes, *said),
+    )
+    return _plan_of(own, noted, step, with_threads(machine, own.threads))
 
 
 def _measured(
@@ -180,8 +230,37 @@ def _measured(
     on_gpu = machine.devices[0].torch_device.startswith("cuda")
     modes = (REDUCED, COMPILED) if on_gpu else (COMPILED,)
     wanted = [_Way(mode, way.threads) for mode in modes for way in eager]
-    compiled, notes = _compiled(stack, step, machine, wanted, compile_seconds, progress)
-    networks = {**eager, **compiled}
+    notes: list[str] = []
+    if not compile_seconds:
+        wanted, notes = [], [f"{COMPILED} was not measured, as asked"]
+    elif not has_compiler() and not machine.devices[0].torch_device:
+        note = f"{COMPILED} was not measured: there is no C++ compiler (g++ or clang++)"
+        wanted, notes = [], [note]
+    # One is compiled after the other, since a compilation uses all cores for a part of its time.
+    networks, began = dict(eager), clock()
+    for number, way in enumerate(wanted):
+        own = with_threads(machine, way.threads)
+        network = PlainNetwork(step, own, mode=MODES[way.way], apart=True)
+        stack.callback(network.close)
+        try:
+            network.send_first()
+            has_begun = False
+            while not has_begun and clock() - began < compile_seconds:
+                spent = (clock() - began) / compile_seconds
+                progress(f"compiling {way}", spent, None)
+                has_begun = network.has_begun(_LOOK_SECONDS)
+        except RunError as error:
+            notes.append(f"{way} failed: {_cause_of(error)}")
+            continue
+        if not has_begun:
+            network.close()
+            late = " and ".join(map(str, wanted[number:]))
+            notes.append(
+                f"not compiled within {format_seconds(compile_seconds)}, so not measured: {late}; "
+                "torch keeps what it has compiled so far, and --compile-budget gives it longer"
+            )
+            break
+        networks[way] = network
     timers: dict[str, Timer] = {
         str(way): _timer(network.step_seconds, partial(_use_threads, network, way.threads))
         for way, network in networks.items()
@@ -207,111 +286,6 @@ def _measured(
         calls=1,
     )
     return {way: seconds[str(way)] for way in (*networks, *placed_ways)}, notes
-
-
-def _best_threads(eager: PlainNetwork, cores: int) -> int:
-    """The number of threads with which an eager step is fastest; all cores if it takes long,
-    and 0 on a GPU."""
-    if eager.begin() > LONG_SECONDS or cores < 2:
-        return cores
-    # The race itself needs some seconds, so hopeless numbers of threads drop out early.
-    tried = race(candidates_of(cores), partial(_round, eager), lambda _done: None)
-    return min(tried, key=lambda count: (tried[count], count))
-
-
-def _compiled(
-    stack: ExitStack,
-    step: Captured,
-    machine: Machine,
-    wanted: Sequence[_Way],
-    limit_seconds: float,
-    progress: TellProgress,
-) -> tuple[dict[_Way, PlainNetwork], list[str]]:
-    """(the step compiled in each of these ways, notes on what was not compiled).
-
-    One is compiled after the other, since a compilation uses all cores for a part of its time.
-    """
-    if not limit_seconds:
-        return {}, [f"{COMPILED} was not measured, as asked"]
-    if not has_compiler() and not machine.devices[0].torch_device:
-        return {}, [f"{COMPILED} was not measured: there is no C++ compiler (g++ or clang++)"]
-    notes: list[str] = []
-    done: dict[_Way, PlainNetwork] = {}
-    began = clock()
-    for number, way in enumerate(wanted):
-        own = with_threads(machine, way.threads)
-        network = PlainNetwork(step, own, mode=MODES[way.way], apart=True)
-        stack.callback(network.close)
-        try:
-            network.send_first()
-            has_begun = False
-            while not has_begun and clock() - began < limit_seconds:
-                spent = (clock() - began) / limit_seconds
-                progress(f"compiling {way}", spent, None)
-                has_begun = network.has_begun(_LOOK_SECONDS)
-        except RunError as error:
-            notes.append(f"{way} failed: {_cause_of(error)}")
-            continue
-        if has_begun:
-            done[way] = network
-            continue
-        network.close()
-        late = " and ".join(map(str, wanted[number:]))
-        notes.append(
-            f"not compiled within {format_seconds(limit_seconds)}, so not measured: {late}; torch "
-            "keeps what it has compiled so far, and --compile-budget gives it longer"
-        )
-        break
-    return done, notes
-
-
-def _decide(
-    placed_ways: Mapping[_Way, Plan],
-    step: Captured,
-    machine: Machine,
-    seconds: Mapping[_Way, tuple[float, ...]],
-    whole: Plan,
-    notes: Sequence[str],
-    *,
-    replaces: bool,
-) -> Plan:
-    """The plan, a rival, or a plan that runs the fastest of the user's own ways."""
-    medians = {way: median(of_way) for way, of_way in seconds.items()}
-
-    def fastest(*names: str) -> _Way:
-        return min((w for w in medians if w.way in names), key=lambda w: medians[w])
-
-    own, placed = fastest(*MODES), fastest(PLACED)
-    plan, stands_for = placed_ways[placed], PLACED
-    # A plan on several devices must win by the least gain that the user asks of such a plan.
-    several = sum(map(bool, plan.orders or ())) > 1
-    worth = 1 - plan.min_gain if several else 1.0
-    best_of: dict[str, float] = {}
-    for way, value in medians.items():
-        best_of[way.way] = min(value, best_of.get(way.way, value))
-    told = ", ".join(f"{way} {format_seconds(value)}" for way, value in medians.items())
-    rivals = dict.fromkeys(way.way for way in placed_ways if way.way != PLACED)
-    for name in rivals if replaces else ():
-        rival = fastest(name)
-        if median(ratios_of(seconds[placed], seconds[rival])) >= worth:
-            placed, plan, worth, stands_for = rival, placed_ways[rival], 1.0, name
-    if stands_for != PLACED:
-        # It takes the plan's place, and what is said of the plan is said of it.
-        best_of[PLACED] = best_of.pop(stands_for)
-    baselines = {name: value for name, value in best_of.items() if name != PLACED}
-    rows = {**placed_ways[_Way(PLACED)].baselines, **plan.baselines, **baselines}
-    plan = replace(plan, baselines=rows, measured=best_of)
-    said = (f"measured side by side: {told}", *notes)
-    if not replaces or median(ratios_of(seconds[placed], seconds[own])) < worth:
-        return replace(plan, notes=(*plan.notes, *said))
-    of_step = whole if plan.graph_fingerprint != whole.graph_fingerprint else plan
-    noted = replace(
-        of_step,
-        baselines=rows,
-        measured=best_of,
-        notes=(*placed_ways[_Way(stands_for)].notes, *said),
-    )
-    return _plan_of(own, noted, step, with_threads(machine, own.threads))
 
 
 def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
@@ -347,12 +321,6 @@ def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
     return replace(replaced, peak_memory_bytes=tuple(peaks.tolist()))
 
 
-def _round(network: PlainNetwork, threads: int) -> float:
-    """Median seconds of some steps on so many threads."""
-    network.set_threads(threads)
-    return float(median(network.step_seconds(4)))
-
-
 def _use_threads(network: PlainNetwork, threads: int) -> None:
     if network.threads != threads:
         network.set_threads(threads)
@@ -374,10 +342,6 @@ def _timer(
         return seconds
 
     return seconds_of_round
-
-
-def _noted(plan: Plan, note: str) -> Plan:
-    return replace(plan, notes=(*plan.notes, note))
 
 
 def _cause_of(error: Exception) -> str:

@@ -184,6 +184,10 @@ class Plan:
         shared = the(SharedCopies, self.transforms)
         return () if shared is None else shared.copies
 
+    def noted(self, *notes: str) -> "Plan":
+        """Return the plan with these notes behind its own."""
+        return replace(self, notes=(*self.notes, *notes))
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all. Raises `UnwritableError`."""
         save_plan(self, path)
@@ -318,12 +322,17 @@ def load_plan(path: str | Path) -> Plan:
     kept = raw.pop(_GRAPH, None) if isinstance(raw, dict) else None
     try:
         file: Any = _PlanFile.model_validate(_of_version_1(raw))
-        sent_bytes = file.costs.sent_bytes
+        costs, count = file.costs, len(file.machine.devices)
+        if any(len(row) != count for row in costs.rows):
+            raise ValueError("costs.rows: not one entry a device")
+        if costs.index and not 0 <= min(costs.index) <= max(costs.index) < len(costs.rows):
+            raise ValueError("costs.index points outside the rows")
+        rows = [[np.inf if s is None else s for s in row] for row in costs.rows]
         plan = Plan(
             **{field.name: getattr(file, field.name) for field, _ in file_fields(Plan)},
-            compute_seconds=_seconds(file.costs, len(file.machine.devices)),
-            costs_source=file.costs.source,
-            sent_bytes=None if sent_bytes is None else np.array(sent_bytes, np.float64),
+            compute_seconds=np.array(rows, dtype=np.float64).reshape(-1, count)[costs.index],
+            costs_source=costs.source,
+            sent_bytes=None if costs.sent_bytes is None else np.array(costs.sent_bytes, np.float64),
         )
         placement, devices = plan.placement, len(plan.machine.devices)
         if len(plan.compute_seconds) != len(placement):
@@ -383,13 +392,3 @@ def _of_version_1(raw: Any) -> Any:
     if copies != []:
         transforms.append({"kind": "copies", "copies": copies})
     return {**file, "version": 2, "source": source, "transforms": transforms}
-
-
-def _seconds(costs: _CostsFile, devices: int) -> NDArray[np.float64]:
-    """Return [ops, devices] seconds from a file's rows; inf where the file has null."""
-    if any(len(row) != devices for row in costs.rows):
-        raise ValueError("costs.rows: not one entry a device")
-    if costs.index and not 0 <= min(costs.index) <= max(costs.index) < len(costs.rows):
-        raise ValueError("costs.index points outside the rows")
-    rows = [[np.inf if s is None else s for s in row] for row in costs.rows]
-    return np.array(rows, dtype=np.float64).reshape(-1, devices)[costs.index]

@@ -61,7 +61,21 @@ def check_orders(plan: Plan, graph: Graph) -> None:
         listed = [op for stage in stages[device] for op in stage]
         device_ops = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
         if sorted(listed) != device_ops:
-            detail = _describe_misnamed(plan, graph, device, listed)
+            # The first op that is listed twice, is on another device, or is missing.
+            detail, named = "", set[int]()
+            for op in listed:
+                if not 0 <= op < len(graph) or graph.is_source[op]:
+                    detail = f"{op} is no op that runs"
+                elif op in named:
+                    detail = f"op {graph.names[op]!r} is there twice"
+                elif plan.placement[op] != device:
+                    where = plan.machine.device_names[plan.placement[op]]
+                    detail = f"op {graph.names[op]!r} is on {where}"
+                if detail:
+                    break
+                named.add(op)
+            else:
+                detail = f"op {graph.names[min(set(device_ops) - named)]!r} is missing"
             raise OrderError(name, f"does not name each of its ops exactly once: {detail}")
         schedule = plan.schedules[device] if plan.schedules else None
         if schedule and any(not 0 <= stage.seconds < np.inf for stage in schedule.stages):
@@ -84,7 +98,23 @@ def check_completes(plan: Plan, graph: Graph) -> None:
         needed = f"op {graph.names[op]!r} before op {graph.names[before]!r}, which it needs"
         raise OrderError(name, f"cannot complete: a stage has {needed}")
     needs = needs[~within]
-    stuck = _stuck(stages, stage_of[needs])
+    # Kahn's algorithm over the stages of all devices. Those of one device also need the one before
+    # them (`chains`). The stages that never start stay with something missing.
+    count = sum(map(len, stages))
+    after: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    ends = np.cumsum([0, *map(len, stages)]).tolist()
+    chains = [pair for first, end in pairwise(ends) for pair in pairwise(range(first, end))]
+    for before, stage in [*stage_of[needs].tolist(), *chains]:
+        after[before].append(stage)
+        missing[stage] += 1
+    able = [stage for stage in range(count) if missing[stage] == 0]
+    while able:
+        for stage in after[able.pop()]:
+            missing[stage] -= 1
+            if missing[stage] == 0:
+                able.append(stage)
+    stuck = np.array(missing, dtype=np.int64) > 0
     if stuck.any():
         # The first stage that never starts is not only waiting for its turn: the stage before it on
         # its device, if any, does start. So one of its own ops waits for a stuck stage.
@@ -108,45 +138,6 @@ def needs_of(stages: Sequence[Stages], graph: Graph) -> tuple[NDArray[np.int64],
     reads = np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1)
     needs = np.concatenate([reads, graph.control]).astype(np.int64)
     return stage_of, needs[(stage_of[needs] >= 0).all(axis=1)]
-
-
-def _stuck(stages: list[Stages], needs: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return [stages of all devices] True for those that never start.
-
-    needs   [needs, 2] pairs of stages, the second of which needs the first
-    """
-    # Kahn's algorithm; the stages of one device also need the one before them (`chains`).
-    count = sum(map(len, stages))
-    after: list[list[int]] = [[] for _ in range(count)]
-    missing = [0] * count
-    ends = np.cumsum([0, *map(len, stages)]).tolist()
-    chains = [pair for first, end in pairwise(ends) for pair in pairwise(range(first, end))]
-    for before, stage in [*needs.tolist(), *chains]:
-        after[before].append(stage)
-        missing[stage] += 1
-    able = [stage for stage in range(count) if missing[stage] == 0]
-    while able:
-        for stage in after[able.pop()]:
-            missing[stage] -= 1
-            if missing[stage] == 0:
-                able.append(stage)
-    return np.array(missing, dtype=np.int64) > 0
-
-
-def _describe_misnamed(plan: Plan, graph: Graph, device: int, listed: list[int]) -> str:
-    """Return text about the first op that is listed twice, is on another device, or is missing."""
-    named: set[int] = set()
-    for op in listed:
-        if not 0 <= op < len(graph) or graph.is_source[op]:
-            return f"{op} is no op that runs"
-        if op in named:
-            return f"op {graph.names[op]!r} is there twice"
-        if plan.placement[op] != device:
-            where = plan.machine.device_names[plan.placement[op]]
-            return f"op {graph.names[op]!r} is on {where}"
-        named.add(op)
-    device_ops = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
-    return f"op {graph.names[min(set(device_ops) - named)]!r} is missing"
 
 
 def normalise(placement: Placement, graph: Graph, machine: Machine) -> Placement:
@@ -195,13 +186,22 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
         raise PlanError(f"plan rule 9: it runs {plan.way}, on {len(plan.machine.devices)} devices")
     check_placement(plan.placement, graph, plan.machine, plan.compute_seconds)
     check_orders(plan, graph)
-    if plan.contiguous:
-        check_contiguous(plan.placement, graph, plan.machine)
+    names = plan.machine.device_names
+    # A way of forward ops that leaves a device and comes back.
+    if plan.contiguous and (path := find_return(graph, plan.placement)) is not None:
+        leaves, elsewhere, returns = (graph.names[op] for op in path)
+        raise NotContiguousError(names[plan.placement[path[0]]], (leaves, elsewhere, returns))
     if plan.whole:
-        check_whole(plan, graph)
+        modules = matched_modules(graph, plan.whole)
+        of_op = units_of(graph, modules).of_op
+        first: dict[int, int] = {}
+        for op in np.flatnonzero(of_op >= 0).tolist():
+            unit, on = int(of_op[op]), int(plan.placement[op])
+            if first.setdefault(unit, on) != on:
+                raise SplitModuleError(modules[unit], (names[first[unit]], names[on]))
     capacities = capacities_of(plan.machine, dict(plan.caps))
     for device, needed, available in zip(
-        plan.machine.device_names, plan.peak_memory_bytes, capacities.tolist(), strict=True
+        names, plan.peak_memory_bytes, capacities.tolist(), strict=True
     ):
         if needed > available:
             raise OutOfMemoryError(device, needed, available)
@@ -240,24 +240,3 @@ def check_placement(
             raise UnplacedOpError(
                 graph.names[op], names[device], "is not the device of the ops it belongs with"
             )
-
-
-def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> None:
-    """Raise `NotContiguousError` for a way of forward ops that leaves a device and comes back."""
-    path = find_return(graph, placement)
-    if path is not None:
-        leaves, elsewhere, returns = (graph.names[op] for op in path)
-        device = machine.device_names[placement[path[0]]]
-        raise NotContiguousError(device, (leaves, elsewhere, returns))
-
-
-def check_whole(plan: Plan, graph: Graph) -> None:
-    """Raise `SplitModuleError` for a module that must be whole but is on two devices."""
-    modules = matched_modules(graph, plan.whole)
-    of_op = units_of(graph, modules).of_op
-    first: dict[int, int] = {}
-    for op in np.flatnonzero(of_op >= 0).tolist():
-        unit, device = int(of_op[op]), int(plan.placement[op])
-        if first.setdefault(unit, device) != device:
-            names = plan.machine.device_names
-            raise SplitModuleError(modules[unit], (names[first[unit]], names[device]))

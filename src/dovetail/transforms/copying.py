@@ -404,21 +404,62 @@ class Copying(ABC):
         terms = np.where(kinds == SUM, 2, self.count)
         flops = np.where(kinds == SUM, 1, self.count + self.mean_flops)
         offsets, reads = self.reads
-        names, modules = self._names()
         strides = {
             tensor: dense_strides(graph.shapes[tensor], graph.strides[tensor])
             for tensor in set(reduced[added].tolist())
         }
+        # Equal signatures must cost the same. So where summing or averaging changes the layout of a
+        # gradient, the signatures of the updates that read it change too.
+        changed = {tensor for tensor, dense in strides.items() if dense != graph.strides[tensor]}
+        names, modules, signatures, taken = [], [], [], set(graph.names)
+        for kind, origin, copy, tensor in zip(
+            *(column.tolist() for column in self.rows), strict=True
+        ):
+            name, module = self.name_of(kind, origin, copy, tensor)
+            if origin >= 0:
+                relaid = (
+                    bool(changed)
+                    and kind == SHARED
+                    and not changed.isdisjoint(graph.inputs_of(origin).tolist())
+                )
+                signature = graph.signatures[origin] + " of a dense mean" * relaid
+            else:
+                while name in taken:
+                    name += "_"
+                taken.add(name)
+                shape, layout, dense = (
+                    "x".join(map(str, sizes))
+                    for sizes in (graph.shapes[tensor], graph.strides[tensor], strides[tensor])
+                )
+                gradient = f"{graph.dtypes[tensor]}[{shape}]({layout})"
+                scale = f", /{self.count}" if copy == self.count - 1 else ""
+                into = "new" if copy == 1 else "into"
+                signature = f"{AVERAGE}({self.count} x {gradient})"
+                if kind == SUM:
+                    signature = f"{ACCUMULATE}({into} ({dense}), {gradient}{scale})"
+            names.append(name)
+            modules.append(module)
+            signatures.append(signature)
+        # The outputs are the mean of a floating-point output, every copy's own for another dtype,
+        # and the last value of what an update writes.
+        means, outputs = self.reduced_by(RESULT), list[int]()
+        for tensor in graph.outputs.tolist():
+            if means[tensor] >= 0:
+                outputs.append(int(means[tensor]))
+            elif self.replica.own[graph.producers[tensor]]:
+                outputs += self.tensors[:, tensor].tolist()
+            else:
+                outputs.append(int(self.tensors[:, tensor].max()))
         gradients = graph.gradient_of[origins]
         columns = select_columns(graph, origins, stands_for)
         columns |= dict(
-            names=names,
+            names=tuple(names),
             kinds=tuple(
                 graph.kinds[o] if o >= 0 else ACCUMULATE if kind == SUM else AVERAGE
                 for o, kind in zip(origins.tolist(), kinds.tolist(), strict=True)
             ),
-            signatures=self._signatures(strides),
-            modules=modules,
+            signatures=tuple(signatures),
+            modules=tuple(modules),
             phases=np.array(
                 [
                     graph.phases[o] if o >= 0 else _PHASES[kind]
@@ -445,56 +486,10 @@ class Copying(ABC):
             overwrites=graph.overwrites[stands_for] & ~added[producers],
             input_offsets=offsets.astype(np.int32),
             input_tensors=reads.astype(np.int32),
-            outputs=self._outputs().astype(np.int32),
+            outputs=np.array(outputs, dtype=np.int32),
             control=self.control.astype(np.int32),
         )
         return Replicated(Graph(**columns), self.count, self.rows)
-
-    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """[ops] names and modules."""
-        names, modules, taken = [], [], set(self.single.names)
-        for row in zip(*(column.tolist() for column in self.rows), strict=True):
-            name, module = self.name_of(*row)
-            if row[1] < 0:
-                while name in taken:
-                    name += "_"
-                taken.add(name)
-            names.append(name)
-            modules.append(module)
-        return tuple(names), tuple(modules)
-
-    def _signatures(self, strides: dict[int, tuple[int, ...]]) -> tuple[str, ...]:
-        """[ops] signatures.
-
-        Equal signatures must cost the same. So where summing or averaging changes the layout of a
-        gradient, the signatures of the updates that read it change too.
-        """
-        graph, last = self.single, self.count - 1
-        changed = {tensor for tensor, dense in strides.items() if dense != graph.strides[tensor]}
-        signatures = []
-        for kind, origin, copy, reduced in zip(
-            *(column.tolist() for column in self.rows), strict=True
-        ):
-            if origin >= 0:
-                relaid = (
-                    bool(changed)
-                    and kind == SHARED
-                    and not changed.isdisjoint(graph.inputs_of(origin).tolist())
-                )
-                signatures.append(graph.signatures[origin] + " of a dense mean" * relaid)
-                continue
-            shape, layout, dense = (
-                "x".join(map(str, sizes))
-                for sizes in (graph.shapes[reduced], graph.strides[reduced], strides[reduced])
-            )
-            tensor = f"{graph.dtypes[reduced]}[{shape}]({layout})"
-            if kind == SUM:
-                scale = f", /{self.count}" if copy == last else ""
-                into = "new" if copy == 1 else "into"
-                signatures.append(f"{ACCUMULATE}({into} ({dense}), {tensor}{scale})")
-            else:
-                signatures.append(f"{AVERAGE}({self.count} x {tensor})")
-        return tuple(signatures)
 
     def _storages(self) -> Int64:
         """[tensors] storages: one for what copies share, else one a copy; one for all sums of a
@@ -517,19 +512,6 @@ class Copying(ABC):
         while (storages[views] != storages[bases]).any():
             storages[views] = storages[bases]
         return np.asarray(np.unique(storages, return_inverse=True)[1].reshape(-1))
-
-    def _outputs(self) -> Int64:
-        """The outputs: the mean of a floating-point output, every copy's own for another dtype, and
-        the last value of what an update writes."""
-        means, outputs = self.reduced_by(RESULT), list[int]()
-        for tensor in self.single.outputs.tolist():
-            if means[tensor] >= 0:
-                outputs.append(int(means[tensor]))
-            elif self.replica.own[self.single.producers[tensor]]:
-                outputs += self.tensors[:, tensor].tolist()
-            else:
-                outputs.append(int(self.tensors[:, tensor].max()))
-        return np.array(outputs, dtype=np.int64)
 
 
 def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -64,7 +64,16 @@ class Parts:
             chunks=form.recurrent_chunks,
             channels_last=form.channels_last,
         )
-        if not _is_part(part.graph, step.graph, self.count):
+        # The ops of a part are those of the whole, and each result of its forward pass has as many
+        # elements or 1/parts of them: what depends on pairs of examples has fewer.
+        one, whole = part.graph, step.graph
+        is_part = one.kinds == whole.kinds and one.tensors == whole.tensors
+        if is_part:
+            forward = np.flatnonzero((whole.phases == Phase.FORWARD)[whole.producers]).tolist()
+            sizes = ([math.prod(graph.shapes[t]) for t in forward] for graph in (one, whole))
+            pairs = zip(*sizes, strict=True)
+            is_part = all(of_whole in (size, size * self.count) for size, of_whole in pairs)
+        if not is_part:
             raise UsageError(
                 "replicas",
                 f"auto splits dimension 0 of all inputs, but the step of 1/{self.count} of it "
@@ -131,19 +140,6 @@ _REDUCED = {
     "aten.nll_loss_forward": 3, "aten.nll_loss2d_forward": 3, "aten.binary_cross_entropy": 3,
 }  # fmt: skip
 """Kind of a loss -> the place of `reduction` among its arguments."""
-
-
-def _is_part(part: Graph, whole: Graph, parts: int) -> bool:
-    """True if the part's ops are those of the whole, and each result of its forward pass has as
-    many elements or 1/parts of them: what depends on pairs of examples has fewer."""
-    if part.kinds != whole.kinds or part.tensors != whole.tensors:
-        return False
-    forward = np.flatnonzero((whole.phases == Phase.FORWARD)[whole.producers]).tolist()
-    for tensor in forward:
-        size, whole_size = (math.prod(graph.shapes[tensor]) for graph in (part, whole))
-        if whole_size not in (size, size * parts):
-            return False
-    return True
 
 
 def with_examples_of(captured: "Captured", made: "Captured", parts: int) -> "Captured":

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from dovetail.errors import UsageError
 from dovetail.graph.copies import shareable
-from dovetail.graph.records import Graph, Int32, Int64, select_columns
+from dovetail.graph.records import Graph, Int64, select_columns
 
 if TYPE_CHECKING:
     from dovetail.frontends.program import Captured
@@ -144,52 +144,13 @@ def duplicate(graph: Graph, copies: Sequence[Copies]) -> Duplicated:
     views = np.where(copy_of < 0, view[origins], copy_of + 1)
     # place[op] is the new index of an op of the graph without copies.
     place = np.flatnonzero(copy_of < 0)
-    return Duplicated(
-        graph=_graph(graph, (origins, copy_of, views), (producers, origin_tensors), tensors, place),
-        origins=origins,
-        copy_of=copy_of,
-        origin_tensors=origin_tensors,
-        tensors=tensors,
-    )
-
-
-def _graph(
-    graph: Graph,
-    rows: tuple[Int64, Int64, Int64],
-    of_tensors: tuple[Int64, Int64],
-    tensors: Int64,
-    place: Int64,
-) -> Graph:
-    (origins, copy_of, views), (producers, origin_tensors) = rows, of_tensors
-    columns = select_columns(graph, origins, origin_tensors)
     reads = [
-        tensors[view, graph.inputs_of(op)]
-        for op, view in zip(origins.tolist(), views.tolist(), strict=True)
+        tensors[view_of_op, graph.inputs_of(op)]
+        for op, view_of_op in zip(origins.tolist(), views.tolist(), strict=True)
     ]
     gradients = graph.gradient_of[origins]
-    columns |= dict(
-        names=tuple(
-            graph.names[op] if copy < 0 else f"{graph.names[op]}/copy.{copy + 1}"
-            for op, copy in zip(origins.tolist(), copy_of.tolist(), strict=True)
-        ),
-        colocation=np.where(copy_of < 0, graph.colocation[origins], -1),
-        gradient_of=np.where(gradients < 0, -1, place[gradients]).astype(np.int32),
-        producers=producers.astype(np.int32),
-        storages=_storages(graph, views, copy_of, of_tensors, tensors),
-        input_offsets=np.cumsum([0, *map(len, reads)]).astype(np.int32),
-        input_tensors=np.concatenate([np.zeros(0, np.int64), *reads]).astype(np.int32),
-        outputs=tensors[0, graph.outputs].astype(np.int32),
-        control=place[graph.control].astype(np.int32).reshape(-1, 2),
-    )
-    return Graph(**columns)
-
-
-def _storages(
-    graph: Graph, views: Int64, copy_of: Int64, of_tensors: tuple[Int64, Int64], tensors: Int64
-) -> Int32:
-    """Return [tensors] storages. A copy that makes fresh memory gets a storage of its own, and a
-    view has the storage of the base that its op reads."""
-    producers, origin_tensors = of_tensors
+    # A copy that makes fresh memory gets a storage of its own, and a view has the storage of the
+    # base that its op reads.
     storages = graph.storages[origin_tensors].astype(np.int64)
     bases = graph.bases[origin_tensors]
     fresh = (bases < 0) & (copy_of[producers] >= 0)
@@ -198,4 +159,25 @@ def _storages(
     # In order of tensors, so that the base of a view of a view is settled before it.
     for tensor in np.flatnonzero((bases >= 0) & ~graph.overwrites[origin_tensors]).tolist():
         storages[tensor] = storages[bases[tensor]]
-    return np.unique(storages, return_inverse=True)[1].reshape(-1).astype(np.int32)
+    columns = select_columns(graph, origins, origin_tensors)
+    columns |= dict(
+        names=tuple(
+            graph.names[op] if number < 0 else f"{graph.names[op]}/copy.{number + 1}"
+            for op, number in zip(origins.tolist(), copy_of.tolist(), strict=True)
+        ),
+        colocation=np.where(copy_of < 0, graph.colocation[origins], -1),
+        gradient_of=np.where(gradients < 0, -1, place[gradients]).astype(np.int32),
+        producers=producers.astype(np.int32),
+        storages=np.unique(storages, return_inverse=True)[1].reshape(-1).astype(np.int32),
+        input_offsets=np.cumsum([0, *map(len, reads)]).astype(np.int32),
+        input_tensors=np.concatenate([np.zeros(0, np.int64), *reads]).astype(np.int32),
+        outputs=tensors[0, graph.outputs].astype(np.int32),
+        control=place[graph.control].astype(np.int32).reshape(-1, 2),
+    )
+    return Duplicated(
+        graph=Graph(**columns),
+        origins=origins,
+        copy_of=copy_of,
+        origin_tensors=origin_tensors,
+        tensors=tensors,
+    )

@@ -26,7 +26,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from dovetail.graph.records import Graph, Int64, gather
@@ -193,7 +192,10 @@ class _Towers(Copying):
         writers = replica.first_writers[graph.storages[graph.input_tensors]]
         waits = (writers >= 0) & chained[writers] & replica.own[graph.readers]
         orders = np.stack([graph.readers[waits].astype(np.int64), writers[waits]], axis=1)
-        readers = _without(np.unique(orders, axis=0), graph.control)
+        readers = np.unique(orders, axis=0)
+        size = 1 + max(int(readers.max(initial=0)), int(graph.control.max(initial=0)))
+        is_edge = np.isin(readers @ (size, 1), graph.control.astype(np.int64) @ (size, 1))
+        readers = readers[~is_edge]
         counts = np.bincount(readers[:, 1], minlength=len(graph))
         updates = np.flatnonzero((counts > 1) & ~replica.buffer_updates)
         places, entries = gather(graph.input_offsets, updates)
@@ -243,9 +245,3 @@ class _Towers(Copying):
         """What towers share has one storage, and all else one for each tower."""
         shared = self.replica.shared_storages[self.single.storages[self.stands_for]]
         return np.where(shared, 0, 1 + self.views[self.producers])
-
-
-def _without(pairs: Int64, left_out: NDArray[np.integer]) -> Int64:
-    """The rows of `pairs` that are no row of `left_out`."""
-    size = 1 + max(int(pairs.max(initial=0)), int(left_out.max(initial=0)))
-    return pairs[~np.isin(pairs @ (size, 1), left_out.astype(np.int64) @ (size, 1))]
