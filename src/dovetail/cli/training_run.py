@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -344,9 +345,10 @@ def _write(history: History, outputs: "TrainingOutputs", model: Any) -> None:
     write(outputs.history, history.to_csv if is_csv else history.save)
     write(outputs.tensorboard, history.to_tensorboard)
     if outputs.report is not None:
-        from dovetail.reports.training_page import write_training_page
+        from dovetail.reports.kit import save_page
+        from dovetail.reports.training_page import render_training
 
-        write(outputs.report, lambda path: write_training_page([history], path, made=typed()))
+        write(outputs.report, partial(save_page, render_training([history], made=typed())))
     if outputs.weights and model is not None:
         save_weights(model, outputs.weights)
         say(f"wrote {outputs.weights}")

@@ -48,6 +48,7 @@ from dovetail.reports.kit import (
     preformatted,
     render_page,
     save_page,
+    scrolled,
     strong,
 )
 from dovetail.reports.limits import explain, find_limits, shares
@@ -157,6 +158,36 @@ def render(report: PlanReport) -> str:
         parts = [(what, s, colours.get(what, "wait")) for what, s in shares(limits, timeline)]
         chart = charts.stacked_bar(parts, f"{name.capitalize()}: {sentence}")
         bounds.append(Section(name.capitalize(), [sentence, chart]))
+    filled: list[Part] = []
+    if loads:
+        # The pipeline that a plan for objective load fills.
+        filling = fill(plan, graph, loads)
+        filled.append(strong(", ".join(filter(None, throughput(plan)))))
+        if filling is None:
+            filled.append(
+                "Its devices hand samples back and forth, so that they stand in no order; each is "
+                "busy with its load once every period."
+            )
+        else:
+            filled += [
+                f"Each device works on another sample: once the pipeline is full, one leaves every "
+                f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with "
+                "the transfers in and out of it.",
+                scrolled(filling_chart(filling, plan.machine.device_names)),
+            ]
+    # The methods that were tried, with a bar each, then the lower bound.
+    methods = methods_table(plan)
+    rows, marks = list(methods.rows), dict(methods.marks)
+    values = list(tried_values(plan).values())
+    if plan.lower_bound > 0:
+        marks[len(rows)] = "bound"
+        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
+        bound = format_value(plan, plan.lower_bound)
+        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
+        values.append(plan.lower_bound)
+    worst = max((value for value in values if value is not None), default=0.0) or 1.0
+    bars = ["" if value is None else charts.bar(value / worst) for value in values]
+    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
     facts = [fact for fact in plan_facts(plan, graph) if fact[0] not in TOLD_ELSEWHERE]
     # If the costs were given, the rates of a machine mean nothing.
     given = [
@@ -180,13 +211,13 @@ def render(report: PlanReport) -> str:
             [
                 Section("Use it", _use(report)),
                 Section("Timeline of one step", [piece("timeline.html"), *_devices(report, loads)]),
-                *_filling(report, loads),
+                *([Section("The pipeline, filled", filled)] if filled else []),
                 Section("What bounds it", bounds),
                 Section("Predicted and measured", _measured(report)),
                 Section("Memory", _memory(report, folds)),
                 Section("Modules, by device", [_modules(folds, plan.machine.device_names)]),
                 Section("The graph, by device", [piece("graph.html")]),
-                Section("Methods", [_methods(plan)]),
+                Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
                 Section("Machine", machine),
                 Section("Plan", [Table((), facts, "facts")]),
             ],
@@ -295,29 +326,6 @@ def _devices(report: PlanReport, loads: dict[str, float]) -> list[Part]:
         "can be busy for more than 100 % of the step."
     )
     return [in_figures(Table(head, rows)), *([note] if largest >= 1.0005 else [])]
-
-
-def _filling(report: PlanReport, loads: dict[str, float]) -> list[Part]:
-    """The section of the pipeline that a plan for objective load fills; none for others."""
-    plan = report.plan
-    if not loads:
-        return []
-    rate = strong(", ".join(filter(None, throughput(plan))))
-    filling = fill(plan, report.graph, loads)
-    parts: list[Part] = [
-        rate,
-        "Its devices hand samples back and forth, so that they stand in no order; each is busy "
-        "with its load once every period.",
-    ]
-    if filling is not None:
-        chart = Markup('<div class="scroll">{}</div>')
-        parts[1:] = [
-            f"Each device works on another sample: once the pipeline is full, one leaves every "
-            f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with the "
-            "transfers in and out of it.",
-            chart.format(filling_chart(filling, plan.machine.device_names)),
-        ]
-    return [Section("The pipeline, filled", parts)]
 
 
 def _measured(report: PlanReport) -> list[Part]:
@@ -432,19 +440,3 @@ def _modules(folds: Folds, names: Sequence[str]) -> Markup:
             "cells": cells,
         })  # fmt: skip
     return piece("modules.html", devices=[(device, names[device]) for device in used], rows=rows)
-
-
-def _methods(plan: Plan) -> Table:
-    """The methods that were tried, with a bar each, then the lower bound."""
-    table = methods_table(plan)
-    values = [*tried_values(plan).values(), *([plan.lower_bound] if plan.lower_bound > 0 else [])]
-    rows, marks = list(table.rows), dict(table.marks)
-    if plan.lower_bound > 0:
-        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
-        marks[len(rows)] = "bound"
-        bound = format_value(plan, plan.lower_bound)
-        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
-    worst = max((value for value in values if value is not None), default=0.0) or 1.0
-    bars = ["" if value is None else charts.bar(value / worst) for value in values]
-    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
-    return Table((*table.head, ""), rows, marks=marks)

@@ -361,62 +361,8 @@ def fold(graph: Graph, plan: PricedPlacement) -> Folds:
             node = node.children.setdefault(part, _Node((*node.path, part)))
             node.devices.add(int(plan.placement[op]))
         node.has_ops = True
-    labels, full, parents, runs, fold_of = _number_folds(top)
-    leaf_folds = np.array([fold_of[path] for path, _, _ in leaves], dtype=np.int32)
-    count, devices = len(labels), len(plan.machine.devices)
-    seconds = np.zeros((count, devices))
-    held = np.zeros((count, devices))
-    for op in ops:
-        device = int(plan.placement[op])
-        seconds[fold_of[paths[op][:depth]], device] += plan.compute_seconds[op, device]
-    for source, device in _holders(graph, plan):
-        path = paths[source][:depth]
-        # A module that holds a parameter but runs nothing has no fold. The next one around it has.
-        while path not in fold_of:
-            path = path[:-1]
-        held[fold_of[path], device] += sum(graph.tensor_bytes[t] for t in graph.outputs_of(source))
-    # A fold's number is larger than its parent's, so this order adds up whole subtrees.
-    for inner in range(count - 1, 0, -1):
-        seconds[parents[inner]] += seconds[inner]
-        held[parents[inner]] += held[inner]
-    leaf_of = np.full(len(graph), -1, dtype=np.int32)
-    for op in ops:
-        leaf_of[op] = leaves[paths[op][:depth], int(graph.phases[op]), int(plan.placement[op])]
-    folds = Folds(
-        labels=tuple(labels),
-        paths=tuple(full),
-        parents=np.array(parents, dtype=np.int32),
-        runs=tuple(runs),
-        opened=(),
-        leaf_folds=leaf_folds,
-        leaf_phases=np.array([phase for _, phase, _ in leaves], dtype=np.int32),
-        leaf_devices=np.array([device for _, _, device in leaves], dtype=np.int32),
-        leaf_of=leaf_of,
-        seconds=seconds,
-        parameter_bytes=held,
-    )
-    return _open_levels(folds)
 
-
-def _holders(graph: Graph, plan: PricedPlacement) -> Iterator[tuple[int, int]]:
-    """Yield (parameter or buffer, device) for each device that holds it for the whole step: the
-    device of the op that writes it, or, if no op does, every device that reads it."""
-    for source in np.flatnonzero(graph.is_source).tolist():
-        if graph.kinds[source] not in HELD:
-            continue
-        writer = int(graph.residences[source])
-        if writer != EVERYWHERE:
-            yield source, int(plan.placement[writer])
-            continue
-        readers = [int(r) for t in graph.outputs_of(source) for r in graph.consumers_of(t)]
-        for device in sorted({int(plan.placement[reader]) for reader in readers}):
-            yield source, device
-
-
-def _number_folds(
-    top: _Node,
-) -> tuple[list[str], list[str], list[int], list[int], dict[Path, int]]:
-    """(labels, whole paths, parents, runs) of the folds, and module path -> fold."""
+    # Folds are numbered in the order of the tree; `fold_of` is module path -> fold.
     labels, full, parents, runs = [TOP], [TOP], [-1], []
     fold_of: dict[Path, int] = {(): 0}
     waiting = [(node, 0, 0) for node in reversed(_group_runs(top))]
@@ -439,7 +385,50 @@ def _number_folds(
         labels.append(".".join(node.path[inherited:]))
         full.append(".".join(node.path))
         waiting += [(inner, index, len(node.path)) for inner in reversed(_group_runs(node))]
-    return labels, full, parents, runs, fold_of
+
+    leaf_folds = np.array([fold_of[path] for path, _, _ in leaves], dtype=np.int32)
+    count, devices = len(labels), len(plan.machine.devices)
+    seconds = np.zeros((count, devices))
+    held = np.zeros((count, devices))
+    for op in ops:
+        device = int(plan.placement[op])
+        seconds[fold_of[paths[op][:depth]], device] += plan.compute_seconds[op, device]
+    for source in np.flatnonzero(graph.is_source).tolist():
+        if graph.kinds[source] not in HELD:
+            continue
+        # A parameter or buffer is held for the whole step by the device of the op that writes it,
+        # or, if no op does, by every device that reads it.
+        users = [int(graph.residences[source])]
+        if users[0] == EVERYWHERE:
+            users = [int(r) for t in graph.outputs_of(source) for r in graph.consumers_of(t)]
+        path = paths[source][:depth]
+        # A module that holds a parameter but runs nothing has no fold. The next one around it has.
+        while path not in fold_of:
+            path = path[:-1]
+        size_bytes = sum(graph.tensor_bytes[t] for t in graph.outputs_of(source))
+        for device in {int(plan.placement[user]) for user in users}:
+            held[fold_of[path], device] += size_bytes
+    # A fold's number is larger than its parent's, so this order adds up whole subtrees.
+    for inner in range(count - 1, 0, -1):
+        seconds[parents[inner]] += seconds[inner]
+        held[parents[inner]] += held[inner]
+    leaf_of = np.full(len(graph), -1, dtype=np.int32)
+    for op in ops:
+        leaf_of[op] = leaves[paths[op][:depth], int(graph.phases[op]), int(plan.placement[op])]
+    folds = Folds(
+        labels=tuple(labels),
+        paths=tuple(full),
+        parents=np.array(parents, dtype=np.int32),
+        runs=tuple(runs),
+        opened=(),
+        leaf_folds=leaf_folds,
+        leaf_phases=np.array([phase for _, phase, _ in leaves], dtype=np.int32),
+        leaf_devices=np.array([device for _, _, device in leaves], dtype=np.int32),
+        leaf_of=leaf_of,
+        seconds=seconds,
+        parameter_bytes=held,
+    )
+    return _open_levels(folds)
 
 
 def _group_runs(node: _Node) -> list[_Node]:
