@@ -196,10 +196,11 @@ PAPER_MACHINES: dict[str, str] = {
 """Maps the MACHINE text of a paper's machine to the text of presets that it stands for."""
 
 
+@cache
 def paper_machine(name: str) -> Machine:
     """The fitted machine of a paper; `name` is one of `PAPER_MACHINES`."""
-    paper = name.partition("/")[0]
-    return fitted_machine(name, _fit()[paper]["devices"])
+    fitted = json.loads(FITTED.read_text(encoding="utf-8"))
+    return fitted_machine(name, fitted[name.partition("/")[0]]["devices"])
 
 
 def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machine:
@@ -224,12 +225,6 @@ def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machi
             )
         )
     return replace(machine, name=name, devices=tuple(refitted))
-
-
-@cache
-def _fit() -> dict[str, Any]:
-    fitted: dict[str, Any] = json.loads(FITTED.read_text(encoding="utf-8"))
-    return fitted
 
 
 # --- MACHINE texts ---
