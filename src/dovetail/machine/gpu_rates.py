@@ -175,24 +175,28 @@ def measure_gpus(machine: Machine, cuda: Any = None) -> tuple[GpuMeasurement, ..
     rates = []
     for name, devices in sharing.items():
         try:
-            timer = GpuTimer(cuda, torch_device_of(name))
-            model, memory_bytes = _hardware(cuda, name, devices)
-            with torch.inference_mode():
-                rates.append(
-                    GpuMeasurement(
-                        torch_device=name,
-                        devices=tuple(device.name for device in devices),
-                        model=model,
-                        memory_bytes=memory_bytes,
-                        flops_per_second=matrix_rates(timer, SHOWN_DTYPES),
-                        copies=copy_rates(timer),
-                        peers=reached_peers(cuda, name, list(sharing)),
-                    )
-                )
+            rates.append(_measure(cuda, name, devices, list(sharing)))
         except RuntimeError as error:
             cause = str(error).strip().splitlines()[0]
             raise MachineError(f"device {devices[0].name!r} cannot be measured: {cause}") from error
     return tuple(rates)
+
+
+def _measure(
+    cuda: Any, name: str, devices: Sequence[Device], names: Sequence[str]
+) -> GpuMeasurement:
+    timer = GpuTimer(cuda, torch_device_of(name))
+    model, memory_bytes = _hardware(cuda, name, devices)
+    with torch.inference_mode():
+        return GpuMeasurement(
+            torch_device=name,
+            devices=tuple(device.name for device in devices),
+            model=model,
+            memory_bytes=memory_bytes,
+            flops_per_second=matrix_rates(timer, SHOWN_DTYPES),
+            copies=copy_rates(timer),
+            peers=reached_peers(cuda, name, names),
+        )
 
 
 def _hardware(cuda: Any, name: str, devices: Sequence[Device]) -> tuple[str, int]:
