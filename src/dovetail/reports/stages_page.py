@@ -49,7 +49,6 @@ from dovetail.schedulers.results import (
     Scheduled,
     Schedules,
     SearchEffort,
-    Specialisation,
 )
 from dovetail.units import format_bytes, format_count, format_seconds
 
@@ -106,13 +105,33 @@ def render_stages(schedules: Schedules, *, made: str = "") -> str:
         sections = [Section("The answer", answered), *_pictures(result, drawn), *_figures(result)]
         title = f"Batch {result.batch:,}: {result.chosen}"
         parts.append(Section(title, sections, fold="closed" if i else "open", style="batch"))
-    matrices = [Section(matrix.title, [_matrix(matrix)]) for matrix in schedules.specialisations]
-    note = (
+    matrices: list[Part] = [
         "Rows: where it ran. Columns: what the schedule was made for. On the diagonal both are the "
         "same; beside it, what is lost against the diagonal of the row (tables 1 and 2, figure 6)."
-    )
-    if matrices:
-        parts.append(Section("Specialisation", [note, *matrices]))
+    ]
+    for matrix in schedules.specialisations:
+        # The diagonal of a row is the column with the row's name. If rows and columns share no name
+        # at all, it is the column with the row's number in a square matrix.
+        columns, share_names = list(matrix.columns), bool(set(matrix.rows) & set(matrix.columns))
+        lines = []
+        for i, (name, row) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
+            diagonal = i if len(matrix.rows) == len(columns) else None
+            if share_names:
+                diagonal = columns.index(name) if name in columns else None
+            base = row[diagonal] if diagonal is not None else 0.0
+            cells: list[str | StyledCell] = [f"on {name}"]
+            for j, value in enumerate(row):
+                loss = value / base - 1 if base > 0 else math.nan
+                text = format_seconds(value) if math.isfinite(value) else "-"
+                if math.isfinite(loss) and j != diagonal:
+                    text = remarked(text, f"{100 * loss:+.1f} %")
+                style = "own" if j == diagonal else f"heat{sum(loss >= heat for heat in HEATS)}"
+                cells.append(StyledCell(text, style))
+            lines.append(cells)
+        table = Table(("", *(f"for {column}" for column in columns)), lines, "scroll heat")
+        matrices.append(Section(matrix.title, [table]))
+    if schedules.specialisations:
+        parts.append(Section("Specialisation", matrices))
     if made:
         parts.append(Section("How this was made", [preformatted(made)]))
     title = f"{schedules.model} on {schedules.device}"
@@ -307,26 +326,3 @@ def _figures(scheduled: Scheduled) -> list[Section]:
             )
         sections.append(Section("Are sums of stages right?", [text, scatter_chart(points)]))
     return sections
-
-
-def _matrix(matrix: Specialisation) -> Table:
-    """Seconds, and the loss against the schedule that was made for the row. It is the column with
-    the row's name. If rows and columns share no name at all, it is the column with the row's number
-    in a square matrix."""
-    columns, share_names = list(matrix.columns), bool(set(matrix.rows) & set(matrix.columns))
-    rows = []
-    for i, (name, seconds) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
-        diagonal = i if len(matrix.rows) == len(columns) else None
-        if share_names:
-            diagonal = columns.index(name) if name in columns else None
-        base = seconds[diagonal] if diagonal is not None else 0.0
-        cells: list[str | StyledCell] = [f"on {name}"]
-        for j, value in enumerate(seconds):
-            loss = value / base - 1 if base > 0 else math.nan
-            text = format_seconds(value) if math.isfinite(value) else "-"
-            if math.isfinite(loss) and j != diagonal:
-                text = remarked(text, f"{100 * loss:+.1f} %")
-            style = "own" if j == diagonal else f"heat{sum(loss >= heat for heat in HEATS)}"
-            cells.append(StyledCell(text, style))
-        rows.append(cells)
-    return Table(("", *(f"for {column}" for column in columns)), rows, "scroll heat")
