@@ -394,19 +394,6 @@ class Prices(NamedTuple):
     seconds_per_byte: Float64
 
 
-class _DeviceTypes(NamedTuple):
-    """Types of devices that are alike.
-
-    first       [types] first device of the type
-    counts      [types] number of devices of the type
-    of_device   [devices] type of each device
-    """
-
-    first: Int64
-    counts: Int64
-    of_device: Int64
-
-
 def classes_of(graph: Graph) -> Int64:
     """[ops] number of each op's class.
 
@@ -478,8 +465,15 @@ def load_balance_prices(
     if sizes is None or capacities is None:
         sizes, capacities = np.zeros(len(seconds)), np.full(devices, np.inf)
     burdens = (seconds.min(axis=1) > 0) | (sizes > 0)
-    types = _types(seconds, capacities)
-    rows = seconds[burdens][:, types.first]
+    # Devices of one type have equal seconds for every class, and equal memory: `type_of` [devices],
+    # and the number and the first device of each type.
+    index: dict[tuple[bytes, float], int] = {}
+    type_of = [
+        index.setdefault((column.tobytes(), float(room)), len(index))
+        for column, room in zip(seconds.T, capacities, strict=True)
+    ]
+    counts, first = np.bincount(type_of), np.array([type_of.index(t) for t in range(len(index))])
+    rows = seconds[burdens][:, first]
     finite = np.isfinite(rows)
     if not (rows[finite] > 0).any():
         return equal
@@ -487,27 +481,15 @@ def load_balance_prices(
     most_seconds = float(np.where(finite, rows, 0).max(axis=1).sum())
     most_bytes = max(float(sizes.sum()), 1.0)
     merged = _merge_rows(np.column_stack([rows / most_seconds, sizes[burdens] / most_bytes]))
-    room = capacities[types.first] / most_bytes
-    duals = _duals(merged[:, :-1], merged[:, -1], types.counts, room)
+    duals = _duals(merged[:, :-1], merged[:, -1], counts, capacities[first] / most_bytes)
     if duals is None:
         return equal
     weights, per_byte = duals
-    total = float((weights * types.counts).sum())
+    total = float((weights * counts).sum())
     if not total > 0:
         return equal
     per_byte = per_byte * (most_seconds / most_bytes / total)
-    return Prices((weights / total)[types.of_device], per_byte[types.of_device])
-
-
-def _types(seconds: Float64, capacities: Float64) -> _DeviceTypes:
-    """The types of devices: equal seconds for every class, and equal memory."""
-    index: dict[tuple[bytes, float], int] = {}
-    of_device = [
-        index.setdefault((column.tobytes(), float(room)), len(index))
-        for column, room in zip(seconds.T, capacities, strict=True)
-    ]
-    first = [of_device.index(t) for t in range(len(index))]
-    return _DeviceTypes(np.array(first), np.bincount(of_device), np.array(of_device))
+    return Prices((weights / total)[type_of], per_byte[type_of])
 
 
 def _duals(
