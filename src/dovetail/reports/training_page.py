@@ -248,7 +248,7 @@ def _learning(runs: Runs, figures: Sequence[str], main: str | None) -> list[Sect
             text = _number(ratio)
             cells.append(Markup("<b>{}</b>").format(text) if a is not b and ratio > 1 else text)
         rows.append(cells)
-    efficiency = [
+    efficiency: list[Part] = [
         f"Integral of {main} over time of the row's run over that of the column's, up to the "
         "shorter time: above 1 the row's run made better use of it.",
         Table(["", *(run.label for run in compared)], rows),
