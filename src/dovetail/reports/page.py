@@ -51,7 +51,7 @@ from dovetail.reports.kit import (
     scrolled,
     strong,
 )
-from dovetail.reports.limits import explain, find_limits, shares
+from dovetail.reports.limits import StepLimits, explain, find_limits, shares
 from dovetail.reports.pictures import Folds, fold, pack, to_script
 from dovetail.reports.tables import (
     loads_of,
@@ -149,32 +149,6 @@ def render(report: PlanReport) -> str:
     timelines = [(name, line, find_limits(line, graph)) for name, line in report.timelines]
     folds = fold(graph, plan)
     loads = loads_of(plan, graph)
-    bounds: list[Part] = []
-    for name, timeline, limits in timelines:
-        # A number and its percent sign stay on one line of the page.
-        sentence = explain(limits, timeline, plan, with_proof=not bounds).replace(" %", "\u00a0%")
-        colours = {f"computing on {device}": f"d{i}" for i, device in enumerate(timeline.devices)}
-        colours |= {f"transfers on {channel}": "carry" for channel in timeline.channels}
-        parts = [(what, s, colours.get(what, "wait")) for what, s in shares(limits, timeline)]
-        chart = charts.stacked_bar(parts, f"{name.capitalize()}: {sentence}")
-        bounds.append(Section(name.capitalize(), [sentence, chart]))
-    filled: list[Part] = []
-    if loads:
-        # The pipeline that a plan for objective load fills.
-        filling = fill(plan, graph, loads)
-        filled.append(strong(", ".join(filter(None, throughput(plan)))))
-        if filling is None:
-            filled.append(
-                "Its devices hand samples back and forth, so that they stand in no order; each is "
-                "busy with its load once every period."
-            )
-        else:
-            filled += [
-                f"Each device works on another sample: once the pipeline is full, one leaves every "
-                f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with "
-                "the transfers in and out of it.",
-                scrolled(filling_chart(filling, plan.machine.device_names)),
-            ]
     # The methods that were tried, with a bar each, then the lower bound.
     methods = methods_table(plan)
     rows, marks = list(methods.rows), dict(methods.marks)
@@ -210,13 +184,8 @@ def render(report: PlanReport) -> str:
             _cards(report, loads),
             [
                 Section("Use it", _use(report)),
-                Section("Timeline of one step", [piece("timeline.html"), *_devices(report, loads)]),
-                *([Section("The pipeline, filled", filled)] if filled else []),
-                Section("What bounds it", bounds),
-                Section("Predicted and measured", _measured(report)),
-                Section("Memory", _memory(report, folds)),
-                Section("Modules, by device", [_modules(folds, plan.machine.device_names)]),
-                Section("The graph, by device", [piece("graph.html")]),
+                *_times(report, loads, timelines),
+                *_places(report, folds),
                 Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
                 Section("Machine", machine),
                 Section("Plan", [Table((), facts, "facts")]),
@@ -300,9 +269,16 @@ def _use(report: PlanReport) -> list[Part]:
     ]
 
 
-def _devices(report: PlanReport, loads: dict[str, float]) -> list[Part]:
-    """The timelines as a table, for readers who cannot see the picture."""
-    # A device may be a channel as well, and then has a row of each kind.
+def _times(
+    report: PlanReport,
+    loads: dict[str, float],
+    timelines: Sequence[tuple[str, Timeline, StepLimits]],
+) -> list[Section]:
+    """The sections of the step's time: its timeline, the pipeline that a plan for objective load
+    fills, what bounds it, and predicted beside measured seconds."""
+    plan, seconds = report.plan, report.measured_seconds
+    # The timelines as a table, for readers who cannot see the picture. A device may be a channel as
+    # well, and then has a row of each kind.
     devices = report.predicted.devices
     channels = [f"transfers on {c}" if c in devices else c for c in report.predicted.channels]
     names = [*devices, *channels]
@@ -319,23 +295,52 @@ def _devices(report: PlanReport, loads: dict[str, float]) -> list[Part]:
         largest = max(largest, *(s / step for s in busy), 0.0)
     if loads:
         head.append("load")
-        columns.append({n: format_value(report.plan, s) for n, s in loads.items()})
-    rows = [(n, *(column.get(n, "") for column in columns)) for n in names]
-    note = hint(
-        "Each transfer counts, also where several share a channel at one time, so that a channel "
-        "can be busy for more than 100 % of the step."
-    )
-    return [in_figures(Table(head, rows)), *([note] if largest >= 1.0005 else [])]
+        columns.append({n: format_value(plan, s) for n, s in loads.items()})
+    busy_rows = [(n, *(column.get(n, "") for column in columns)) for n in names]
+    parts: list[Part] = [piece("timeline.html"), in_figures(Table(head, busy_rows))]
+    if largest >= 1.0005:
+        parts.append(
+            hint(
+                "Each transfer counts, also where several share a channel at one time, so that a "
+                "channel can be busy for more than 100 % of the step."
+            )
+        )
+    sections = [Section("Timeline of one step", parts)]
 
+    if loads:
+        filling = fill(plan, report.graph, loads)
+        filled: list[Part] = [strong(", ".join(filter(None, throughput(plan))))]
+        if filling is None:
+            filled.append(
+                "Its devices hand samples back and forth, so that they stand in no order; each is "
+                "busy with its load once every period."
+            )
+        else:
+            filled += [
+                f"Each device works on another sample: once the pipeline is full, one leaves every "
+                f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with "
+                "the transfers in and out of it.",
+                scrolled(filling_chart(filling, plan.machine.device_names)),
+            ]
+        sections.append(Section("The pipeline, filled", filled))
 
-def _measured(report: PlanReport) -> list[Part]:
-    """Predicted beside measured seconds, and where each measured figure comes from."""
-    plan, seconds = report.plan, report.measured_seconds
+    bounds: list[Part] = []
+    for name, timeline, limits in timelines:
+        # A number and its percent sign stay on one line of the page.
+        sentence = explain(limits, timeline, plan, with_proof=not bounds).replace(" %", "\u00a0%")
+        colours = {f"computing on {device}": f"d{i}" for i, device in enumerate(timeline.devices)}
+        colours |= {f"transfers on {channel}": "carry" for channel in timeline.channels}
+        spent = [(what, s, colours.get(what, "wait")) for what, s in shares(limits, timeline)]
+        chart = charts.stacked_bar(spent, f"{name.capitalize()}: {sentence}")
+        bounds.append(Section(name.capitalize(), [sentence, chart]))
+    sections.append(Section("What bounds it", bounds))
+
+    # Predicted beside measured seconds, and where each measured figure comes from.
     is_placed = plan.way == PLACED
     predicted = report.predicted if is_placed else plan.value
     table = run_table(predicted, () if seconds is None else seconds, report.measured)
     rows = [] if seconds is None and report.measured is None else list(table.rows)
-    parts: list[Part] = []
+    parts = []
     if seconds is not None:
         parts.append(
             f"{len(seconds)} measured steps, warm-up left out. Each is a whole call, as a program "
@@ -363,16 +368,19 @@ def _measured(report: PlanReport) -> list[Part]:
             f"{', '.join(compared)}. Steps of another time have other neighbours at work, and "
             "another median."
         )
-    if not rows and plan.machine.local:
-        return [Markup("<p>Not measured yet: <code>dovetail run</code> does that.</p>")]
-    if not rows:
-        return ["Not measured: the plan is for another machine."]
-    return [*parts, replace(table, rows=rows)]
+    if rows:
+        parts.append(replace(table, rows=rows))
+    elif plan.machine.local:
+        parts = [Markup("<p>Not measured yet: <code>dovetail run</code> does that.</p>")]
+    else:
+        parts = ["Not measured: the plan is for another machine."]
+    return [*sections, Section("Predicted and measured", parts)]
 
 
-def _memory(report: PlanReport, folds: Folds) -> list[Part]:
-    """A chart for each device, with its peak. A host that holds nothing has none."""
+def _places(report: PlanReport, folds: Folds) -> list[Section]:
+    """The sections of what is where: memory, modules by device, and the graph."""
     plan = report.plan
+    # A chart of each device's memory, with its peak. A host that holds nothing has none.
     capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
     end = max(timeline.step_seconds for _, timeline in report.timelines)
     figures = []
@@ -399,12 +407,9 @@ def _memory(report: PlanReport, folds: Folds) -> list[Part]:
         '</li><li><i class="line measured"></i>measured</li>'
         '<li><i class="line capacity"></i>available</li></ul>'
     )
-    return [key, Figures(figures)]
 
-
-def _modules(folds: Folds, names: Sequence[str]) -> Markup:
-    """The table of modules: seconds and bytes of parameters by device. The rows within a closed
-    fold are hidden; a script opens them by buttons."""
+    # Seconds and bytes of parameters of each module, by device. The rows within a closed fold are
+    # hidden; a script opens them by buttons.
     used = np.flatnonzero((folds.seconds[0] > 0) | (folds.parameter_bytes[0] > 0)).tolist()
     parents, opened = set(folds.parents.tolist()), set(folds.opened)
     busiest = float(folds.seconds[0].max()) or 1.0
@@ -412,7 +417,7 @@ def _modules(folds: Folds, names: Sequence[str]) -> Markup:
     deepest = max(depths)
     while deepest > 1 and sum(depth <= deepest for depth in depths) > MOST_ROWS:
         deepest -= 1
-    rows = []
+    module_rows = []
     for index, depth in enumerate(depths):
         if depth > deepest:
             continue
@@ -428,7 +433,7 @@ def _modules(folds: Folds, names: Sequence[str]) -> Markup:
                 "parameters": format_bytes(held) if held else "",
             })  # fmt: skip
         whole = float(folds.parameter_bytes[index].sum())
-        rows.append({
+        module_rows.append({
             "fold": index,
             "is_hidden": not all(around in opened for around in list(folds.around(index))[1:]),
             "depth": min(depth, MOST_DEPTH),
@@ -439,4 +444,10 @@ def _modules(folds: Folds, names: Sequence[str]) -> Markup:
             "parameters": format_bytes(whole) if whole else "",
             "cells": cells,
         })  # fmt: skip
-    return piece("modules.html", devices=[(device, names[device]) for device in used], rows=rows)
+    names = [(device, plan.machine.device_names[device]) for device in used]
+    modules = piece("modules.html", devices=names, rows=module_rows)
+    return [
+        Section("Memory", [key, Figures(figures)]),
+        Section("Modules, by device", [modules]),
+        Section("The graph, by device", [piece("graph.html")]),
+    ]
