@@ -487,37 +487,18 @@ Shown = tuple[str, Timeline, StepLimits]
 def pack(
     graph: Graph, plan: PricedPlacement, timelines: Sequence[Shown], folds: Folds
 ) -> dict[str, Any]:
-    """The data of everything that the page's scripts draw.
-
-    A view is packed as one array for each of its fields, and the edges as flat triples (from, to,
+    """The data of everything that the page's scripts draw. Edges are flat triples (from, to,
     bytes).
-    """
-    views = [
-        vars(view)
-        | {
-            "seconds": np.rint(view.seconds * NANO).astype(np.int64),
-            "edges": np.column_stack([view.edges, view.edge_bytes]).ravel(),
-        }
-        for view in draw(graph, plan)
-    ]
-    return {
-        "ops": pack_ops(graph),
-        "phases": [phase.name.lower() for phase in Phase],
-        "devices": list(plan.machine.device_names),
-        "timelines": [pack_timeline(*shown, graph) for shown in timelines],
-        "modules": pack_folds(folds, graph, plan),
-        "views": [{k: v for k, v in view.items() if k != "edge_bytes"} for view in views],
-    }
 
-
-def pack_ops(graph: Graph) -> dict[str, Any]:
-    """The ops, packed.
-
-    strings     all texts, each once
-    templates   [before, after, kind, module, phase] of each template; the first four are indices
-                into `strings`
-    which       [ops] the op's template, as the difference to the op before
-    numbers     [ops] the op's number, as the difference to the last op of the same template
+    ops         strings: all texts, each once; templates: [before, after, kind, module, phase] of
+                each, the first four as indices into `strings`; which: [ops] the op's template, as
+                the difference to the op before; numbers: [ops] the op's number, as the difference
+                to the last op of the same template
+    timelines   rows of devices, then of the channels that carry something. `critical` holds the
+                lengths of runs of spans, in turn off and on the critical chain
+    modules     the tree of modules: one array for each field of folds and leaves. A leaf's place is
+                the median of its ops
+    views       pictures of the graph: one array for each field
     """
     strings: dict[str, int] = {}
     templates: dict[tuple[int, ...], int] = {}
@@ -538,11 +519,90 @@ def pack_ops(graph: Graph) -> dict[str, Any]:
         which.append(template - last)
         numbers.append(number - last_numbers[template])
         last, last_numbers[template] = template, number
+
+    lines = []
+    for name, timeline, limits in timelines:
+        is_critical = [np.zeros(len(of), bool) for of in (timeline.ops, timeline.transfer_ops)]
+        for event, i in limits.chain:
+            is_critical[event != OP][i] = True
+        # (label, its spans or transfers, whether it is a channel) of each row.
+        shown = [
+            (label, np.flatnonzero(timeline.op_devices == device), False)
+            for device, label in enumerate(timeline.devices)
+        ]
+        shown += [
+            (label, carried, True)
+            for channel, label in enumerate(timeline.channels)
+            if len(carried := np.flatnonzero(timeline.transfer_channels == channel))
+        ]
+        rows = []
+        for label, spans, of_channel in shown:
+            ops, all_starts, all_ends = (
+                (timeline.transfer_ops, timeline.transfer_starts, timeline.transfer_ends)
+                if of_channel
+                else (timeline.ops, timeline.op_starts, timeline.op_ends)
+            )
+            spans = spans[np.argsort(all_starts[spans], kind="stable")]
+            # Both ends are rounded before they are subtracted, so that rounding errors do not add
+            # up.
+            starts = np.rint(all_starts[spans] * NANO).astype(np.int64)
+            ends = np.rint(all_ends[spans] * NANO).astype(np.int64)
+            row = {
+                "label": label,
+                "kind": "channel" if of_channel else "device",
+                "gaps": (starts - np.concatenate([[0], ends[:-1]]).astype(np.int64)).tolist(),
+                "lengths": (ends - starts).tolist(),
+                "ops": np.diff(ops[spans], prepend=0).tolist(),
+                "critical": runs(is_critical[of_channel][spans]),
+            }
+            if of_channel:
+                tensors = timeline.transfer_tensors[spans]
+                row["bytes"] = np.where(tensors >= 0, graph.tensor_bytes[tensors], 0).tolist()
+                row["to"] = timeline.transfer_destinations[spans].tolist()
+            rows.append(row)
+        lines.append({"name": name, "step": round(timeline.step_seconds * NANO), "rows": rows})
+
+    count = len(folds.leaf_folds)
+    in_leaves = np.flatnonzero(folds.leaf_of >= 0)
+    of = folds.leaf_of[in_leaves]
+    spent = plan.compute_seconds[in_leaves, plan.placement[in_leaves]]
+    edges, sizes = edges_between(graph, folds.leaf_of)
+    modules = {
+        "labels": list(folds.labels),
+        "paths": list(folds.paths),
+        "parents": folds.parents,
+        "opened": list(folds.opened),
+        "leaves": {
+            "folds": folds.leaf_folds,
+            "phases": folds.leaf_phases,
+            "devices": folds.leaf_devices,
+            "places": [int(np.median(in_leaves[of == leaf])) for leaf in range(count)],
+            "ops": np.bincount(of, minlength=count),
+            "flops": np.bincount(of, graph.flops[in_leaves], minlength=count).astype(np.int64),
+            "seconds": [round(s * NANO) for s in np.bincount(of, spent, minlength=count).tolist()],
+        },
+        "edges": np.column_stack([edges, sizes]).ravel(),
+    }
+
+    views = []
+    for view in draw(graph, plan):
+        fields = vars(view) | {
+            "seconds": np.rint(view.seconds * NANO).astype(np.int64),
+            "edges": np.column_stack([view.edges, view.edge_bytes]).ravel(),
+        }
+        views.append({field: value for field, value in fields.items() if field != "edge_bytes"})
     return {
-        "strings": list(strings),
-        "templates": [list(template) for template in templates],
-        "which": which,
-        "numbers": numbers,
+        "ops": {
+            "strings": list(strings),
+            "templates": [list(template) for template in templates],
+            "which": which,
+            "numbers": numbers,
+        },
+        "phases": [phase.name.lower() for phase in Phase],
+        "devices": list(plan.machine.device_names),
+        "timelines": lines,
+        "modules": modules,
+        "views": views,
     }
 
 
@@ -564,78 +624,6 @@ def runs(flags: NDArray[np.bool_]) -> list[int]:
     ends = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=2))
     lengths: list[int] = np.diff(ends, prepend=0).tolist()
     return lengths
-
-
-def pack_timeline(
-    name: str, timeline: Timeline, limits: StepLimits, graph: Graph
-) -> dict[str, Any]:
-    """The rows of a timeline, packed: devices, then the channels that carry something. `critical`
-    holds the lengths of runs of spans, in turn off and on the critical chain."""
-    is_critical = [np.zeros(len(of), dtype=bool) for of in (timeline.ops, timeline.transfer_ops)]
-    for kind, i in limits.chain:
-        is_critical[kind != OP][i] = True
-    rows: list[dict[str, Any]] = []
-
-    def add_row(label: str, spans: NDArray[np.intp], of_channel: bool) -> None:
-        """A row of spans, or of transfers of a channel, in the order in which they start."""
-        ops, all_starts, all_ends = (
-            (timeline.transfer_ops, timeline.transfer_starts, timeline.transfer_ends)
-            if of_channel
-            else (timeline.ops, timeline.op_starts, timeline.op_ends)
-        )
-        spans = spans[np.argsort(all_starts[spans], kind="stable")]
-        # Both ends are rounded before they are subtracted, so that rounding errors do not add up.
-        starts = np.rint(all_starts[spans] * NANO).astype(np.int64)
-        ends = np.rint(all_ends[spans] * NANO).astype(np.int64)
-        before = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-        row = {
-            "label": label,
-            "kind": "channel" if of_channel else "device",
-            "gaps": (starts - before).tolist(),
-            "lengths": (ends - starts).tolist(),
-            "ops": np.diff(ops[spans], prepend=0).tolist(),
-            "critical": runs(is_critical[of_channel][spans]),
-        }
-        if of_channel:
-            tensors = timeline.transfer_tensors[spans]
-            row["bytes"] = np.where(tensors >= 0, graph.tensor_bytes[tensors], 0).tolist()
-            row["to"] = timeline.transfer_destinations[spans].tolist()
-        rows.append(row)
-
-    for device, label in enumerate(timeline.devices):
-        add_row(label, np.flatnonzero(timeline.op_devices == device), False)
-    for channel, label in enumerate(timeline.channels):
-        carried = np.flatnonzero(timeline.transfer_channels == channel)
-        if len(carried):
-            add_row(label, carried, True)
-    return {"name": name, "step": round(timeline.step_seconds * NANO), "rows": rows}
-
-
-def pack_folds(folds: Folds, graph: Graph, plan: PricedPlacement) -> dict[str, Any]:
-    """The tree of modules, packed: one array for each field of folds and leaves, and the edges
-    between leaves as flat triples (from, to, bytes). A leaf's place is the median of its ops."""
-    count = len(folds.leaf_folds)
-    ops = np.flatnonzero(folds.leaf_of >= 0)
-    of = folds.leaf_of[ops]
-    spent = np.bincount(of, plan.compute_seconds[ops, plan.placement[ops]], minlength=count)
-    flops = np.bincount(of, graph.flops[ops], minlength=count)
-    edges, sizes = edges_between(graph, folds.leaf_of)
-    return {
-        "labels": list(folds.labels),
-        "paths": list(folds.paths),
-        "parents": folds.parents.tolist(),
-        "opened": list(folds.opened),
-        "leaves": {
-            "folds": folds.leaf_folds.tolist(),
-            "phases": folds.leaf_phases.tolist(),
-            "devices": folds.leaf_devices.tolist(),
-            "places": [int(np.median(ops[of == leaf])) for leaf in range(count)],
-            "ops": np.bincount(of, minlength=count).tolist(),
-            "flops": flops.astype(np.int64).tolist(),
-            "seconds": [round(float(s) * NANO) for s in spent],
-        },
-        "edges": np.column_stack([edges, sizes]).ravel().tolist(),
-    }
 
 
 def to_script(data: dict[str, Any]) -> Markup:
