@@ -149,6 +149,29 @@ def render(report: PlanReport) -> str:
     timelines = [(name, line, find_limits(line, graph)) for name, line in report.timelines]
     folds = fold(graph, plan)
     loads = loads_of(plan, graph)
+    # The commands that run the plan or, if it is for another machine, write it for a tool.
+    model, file = plan.source.model, report.file or "plan.json"
+    use: list[Part] = []
+    if plan.machine.local:
+        # The name of a module's class says nothing of where it comes from.
+        if ":" in model or Path(model).suffix:
+            command = f"dovetail run {shlex.quote(file)}"
+            # A plan's file may be somebody else's, so it alone imports no code.
+            if not model.startswith(("zoo:", "transformers:")) and ":" in model:
+                command += f" {shlex.quote(model)}"
+            use += ["This runs the plan on this machine and measures it:", preformatted(command)]
+        program = (
+            f"plan = dt.load_plan({file!r})\n"
+            "with dt.run(plan, step) as placed:\n"
+            "    placed.step(...)  # takes what the model takes"
+        )
+        use += ["In a program, where step is what dt.capture returned:", preformatted(program)]
+    else:
+        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
+        use += [
+            "The plan is for another machine. This writes it for the program that runs there:",
+            preformatted(f"dovetail export {shlex.quote(file)} --to {form}"),
+        ]
     # The methods that were tried, with a bar each, then the lower bound.
     methods = methods_table(plan)
     rows, marks = list(methods.rows), dict(methods.marks)
@@ -183,7 +206,7 @@ def render(report: PlanReport) -> str:
             f"{report.model or 'plan'} on {plan.machine.name}",
             _cards(report, loads),
             [
-                Section("Use it", _use(report)),
+                Section("Use it", use),
                 *_times(report, loads, timelines),
                 *_places(report, folds),
                 Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
@@ -239,34 +262,6 @@ def _cards(report: PlanReport, loads: dict[str, float]) -> list[Card]:
         used = f"{100 * float(busy.mean()) / (whole or 1.0):.0f} %"
         cards.append(("devices at work", used, f"{len(busy)} devices, mean {what}"))
     return cards
-
-
-def _use(report: PlanReport) -> list[Part]:
-    """The commands that run the plan or, if it is for another machine, write it for a tool."""
-    plan, model = report.plan, report.plan.source.model
-    file = report.file or "plan.json"
-    if not plan.machine.local:
-        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
-        text = "The plan is for another machine. This writes it for the program that runs there:"
-        return [text, preformatted(f"dovetail export {shlex.quote(file)} --to {form}")]
-    parts: list[Part] = []
-    # The name of a module's class says nothing of where it comes from.
-    if ":" in model or Path(model).suffix:
-        command = f"dovetail run {shlex.quote(file)}"
-        # A plan's file may be somebody else's, so it alone imports no code.
-        if not model.startswith(("zoo:", "transformers:")) and ":" in model:
-            command += f" {shlex.quote(model)}"
-        parts += ["This runs the plan on this machine and measures it:", preformatted(command)]
-    program = (
-        f"plan = dt.load_plan({file!r})\n"
-        "with dt.run(plan, step) as placed:\n"
-        "    placed.step(...)  # takes what the model takes"
-    )
-    return [
-        *parts,
-        "In a program, where step is what dt.capture returned:",
-        preformatted(program),
-    ]
 
 
 def _times(

@@ -168,9 +168,31 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
         # A node that waits for nothing stands beside its first reader, not far left of it.
         if columns[node] == 0 and reader < len(graph):
             columns[node] = reader - 1
-    anchors = _anchors(graph)
+
+    # [ops] the anchor of each op, which is the forward op that it belongs to; -1: none. A forward
+    # op is its own anchor. The anchor of a gradient is the op whose gradient it is. The anchor of a
+    # parameter is its first forward reader. Any other op has the anchor of one of its inputs: the
+    # first anchor in the op's own module, else the first anchor of all, where parameters come
+    # before other inputs.
+    anchors: list[int] = np.where(
+        graph.phases == Phase.FORWARD, np.arange(len(graph)), graph.gradient_of
+    ).tolist()
+    for op in np.flatnonzero(graph.is_source).tolist():
+        readers = [r for t in graph.outputs_of(op) for r in graph.consumers_of(t).tolist()]
+        if graph.kinds[op] == "parameter":
+            anchors[op] = next((r for r in readers if graph.phases[r] == Phase.FORWARD), -1)
+    makers = graph.producers[graph.input_tensors].tolist()
+    offsets = graph.input_offsets.tolist()
+    for op in np.flatnonzero(~graph.is_source).tolist():
+        if anchors[op] < 0:
+            inputs = makers[offsets[op] : offsets[op + 1]]
+            inputs.sort(key=lambda maker: graph.kinds[maker] != "parameter")
+            reached = [anchors[maker] for maker in inputs if anchors[maker] >= 0]
+            in_module = (a for a in reached if graph.modules[a] == graph.modules[op])
+            anchors[op] = next(in_module, reached[0] if reached else -1)
+
     anchored: dict[int, list[int]] = defaultdict(list)
-    for op in np.flatnonzero((of_op >= 0) & (anchors >= 0)).tolist():
+    for op in np.flatnonzero((of_op >= 0) & (np.array(anchors, dtype=np.int32) >= 0)).tolist():
         if not forward[of_op[op]] and settled[of_op[anchors[op]]]:
             anchored[int(of_op[op])].append(columns[of_op[anchors[op]]])
     for node, near in anchored.items():
@@ -186,34 +208,6 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
         if not settled[of_op[op]]:
             columns[of_op[op]] = places.get(graph.modules[op], columns[of_op[op]])
     return np.array(columns, dtype=np.int32)
-
-
-def _anchors(graph: Graph) -> Int32:
-    """[ops] the anchor of each op, which is the forward op that it belongs to; -1: none.
-
-    A forward op is its own anchor. The anchor of a gradient is the op whose gradient it is. The
-    anchor of a parameter is its first forward reader. Any other op has the anchor of one of its
-    inputs: the first anchor in the op's own module, else the first anchor of all, where parameters
-    come before other inputs.
-    """
-    phases = graph.phases.tolist()
-    anchors: list[int] = np.where(
-        graph.phases == Phase.FORWARD, np.arange(len(graph)), graph.gradient_of
-    ).tolist()
-    for op in np.flatnonzero(graph.is_source).tolist():
-        readers = [r for t in graph.outputs_of(op) for r in graph.consumers_of(t).tolist()]
-        if graph.kinds[op] == "parameter":
-            anchors[op] = next((r for r in readers if phases[r] == int(Phase.FORWARD)), -1)
-    makers = graph.producers[graph.input_tensors].tolist()
-    offsets = graph.input_offsets.tolist()
-    for op in np.flatnonzero(~graph.is_source).tolist():
-        if anchors[op] < 0:
-            inputs = makers[offsets[op] : offsets[op + 1]]
-            inputs.sort(key=lambda maker: graph.kinds[maker] != "parameter")
-            reached = [anchors[maker] for maker in inputs if anchors[maker] >= 0]
-            in_module = (a for a in reached if graph.modules[a] == graph.modules[op])
-            anchors[op] = next(in_module, reached[0] if reached else -1)
-    return np.array(anchors, dtype=np.int32)
 
 
 def _rows(

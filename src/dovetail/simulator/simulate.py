@@ -20,7 +20,6 @@ from dovetail.simulator.flat import (
     DispatchRules,
     Float64,
     Int64,
-    StepModel,
     StepWorkspace,
     check_slots,
     flatten,
@@ -160,8 +159,8 @@ class Simulator:
         flat = self._flat
         self._check_devices(np.asarray(placement)[None])
         placed = homes_of(flat, placement)
-        ops = np.flatnonzero(~self.graph.is_source)
-        stuck = ops[np.isinf(flat.compute_seconds[ops, placed[ops]])]
+        real = np.flatnonzero(~self.graph.is_source)
+        stuck = real[np.isinf(flat.compute_seconds[real, placed[real]])]
         if len(stuck):
             name = self.machine.device_names[placed[stuck[0]]]
             raise UnplacedOpError(self.graph.names[int(stuck[0])], name, "cannot run it")
@@ -196,7 +195,39 @@ class Simulator:
                 waiting = [self.graph.names[op] for op in due.tolist() if work.pending[op] > 0]
                 says = f"op {waiting[0]!r} waits for what can never start before it"
                 raise OrderError(name, f"cannot complete: {says}")
-        return _timeline(self.machine, flat, work, float(values[0]))
+
+        # Ops stand in the order of their starts. Of ops that start at one time, the one that was
+        # started in an earlier round comes first, and then the one of lower index.
+        unordered = np.flatnonzero(flat.is_source == 0)
+        turns, starts = work.span_turns[unordered], work.span_starts[unordered]
+        ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)
+        sent = int(work.counts[QUEUED])
+        channels = flat.link_channels[work.queue_links[:sent]]
+        by_start = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))
+        units, links = work.queue_units[by_start], work.queue_links[by_start]
+        carried = units < flat.tensors
+        # A control edge has no tensor; it reads the appended entry, which is not used.
+        producers = np.append(flat.producers, 0)[np.where(carried, units, -1)]
+        log = slice(int(work.counts[LOGGED]))
+        logs = [work.log_devices[log] == device for device in range(flat.devices)]
+        return Timeline(
+            devices=self.machine.device_names,
+            channels=self.machine.channels,
+            ops=ops,
+            op_devices=work.placed[ops],
+            op_starts=work.span_starts[ops],
+            op_ends=work.span_ends[ops],
+            transfer_tensors=np.where(carried, units, -1).astype(np.int32),
+            transfer_ops=np.where(carried, producers, units - flat.tensors).astype(np.int32),
+            transfer_sources=flat.link_sources[links],
+            transfer_destinations=work.queue_destinations[by_start],
+            transfer_channels=flat.link_channels[links],
+            transfer_starts=work.transfer_starts[by_start],
+            transfer_ends=work.transfer_ends[by_start],
+            memory_times=tuple(work.log_times[log][of_device] for of_device in logs),
+            memory_bytes=tuple(work.log_bytes[log][of_device] for of_device in logs),
+            step_seconds=float(values[0]),
+        )
 
     def _simulate_all(
         self, batch: NDArray[np.int32], rules: DispatchRules, threads: int
@@ -236,41 +267,3 @@ class Simulator:
         if bad.any():
             row, op = np.argwhere(bad)[0].tolist()
             raise UnplacedOpError(self.graph.names[op], int(batch[row, op]))
-
-
-def _timeline(machine: Machine, flat: StepModel, work: StepWorkspace, seconds: float) -> Timeline:
-    """The timeline that a recorded simulation left in the workspace.
-
-    Ops stand in the order of their starts. Of ops that start at one time, the one that was started
-    in an earlier round comes first, and then the one of lower index.
-    """
-    unordered = np.flatnonzero(flat.is_source == 0)
-    turns, starts = work.span_turns[unordered], work.span_starts[unordered]
-    ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)
-    sent = int(work.counts[QUEUED])
-    channels = flat.link_channels[work.queue_links[:sent]]
-    order = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))
-    units, links = work.queue_units[order], work.queue_links[order]
-    carried = units < flat.tensors
-    # A control edge has no tensor; it reads the appended entry, which is not used.
-    producers = np.append(flat.producers, 0)[np.where(carried, units, -1)]
-    log = slice(int(work.counts[LOGGED]))
-    logs = [work.log_devices[log] == device for device in range(flat.devices)]
-    return Timeline(
-        devices=machine.device_names,
-        channels=machine.channels,
-        ops=ops,
-        op_devices=work.placed[ops],
-        op_starts=work.span_starts[ops],
-        op_ends=work.span_ends[ops],
-        transfer_tensors=np.where(carried, units, -1).astype(np.int32),
-        transfer_ops=np.where(carried, producers, units - flat.tensors).astype(np.int32),
-        transfer_sources=flat.link_sources[links],
-        transfer_destinations=work.queue_destinations[order],
-        transfer_channels=flat.link_channels[links],
-        transfer_starts=work.transfer_starts[order],
-        transfer_ends=work.transfer_ends[order],
-        memory_times=tuple(work.log_times[log][of_device] for of_device in logs),
-        memory_bytes=tuple(work.log_bytes[log][of_device] for of_device in logs),
-        step_seconds=seconds,
-    )
