@@ -12,7 +12,6 @@ The page has no script.
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from dovetail.reports.kit import (
     Part,
     Section,
     Table,
+    drawing,
     remarked,
     render_page,
     save_page,
@@ -60,9 +60,6 @@ from reproductions.records import (
 )
 from reproductions.tables import NOT_RUN, OOM, format_span
 
-_TAG = re.compile(r"</?([a-zA-Z]*)([^<>]*)>")
-_DRAWN = {"svg", "text", "path", "title", "rect", "ul", "li", "i"}
-_UNSAFE = re.compile(r"\b(on\w+|href|src|style)\s*=", re.IGNORECASE)
 CITATIONS = {
     "rl17": (
         "A. Mirhoseini, H. Pham, Q. V. Le, B. Steiner, R. Larsen, Y. Zhou, N. Kumar, M. Norouzi, "
@@ -866,18 +863,3 @@ def _facts(name: str, rows: Sequence[CaseResult], facts: Sequence[tuple[str, str
     row_seconds = sum(row.seconds for row in rows)
     lines["all rows together"] = f"{format_seconds(row_seconds)} of computing, captures included"
     return Table((), list(lines.items()), "facts")
-
-
-def drawing(picture: str) -> Markup:
-    """A picture that was kept in a file, as markup if it is harmless, else a sentence instead.
-
-    The file may come from anywhere. A picture is harmless if it has only elements that draw, and no
-    attribute that could run a script, load a resource or set a style.
-    """
-    tags = _TAG.findall(picture)
-    # After all tags are taken out, no "<" may be left: it would begin a tag that was not checked.
-    # Nor may a ">": the tag before it would go on, behind an attribute that has one in its value.
-    draws = all(name in _DRAWN and not _UNSAFE.search(rest) for name, rest in tags)
-    if draws and not {"<", ">"} & set(_TAG.sub("", picture)):
-        return Markup(picture)
-    return Markup("<p>The picture that was kept is not one that this version draws.</p>")

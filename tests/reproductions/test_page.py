@@ -11,9 +11,10 @@ from html.parser import HTMLParser
 import pytest
 
 from dovetail.errors import UnwritableError
+from dovetail.reports.kit import drawing
 from reproductions import CASES
 from reproductions.cases import LEARNED
-from reproductions.page import drawing, render, write_page
+from reproductions.page import render, write_page
 from reproductions.records import (
     CaseResult,
     Column,
