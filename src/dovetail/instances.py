@@ -107,8 +107,32 @@ def parse(raw: Any, path: str) -> InstanceFile:
         file = InstanceFile.model_validate(raw)
         if file.maxFPGAs + file.maxCPUs < 1:
             raise ValueError("maxFPGAs and maxCPUs are 0: no device")
-        _check_nodes(file)
-        _check_edges(file)
+        if not file.nodes:
+            raise ValueError("nodes: there are none")
+        double = [i for i, count in Counter(node.id for node in file.nodes).items() if count > 1]
+        if double:
+            raise ValueError(f"nodes: two have the id {double[0]}")
+        total = 0.0
+        for node in file.nodes:
+            total += node.size
+            if total > UNLIMITED_BYTES:
+                raise ValueError(f"{label(node)}: sizes up to here are {total:.3g} bytes in all")
+            if node.cpuLatency is None and file.maxCPUs:
+                raise ValueError(f"{label(node)} has no cpuLatency, and there are CPUs")
+            if node.fpgaLatency is None and file.maxFPGAs and node.supportedOnFpga:
+                raise ValueError(f"{label(node)} has no fpgaLatency, and may be on an accelerator")
+        node_of = {node.id: node for node in file.nodes}
+        costs: dict[int, float] = {}
+        for edge in file.edges:
+            for end in (edge.sourceId, edge.destId):
+                if end not in node_of:
+                    raise ValueError(f"edges: {edge.sourceId} -> {edge.destId}: no node {end}")
+            cost = costs.setdefault(edge.sourceId, edge.cost)
+            if abs(cost - edge.cost) > COST_TOLERANCE_MS:
+                raise ValueError(
+                    f"{label(node_of[edge.sourceId])}: its edges cost {cost} and {edge.cost}; cost "
+                    "moves the whole output, and must be the same on all of them"
+                )
     except ValidationError as error:
         raise FileFormatError(path, _complaint(error, raw)) from None
     except ValueError as error:
@@ -134,38 +158,6 @@ def _complaint(error: ValidationError, raw: Any) -> str:
     return text
 
 
-def _check_nodes(file: InstanceFile) -> None:
-    if not file.nodes:
-        raise ValueError("nodes: there are none")
-    double = [i for i, count in Counter(node.id for node in file.nodes).items() if count > 1]
-    if double:
-        raise ValueError(f"nodes: two have the id {double[0]}")
-    total = 0.0
-    for node in file.nodes:
-        total += node.size
-        if total > UNLIMITED_BYTES:
-            raise ValueError(f"{label(node)}: sizes up to here are {total:.3g} bytes in all")
-        if node.cpuLatency is None and file.maxCPUs:
-            raise ValueError(f"{label(node)} has no cpuLatency, and there are CPUs")
-        if node.fpgaLatency is None and file.maxFPGAs and node.supportedOnFpga:
-            raise ValueError(f"{label(node)} has no fpgaLatency, and may be on an accelerator")
-
-
-def _check_edges(file: InstanceFile) -> None:
-    node_of = {node.id: node for node in file.nodes}
-    costs: dict[int, float] = {}
-    for edge in file.edges:
-        for end in (edge.sourceId, edge.destId):
-            if end not in node_of:
-                raise ValueError(f"edges: {edge.sourceId} -> {edge.destId}: no node {end}")
-        cost = costs.setdefault(edge.sourceId, edge.cost)
-        if abs(cost - edge.cost) > COST_TOLERANCE_MS:
-            raise ValueError(
-                f"{label(node_of[edge.sourceId])}: its edges cost {cost} and {edge.cost}; cost "
-                "moves the whole output, and must be the same on all of them"
-            )
-
-
 # --- Reading: files to records ---
 #
 # Nodes may stand in any order; unknown fields are ignored.
@@ -187,9 +179,32 @@ def instance_from(raw: Any, path: str) -> Instance:
     file = parse(raw, path)
     nodes = _order_nodes(file)
     graph, sent_bytes = _graph(file, nodes)
-    machine = _machine(Path(path).name.removesuffix(".gz").removesuffix(".json"), file)
-    costs = Costs(_seconds(graph, machine, nodes), "given", sent_bytes)
-    return Instance(machine.name, graph, machine, costs)
+    # The machine is a star around a host that runs nothing. The rates of its devices mean nothing,
+    # since the costs are given.
+    size = min(int(file.maxSizePerFPGA), UNLIMITED_BYTES)
+    kinds = (
+        ("acc", "gpu", "accelerator", file.maxFPGAs, size, LINK_BYTES_PER_SECOND),
+        ("cpu", "cpu", "cpu", file.maxCPUs, UNLIMITED_BYTES, FREE_BYTES_PER_SECOND),
+    )
+    devices, links = [], []
+    for prefix, kind, model, count, memory_bytes, rate in kinds:
+        for name in (f"{prefix}{i}" for i in range(count)):
+            rates = {"float32": 1e12}
+            devices.append(Device(name, kind, model, memory_bytes, rates, 1e12, 0.0))
+            links.append(Link(name, "host", rate, 0.0, f"{name} out"))
+            links.append(Link("host", name, rate, 0.0, f"{name} in"))
+    devices.append(Device("host", "host", "host", UNLIMITED_BYTES, {}, 0.0, 0.0))
+    stem = Path(path).name.removesuffix(".gz").removesuffix(".json")
+    machine = Machine(stem, tuple(devices), "host", tuple(links))
+    by_kind = {
+        "gpu": [n.fpgaLatency if n.supportedOnFpga else np.inf for n in nodes],
+        "cpu": [n.cpuLatency for n in nodes],
+        "host": [np.inf] * len(nodes),
+    }
+    seconds = np.zeros((len(graph), len(devices)))
+    for d, device in enumerate(devices):
+        seconds[~graph.is_source, d] = np.array(by_kind[device.kind], np.float64) * MILLISECOND
+    return Instance(stem, graph, machine, Costs(seconds, "given", sent_bytes))
 
 
 def _order_nodes(file: InstanceFile) -> list[InstanceNode]:
@@ -211,19 +226,16 @@ def _order_nodes(file: InstanceFile) -> list[InstanceNode]:
             if not waits[b]:
                 heapq.heappush(free, b)
     if len(order) < len(file.nodes):
-        raise CycleError(_cycle(file, after, {i for i, count in enumerate(waits) if count}))
+        # Each node that is left has a predecessor that is left, so going back from one must close a
+        # circle.
+        left = {i for i, count in enumerate(waits) if count}
+        before = {b: a for a in sorted(left) for b in after[a] if b in left}
+        path = [min(left)]
+        while path[-1] not in path[:-1]:
+            path.append(before[path[-1]])
+        circle = path[path.index(path[-1]) :][::-1]
+        raise CycleError(tuple(file.nodes[i].name or str(file.nodes[i].id) for i in circle))
     return [file.nodes[i] for i in order]
-
-
-def _cycle(file: InstanceFile, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
-    """The names of the nodes of a cycle among the nodes `left`, which are in no topological order.
-    Each of them has a predecessor that is left, so going back from one must close a circle."""
-    before = {b: a for a in sorted(left) for b in after[a] if b in left}
-    path = [min(left)]
-    while path[-1] not in path[:-1]:
-        path.append(before[path[-1]])
-    circle = path[path.index(path[-1]) :][::-1]
-    return tuple(file.nodes[i].name or str(file.nodes[i].id) for i in circle)
 
 
 def _graph(file: InstanceFile, nodes: list[InstanceNode]) -> tuple[Graph, NDArray[np.float64]]:
@@ -295,39 +307,6 @@ def _unique_names(nodes: list[InstanceNode]) -> list[str]:
     return [f"#{n.id}" for n in nodes]
 
 
-def _machine(name: str, file: InstanceFile) -> Machine:
-    """The file's machine: a star around a host that runs nothing."""
-    size = min(int(file.maxSizePerFPGA), UNLIMITED_BYTES)
-    devices = [_device(f"acc{i}", "gpu", size) for i in range(file.maxFPGAs)]
-    devices += [_device(f"cpu{i}", "cpu", UNLIMITED_BYTES) for i in range(file.maxCPUs)]
-    links = []
-    for device in devices:
-        rate = LINK_BYTES_PER_SECOND if device.kind == "gpu" else FREE_BYTES_PER_SECOND
-        links.append(Link(device.name, "host", rate, 0.0, f"{device.name} out"))
-        links.append(Link("host", device.name, rate, 0.0, f"{device.name} in"))
-    host = Device("host", "host", "host", UNLIMITED_BYTES, {}, 0.0, 0.0)
-    return Machine(name, (*devices, host), "host", tuple(links))
-
-
-def _device(name: str, kind: str, memory_bytes: int) -> Device:
-    """A device. Its rates mean nothing, since the costs are given."""
-    model = "accelerator" if kind == "gpu" else "cpu"
-    return Device(name, kind, model, memory_bytes, {"float32": 1e12}, 1e12, 0.0)
-
-
-def _seconds(graph: Graph, machine: Machine, nodes: list[InstanceNode]) -> NDArray[np.float64]:
-    """[ops, devices] the compute seconds; inf where a node is not supported."""
-    by_kind = {
-        "gpu": [n.fpgaLatency if n.supportedOnFpga else np.inf for n in nodes],
-        "cpu": [n.cpuLatency for n in nodes],
-        "host": [np.inf] * len(nodes),
-    }
-    seconds = np.zeros((len(graph), len(machine.devices)))
-    for d, device in enumerate(machine.devices):
-        seconds[~graph.is_source, d] = np.array(by_kind[device.kind], np.float64) * MILLISECOND
-    return seconds
-
-
 # --- Writing: records to files ---
 #
 # An instance that was read from a file loses nothing: every placement has the same value in the
@@ -357,13 +336,17 @@ def save_instance(graph: Graph, machine: Machine, costs: Costs, path: str | Path
 def instance_to_dict(graph: Graph, machine: Machine, costs: Costs) -> dict[str, Any]:
     """The file's JSON. A node's id is the index of its op. Edges are sorted by source, then target.
 
-    Raises `ExportError` if accelerators or CPUs are unlike one another, or if an op can run on
-    accelerators alone.
+    Raises `ExportError` if accelerators, their links, or CPUs are unlike one another, or if an op
+    can run on accelerators alone.
     """
     costs.check(graph)
     accelerators = [d for d, device in enumerate(machine.devices) if device.kind == "gpu"]
     cpus = [d for d, device in enumerate(machine.devices) if device.kind == "cpu"]
-    memory = _memory(machine, accelerators)
+    names = machine.device_names
+    memories = {machine.devices[d].memory_bytes for d in accelerators}
+    if len(memories) > 1:
+        where = f"accelerator {names[accelerators[-1]]}"
+        raise ExportError(FORMAT, where, "has other memory than the rest")
     to_ms = 1 / MILLISECOND
     on_accelerator = _column(graph, machine, costs, accelerators) * to_ms
     on_cpu = _column(graph, machine, costs, cpus) * to_ms
@@ -389,21 +372,34 @@ def instance_to_dict(graph: Graph, machine: Machine, costs: Costs) -> dict[str, 
         if not inputs[op] and not alone[groups.of_op[op]]:
             node["colorClass"] = int(groups.of_op[op])
         nodes.append(node)
+    # [ops] milliseconds of moving all outputs of an op that are read, to or from any accelerator.
+    rates = set()
+    for device in accelerators:
+        for a, b in ((device, machine.host_index), (machine.host_index, device)):
+            if machine.link_index[a, b] < 0:
+                where = f"accelerator {names[device]}"
+                raise ExportError(FORMAT, where, "has no link with the host")
+            link = machine.links[machine.link_index[a, b]]
+            rates.add((link.latency_seconds, link.bandwidth_bytes_per_second))
+    if len(rates) > 1:
+        raise ExportError(FORMAT, f"machine {machine.name}", "has unlike links to its accelerators")
+    latency, bandwidth = rates.pop() if rates else (0.0, np.inf)
+    read = np.zeros(graph.tensors, bool)
+    read[graph.input_tensors] = True
+    seconds = np.where(read, latency + costs.sends_of(graph) / bandwidth, 0.0)
+    move_ms = np.bincount(graph.producers, seconds, minlength=len(graph)) / MILLISECOND
+    ends = np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1)
+    ends = np.unique(np.concatenate([ends, graph.control]), axis=0)
+    ends = ends[np.isin(ends[:, 0], kept)]
     return {
-        "maxSizePerFPGA": memory,
+        "maxSizePerFPGA": memories.pop() if memories else UNLIMITED_BYTES,
         "maxFPGAs": len(accelerators),
         "maxCPUs": len(cpus),
         "nodes": nodes,
-        "edges": _edges(graph, _move_ms(graph, machine, costs, accelerators), kept),
+        "edges": [
+            {"sourceId": a, "destId": b, "cost": float(move_ms[a])} for a, b in ends.tolist()
+        ],
     }
-
-
-def _memory(machine: Machine, accelerators: list[int]) -> int:
-    sizes = {machine.devices[d].memory_bytes for d in accelerators}
-    if len(sizes) > 1:
-        name = machine.device_names[accelerators[-1]]
-        raise ExportError(FORMAT, f"accelerator {name}", "has other memory than the rest")
-    return sizes.pop() if sizes else UNLIMITED_BYTES
 
 
 def _column(graph: Graph, machine: Machine, costs: Costs, alike: list[int]) -> NDArray[np.float64]:
@@ -427,29 +423,6 @@ def _column(graph: Graph, machine: Machine, costs: Costs, alike: list[int]) -> N
     return np.ascontiguousarray(seconds[:, 0])
 
 
-def _move_ms(
-    graph: Graph, machine: Machine, costs: Costs, accelerators: list[int]
-) -> NDArray[np.float64]:
-    """[ops] milliseconds of moving all outputs of an op that are read, to or from any accelerator.
-    Raises `ExportError` if the links of accelerators differ."""
-    rates = set()
-    for device in accelerators:
-        for a, b in ((device, machine.host_index), (machine.host_index, device)):
-            if machine.link_index[a, b] < 0:
-                name = machine.device_names[device]
-                raise ExportError(FORMAT, f"accelerator {name}", "has no link with the host")
-            link = machine.links[machine.link_index[a, b]]
-            rates.add((link.latency_seconds, link.bandwidth_bytes_per_second))
-    if len(rates) > 1:
-        raise ExportError(FORMAT, f"machine {machine.name}", "has unlike links to its accelerators")
-    latency, bandwidth = rates.pop() if rates else (0.0, np.inf)
-    read = np.zeros(graph.tensors, bool)
-    read[graph.input_tensors] = True
-    seconds = np.where(read, latency + costs.sends_of(graph) / bandwidth, 0.0)
-    sums = np.bincount(graph.producers, seconds, minlength=len(graph))
-    return np.asarray(sums / MILLISECOND, np.float64)
-
-
 def _sizes(graph: Graph) -> NDArray[np.int64]:
     """[ops] bytes that stay in memory with each op: sources that live with it or that it reads
     first, and forward outputs of its own that backward reads or that are the step's results."""
@@ -469,12 +442,3 @@ def _sizes(graph: Graph) -> NDArray[np.int64]:
         elif graph.residences[op] != HOST and len(readers):
             sizes[readers[0]] += graph.tensor_bytes[tensor]
     return sizes
-
-
-def _edges(
-    graph: Graph, cost_ms: NDArray[np.float64], kept: NDArray[np.integer[Any]]
-) -> list[dict[str, Any]]:
-    ends = np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1)
-    ends = np.unique(np.concatenate([ends, graph.control]), axis=0)
-    ends = ends[np.isin(ends[:, 0], kept)]
-    return [{"sourceId": a, "destId": b, "cost": float(cost_ms[a])} for a, b in ends.tolist()]

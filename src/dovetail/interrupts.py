@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from types import FrameType, ModuleType
-from typing import NoReturn
 
 INTERRUPTED = 130
 """The exit status after a Ctrl-C outside a search. A shell reports SIGINT by this number."""
@@ -72,13 +71,30 @@ def raises_interrupts() -> bool:
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     again, _PutOff.comes = _PutOff.comes, False
     importing, lost = _place(frame)
-    if importing and (not _has_torch() or _is_second(again)):
-        _end()
-    if importing or lost:
-        _put_off()
-        return
-    _PutOff.since = None
-    signal.default_int_handler(number, frame)
+    if not (importing or lost):
+        _PutOff.since = None
+        signal.default_int_handler(number, frame)
+    since, now = _PutOff.since, time.monotonic()
+    if importing:
+        torch: ModuleType | None = sys.modules.get("torch")
+        has_torch = torch is not None and not getattr(torch.__spec__, "_initializing", False)
+        is_second = not again and since is not None and now - since > AGAIN_SECONDS
+        if not has_torch or is_second:
+            os.write(2, b"interrupted\n")
+            os._exit(INTERRUPTED)
+
+    # The interrupt is put off.
+    _PutOff.since = now if since is None else since
+    main = threading.main_thread().ident
+
+    def come_again() -> None:
+        time.sleep(RETRY_SECONDS)
+        _PutOff.comes = True
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    # A `threading.Thread` takes locks, which the interrupted code may hold.
+    _thread.start_new_thread(come_again, ())
 
 
 def _place(frame: FrameType | None) -> tuple[bool, bool]:
@@ -93,33 +109,3 @@ def _place(frame: FrameType | None) -> tuple[bool, bool]:
         lost = lost or callback or file.endswith(_WEAK)
         frame = frame.f_back
     return importing, lost
-
-
-def _has_torch() -> bool:
-    module: ModuleType | None = sys.modules.get("torch")
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
-
-
-def _is_second(again: bool) -> bool:
-    waits_since = _PutOff.since
-    return not again and waits_since is not None and time.monotonic() - waits_since > AGAIN_SECONDS
-
-
-def _put_off() -> None:
-    if _PutOff.since is None:
-        _PutOff.since = time.monotonic()
-    main = threading.main_thread().ident
-
-    def come_again() -> None:
-        time.sleep(RETRY_SECONDS)
-        _PutOff.comes = True
-        if main is not None:
-            signal.pthread_kill(main, signal.SIGINT)
-
-    # A `threading.Thread` takes locks, which the interrupted code may hold.
-    _thread.start_new_thread(come_again, ())
-
-
-def _end() -> NoReturn:
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)

@@ -108,17 +108,16 @@ def documented(record: Record) -> Record:
 # --- How texts are read. Each function takes the flag, which its error names, and the value. ---
 
 
-def split_pair(flag: str, text: str) -> tuple[str, str]:
-    """Splits "NAME=VALUE" at the last "=". Raises `UsageError` for a text without both parts."""
-    left, equals, right = text.rpartition("=")
-    if not (left and equals and right):
-        raise UsageError(flag, f"{text!r} is not of the form NAME=VALUE")
-    return left, right
-
-
 def read_pairs(flag: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The pairs that texts NAME=VALUE name. Raises `UsageError`."""
-    return tuple(split_pair(flag, text) for text in texts)
+    """The pairs that texts "NAME=VALUE" name, each split at its last "=". Raises `UsageError` for a
+    text without both parts."""
+    pairs = []
+    for text in texts:
+        left, equals, right = text.rpartition("=")
+        if not (left and equals and right):
+            raise UsageError(flag, f"{text!r} is not of the form NAME=VALUE")
+        pairs.append((left, right))
+    return tuple(pairs)
 
 
 def read_sizes(flag: str, texts: Sequence[str]) -> tuple[tuple[str, int], ...]:

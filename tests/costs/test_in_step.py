@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.costs import CostCache, measured
+from dovetail.costs import CostCache, measured, messages
 from dovetail.costs.measured import costs_in_step, time_step, timed_step
 from dovetail.frontends import SGD, Call, Ref, capture
 from dovetail.machine import local_machine
@@ -102,10 +102,10 @@ def test_disturbed_costs_are_told_and_not_kept(step, tmp_path, monkeypatch):
 
 
 def test_every_op_is_timed_in_every_step(step, monkeypatch):
-    monkeypatch.setattr(measured, "_STEPS_SECONDS", 0.0)
+    monkeypatch.setattr(messages, "STEPS_SECONDS", 0.0)
     times = time_step(timed_step(step))
     count = sum(call is not None for call in step.program.calls)
-    assert times.seconds.shape == (measured._LEAST_STEPS, count)
+    assert times.seconds.shape == (messages.LEAST_STEPS, count)
     assert (times.seconds > 0).all()
 
 

@@ -11,9 +11,9 @@ from dovetail.errors import UnwritableError
 from dovetail.reports import schedules as drawing
 from dovetail.reports import schedules_table
 from dovetail.reports.kit import Page as PageContent
-from dovetail.reports.kit import render_page
+from dovetail.reports.kit import render_page, save_page
 from dovetail.reports.schedules import answer
-from dovetail.reports.stages_page import drawable, render_stages, write_stages_page
+from dovetail.reports.stages_page import drawable, render_stages
 from dovetail.schedulers.results import Schedules, SearchEffort
 from tests.support.page_checks import check_self_contained
 from tests.support.schedule_samples import make_matrix, make_scheduled, make_schedules
@@ -83,7 +83,7 @@ def named_schedules(name):
 
 @pytest.mark.parametrize("name", [EVIL, "a&amp;b\u2028<!--<b>", "@@style@@", "x\ud800y"])
 def test_foreign_names_stay_text_everywhere(name, tmp_path):
-    write_stages_page(named_schedules(name), tmp_path / "page.html", made=name)
+    save_page(render_stages(named_schedules(name), made=name), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     found = Page(page)
     assert [t for t, _ in found.tags] == [
@@ -268,4 +268,4 @@ def test_a_matrix_marks_its_diagonal_and_the_loss_beside_it():
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(UnwritableError):
-        write_stages_page(make_schedules(), tmp_path / "no" / "page.html")
+        save_page(render_stages(make_schedules()), tmp_path / "no" / "page.html")

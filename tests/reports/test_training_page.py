@@ -10,7 +10,8 @@ import pytest
 
 from dovetail.errors import UnwritableError, UsageError
 from dovetail.reports import charts, gantt
-from dovetail.reports.training_page import histogram, render_training, write_training_page
+from dovetail.reports.kit import save_page
+from dovetail.reports.training_page import histogram, render_training
 from dovetail.training.history import History
 from dovetail.training.records import Evaluation, Event, Outcome
 from tests.support.histories import make_history
@@ -70,7 +71,8 @@ def named_history(name):
 
 @pytest.mark.parametrize("name", [EVIL, "a&amp;b\u2028<!--<script>", "@@style@@", "x\ud800y"])
 def test_foreign_names_stay_text_everywhere(name, tmp_path):
-    write_training_page([named_history(name), make_history()], tmp_path / "page.html", made=name)
+    named = render_training([named_history(name), make_history()], made=name)
+    save_page(named, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     found = Tags(page)
     harmless = Tags(
@@ -246,4 +248,4 @@ def test_no_run_and_too_many_are_refused(tmp_path):
         with pytest.raises(UsageError, match="1 to 40"):
             render_training(histories)
     with pytest.raises(UnwritableError, match="/nowhere"):
-        write_training_page([make_history(3)], "/nowhere/page.html")
+        save_page(render_training([make_history(3)]), "/nowhere/page.html")

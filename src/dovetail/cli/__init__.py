@@ -93,7 +93,7 @@ def make_app(*names: str) -> typer.Typer:
     app.callback()(_of_all_commands)
     for name, (module_name, line) in COMMANDS.items():
         if name not in names:
-            app.command(name, short_help=line)(_of_another_call)
+            app.command(name, short_help=line)(lambda: None)
             continue
         module = import_module(f"dovetail.cli.{module_name}")
         function = getattr(module, name.replace("-", "_"))
@@ -104,9 +104,6 @@ def make_app(*names: str) -> typer.Typer:
             add = app.command(name, short_help=line, epilog=epilog)
             add(import_module("dovetail.cli.options").command(function))
     return app
-
-
-def _of_another_call() -> None: ...
 
 
 def _of_all_commands(

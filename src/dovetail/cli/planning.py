@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,6 @@ from dovetail.request_fields import options_of
 
 if TYPE_CHECKING:
     from dovetail.pipeline.sources import Step
-    from dovetail.plans import Plan
 
 EPILOGS = {"plan": listing("Placers:", PLACERS)}
 
@@ -86,7 +85,31 @@ def plan(
             found = pipeline.find_plan(request, progress)
     except InfeasibleError as error:
         if as_json and request.step is not None:
-            show_json(_infeasible(model, request, error))
+            # The keys of a plan's object, null if unknown, and the error's fields.
+            from dovetail.pipeline.sources import machine_of
+
+            asked = request.planned_step
+            unknown = (
+                "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
+                "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan",
+                "min_gain", "stages", "way", "measured",
+            )  # fmt: skip
+            show_json({
+                **dict.fromkeys(unknown),
+                "model": model,
+                "ops": len(pipeline.graph_of(asked)),
+                "machine": request.machine or machine_of(asked, request.machine).name,
+                "objective": request.resolved_objective,
+                "contiguous": request.contiguous,
+                "whole": list(request.whole),
+                "for": request.format,
+                "notes": [],
+                "unit": _unit(asked)[0],
+                "placer": request.placer,
+                "feasible": False,
+                "error": str(error),
+                **vars(error),
+            })  # fmt: skip
         raise
     if count > 1:
         # The plan keeps the towers, so that the step can be made again from MODEL. A graph from a
@@ -98,86 +121,54 @@ def plan(
     step = pipeline.planned(found, request.planned_step)
     write(out, found.save)
     write(report, partial(pipeline.report, found, step, file=out or ""))
+    graph = pipeline.graph_of(step)
     if as_json:
-        show_json(_found(model, found, step, out))
+        # These keys are stable. The object of a plan that is not feasible has them as well.
+        from dovetail.executors.shares import compiled_stages
+        from dovetail.pipeline.staging import stages_together
+
+        names = found.machine.device_names
+        unit, scale = _unit(step)
+        in_stages = found.schedules and not compiled_stages(found)
+        show_json({
+            "model": model,
+            "ops": len(graph),
+            "groups": found.groups,
+            "machine": found.machine.name,
+            "devices": list(names),
+            "objective": found.objective,
+            "contiguous": found.contiguous,
+            "whole": list(found.whole),
+            "for": found.made_for,
+            "notes": list(found.notes),
+            "min_gain": found.min_gain,
+            "unit": unit,
+            "value": found.value * scale,
+            "lower_bound": found.lower_bound * scale,
+            "bound_proof": found.bound_proof,
+            "gap": found.gap if found.lower_bound > 0 else None,
+            "placer": found.placer,
+            "feasible": True,
+            "interrupted": found.interrupted,
+            "planning_seconds": found.planning_seconds,
+            "peak_memory_bytes": dict(zip(names, found.peak_memory_bytes, strict=True)),
+            "baselines": {
+                name: None if value is None else value * scale
+                for name, value in found.baselines.items()
+            },
+            "found_seconds": found.found_seconds,
+            "stages": stages_together(found) if in_stages else None,
+            "way": found.way,
+            "measured": found.measured,
+            "plan": None if out is None else str(out),
+        })  # fmt: skip
     else:
         from dovetail.reports import plan_table
 
-        graph = pipeline.graph_of(step)
         show(plan_table(found, graph))
         show_limits(found, graph, pipeline.timeline_of(found, graph))
     if found.interrupted:
         say("interrupted: this is the best plan so far")
-
-
-def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str, Any]:
-    """The object that `plan --json` prints. Its keys are stable. `_infeasible` has them as well."""
-    from dovetail.executors.shares import compiled_stages
-    from dovetail.pipeline import graph_of
-    from dovetail.pipeline.staging import stages_together
-
-    names = plan.machine.device_names
-    unit, scale = _unit(step)
-    return {
-        "model": model,
-        "ops": len(graph_of(step)),
-        "groups": plan.groups,
-        "machine": plan.machine.name,
-        "devices": list(names),
-        "objective": plan.objective,
-        "contiguous": plan.contiguous,
-        "whole": list(plan.whole),
-        "for": plan.made_for,
-        "notes": list(plan.notes),
-        "min_gain": plan.min_gain,
-        "unit": unit,
-        "value": plan.value * scale,
-        "lower_bound": plan.lower_bound * scale,
-        "bound_proof": plan.bound_proof,
-        "gap": plan.gap if plan.lower_bound > 0 else None,
-        "placer": plan.placer,
-        "feasible": True,
-        "interrupted": plan.interrupted,
-        "planning_seconds": plan.planning_seconds,
-        "peak_memory_bytes": dict(zip(names, plan.peak_memory_bytes, strict=True)),
-        "baselines": {
-            name: None if value is None else value * scale for name, value in plan.baselines.items()
-        },
-        "found_seconds": plan.found_seconds,
-        "stages": stages_together(plan) if plan.schedules and not compiled_stages(plan) else None,
-        "way": plan.way,
-        "measured": plan.measured,
-        "plan": None if out is None else str(out),
-    }
-
-
-def _infeasible(model: str, request: PlanRequest, error: InfeasibleError) -> dict[str, Any]:
-    """The object that `plan --json` prints if no plan is feasible: the keys of `_found`, null if
-    unknown, and the error's fields."""
-    from dovetail.pipeline.sources import graph_of, machine_of
-
-    unknown = (
-        "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
-        "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan", "min_gain",
-        "stages", "way", "measured",
-    )  # fmt: skip
-    step = request.planned_step
-    return {
-        **dict.fromkeys(unknown),
-        "model": model,
-        "ops": len(graph_of(step)),
-        "machine": request.machine or machine_of(step, request.machine).name,
-        "objective": request.resolved_objective,
-        "contiguous": request.contiguous,
-        "whole": list(request.whole),
-        "for": request.format,
-        "notes": [],
-        "unit": _unit(step)[0],
-        "placer": request.placer,
-        "feasible": False,
-        "error": str(error),
-        **vars(error),
-    }
 
 
 def _unit(step: "Step") -> tuple[str, float]:

@@ -4,7 +4,7 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from dovetail.errors import FileFormatError, UsageError
 from dovetail.runtime.files import check_archive, files_only, write_atomically
 from dovetail.training.backends import BACKENDS
 from dovetail.training.request import TrainRequest
-
-if TYPE_CHECKING:
-    from dovetail.cli.training import Setup
 
 EPILOGS = {
     "predict": """\
@@ -86,7 +83,31 @@ def predict(
     check_outputs(out, inputs=[str(weights), data])
     opened = open_setup(function, settings, {})
     load_weights(opened.request.model, weights)
-    dataset, is_file = _open_data(opened, function, data)
+    import torch
+
+    from dovetail.runtime.functions import call_function, names_function
+
+    # The data set that DATA names.
+    dataset: Any
+    is_file = data not in OWN and not names_function(data)
+    if data in OWN:
+        dataset = opened.dataset if data == "dataset" else opened.validation
+        if dataset is None:
+            raise UsageError("DATA", f"{function} returns no {data} set")
+    elif not is_file:
+        dataset = call_function(data)
+    else:
+        path = Path(data)
+        if path.suffix not in INPUTS:
+            offered = ", ".join((*OWN, "package.module:function", *INPUTS))
+            raise UsageError("DATA", f"{data!r} is none of {offered}")
+        arrays = _read_csv(path) if path.suffix == ".csv" else _read_arrays(path)
+        # Floats are cast to the type of the model's parameters; all else stays as it is.
+        first = torch.as_tensor(arrays[0])
+        kinds = [p.dtype for p in opened.request.model.parameters() if p.is_floating_point()]
+        if first.is_floating_point() and kinds:
+            first = first.to(kinds[0])
+        dataset = (first, *arrays[1:])
     if is_file and len(dataset) == 1 and evaluate:
         raise UsageError("--evaluate", f"{data} holds no targets; give a .npz file with both")
     request = opened.request
@@ -110,34 +131,7 @@ def predict(
         show_json(printed)
 
 
-# --- The data set ---
-
-
-def _open_data(setup: "Setup", function: str, text: str) -> tuple[Any, bool]:
-    """The data set that a DATA text names, and whether it is a file. Raises `UsageError`,
-    `FileFormatError`, `ModelError`."""
-    import torch
-
-    from dovetail.runtime.functions import call_function, names_function
-
-    if text in OWN:
-        dataset = setup.dataset if text == "dataset" else setup.validation
-        if dataset is None:
-            raise UsageError("DATA", f"{function} returns no {text} set")
-        return dataset, False
-    if names_function(text):
-        return call_function(text), False
-    path = Path(text)
-    if path.suffix not in INPUTS:
-        offered = ", ".join((*OWN, "package.module:function", *INPUTS))
-        raise UsageError("DATA", f"{text!r} is none of {offered}")
-    arrays = _read_csv(path) if path.suffix == ".csv" else _read_arrays(path)
-    # Floats are cast to the type of the model's parameters; all else stays as it is.
-    first = torch.as_tensor(arrays[0])
-    kinds = [p.dtype for p in setup.request.model.parameters() if p.is_floating_point()]
-    if first.is_floating_point() and kinds:
-        first = first.to(kinds[0])
-    return (first, *arrays[1:]), True
+# --- Files of data ---
 
 
 def _read_arrays(path: Path) -> list[Any]:

@@ -44,7 +44,8 @@ def schedule(
     from dovetail.cli.training_run import typed
     from dovetail.pipeline.scheduling import find_schedules, step_of
     from dovetail.reports import schedules_table
-    from dovetail.reports.stages_page import write_stages_page
+    from dovetail.reports.kit import save_page
+    from dovetail.reports.stages_page import render_stages
 
     request = ScheduleRequest(model, **options)
     pages: list[Path | None] = [report]
@@ -69,7 +70,8 @@ def schedule(
             plan = search_plan(PlanRequest(step, HERE_CPU, placer="single"), progress)
             write(out, plan_of_stages(scheduled, step, plan).save)
     for of_device, path in zip(found, pages, strict=True):
-        write(path, partial(write_stages_page, of_device, made=typed()))
+        if path is not None:
+            write(path, partial(save_page, render_stages(of_device, made=typed())))
         if not as_json:
             show(schedules_table(of_device))
     if as_json:

@@ -169,10 +169,11 @@ def train_report(
 ) -> None:
     """Write one page that compares several training runs."""
     from dovetail.cli.training_run import load, typed
-    from dovetail.reports.training_page import write_training_page
+    from dovetail.reports.kit import save_page
+    from dovetail.reports.training_page import render_training
 
     check_outputs(out, inputs=[str(path) for path in histories])
-    write_training_page([load(path) for path in histories], out, made=typed())
+    save_page(render_training([load(path) for path in histories], made=typed()), out)
     say(f"wrote {out}")
 
 

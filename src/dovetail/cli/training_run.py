@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -344,9 +345,10 @@ def _write(history: History, outputs: "TrainingOutputs", model: Any) -> None:
     write(outputs.history, history.to_csv if is_csv else history.save)
     write(outputs.tensorboard, history.to_tensorboard)
     if outputs.report is not None:
-        from dovetail.reports.training_page import write_training_page
+        from dovetail.reports.kit import save_page
+        from dovetail.reports.training_page import render_training
 
-        write(outputs.report, lambda path: write_training_page([history], path, made=typed()))
+        write(outputs.report, partial(save_page, render_training([history], made=typed())))
     if outputs.weights and model is not None:
         save_weights(model, outputs.weights)
         say(f"wrote {outputs.weights}")
@@ -451,13 +453,56 @@ def suggest_and_show(
             budget_seconds=budget_seconds - measuring_seconds,
             progress=lambda what, share: bar(what, share, None),
         )
-    options = typed_options(context, with_rule=result.chosen.rule == request.rule_name)
     chosen = result.chosen
     words = ["dovetail", "train", function, "--rule", chosen.rule]
     words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
-    command = shlex.join([*words, *options])
+    # The command has the options that the user typed, without those of `CHOSEN`; the options of the
+    # rule stay if the advice is the rule that the user named.
+    for parameter in context.command.params:
+        option = parameter.name or ""
+        source = context.get_parameter_source(option)
+        is_kept = option == "option" and chosen.rule == request.rule_name
+        if source is None or source.name != "COMMANDLINE" or (option in CHOSEN and not is_kept):
+            continue
+        value = context.params[option]
+        if value is True:
+            words.append(parameter.opts[0])
+        else:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(item)]
+    command = shlex.join(words)
     if as_json:
-        show_json(advice_summary(function, result, command))
+        # These keys are stable; what is not known is null.
+        show_json(
+            {
+                "function": function,
+                "step_seconds": measured.mean_seconds,
+                "transfer_seconds": measured.transfer_seconds,
+                "start_seconds": measured.start_seconds,
+                "measured_steps": len(measured.step_seconds),
+                "cores": measured.cores,
+                "simulated_steps": result.steps,
+                "rule": chosen.rule,
+                "workers": chosen.workers,
+                "window": chosen.window,
+                "why": result.why,
+                "against": result.against or None,
+                "command": command,
+                "level": _number(result.level),
+                "evidence": [
+                    {
+                        **vars(evidence.candidate),
+                        "samples_per_second": _number(evidence.samples_per_second),
+                        "staleness": _number(evidence.staleness),
+                        "loss": _number(evidence.loss),
+                        "seconds": _number(evidence.seconds),
+                        "diverged": evidence.diverged or None,
+                        "limit": evidence.limit or None,
+                    }
+                    for evidence in result.evidence
+                ],
+            }
+        )
         return
     if result.against:
         show(Text(result.against))
@@ -475,61 +520,6 @@ def suggest_and_show(
             show(Text(says, style="dim"))
     show(Text(f"{advice.describe(chosen)}: {result.why}"))
     show(Text(printable(command)))
-
-
-def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
-    """The options that the user typed, as words of a command, without those of `CHOSEN`.
-
-    with_rule   keep the options of the rule, since the advice is the rule that the user named
-    """
-    words: list[str] = []
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        is_left_out = name in CHOSEN and not (name == "option" and with_rule)
-        if is_left_out or source is None or source.name != "COMMANDLINE":
-            continue
-        value = context.params[name]
-        if value is True:
-            words.append(parameter.opts[0])
-        else:
-            for item in value if isinstance(value, list | tuple) else [value]:
-                words += [parameter.opts[0], str(item)]
-    return words
-
-
-def advice_summary(function: str, result: Advice, command: str) -> dict[str, Any]:
-    """The object that `train --suggest --json` prints. Its keys are stable; what is not known is
-    null."""
-    measured, chosen = result.measured, result.chosen
-    return {
-        "function": function,
-        "step_seconds": measured.mean_seconds,
-        "transfer_seconds": measured.transfer_seconds,
-        "start_seconds": measured.start_seconds,
-        "measured_steps": len(measured.step_seconds),
-        "cores": measured.cores,
-        "simulated_steps": result.steps,
-        "rule": chosen.rule,
-        "workers": chosen.workers,
-        "window": chosen.window,
-        "why": result.why,
-        "against": result.against or None,
-        "command": command,
-        "level": _number(result.level),
-        "evidence": [
-            {
-                **vars(evidence.candidate),
-                "samples_per_second": _number(evidence.samples_per_second),
-                "staleness": _number(evidence.staleness),
-                "loss": _number(evidence.loss),
-                "seconds": _number(evidence.seconds),
-                "diverged": evidence.diverged or None,
-                "limit": evidence.limit or None,
-            }
-            for evidence in result.evidence
-        ],
-    }
 
 
 def _table(result: Advice) -> Table:

@@ -81,7 +81,19 @@ def run(  # noqa: PLR0917  one argument an option
             progress("running", 0.0, None)
             with pipeline.run(opened, captured, seed=seed, ranks=ranks) as placed:
                 if checkpoint is not None:
-                    _keep(placed, checkpoint, every or EVERY, resume)
+                    from dovetail.executors.hosts import HostsNetwork
+
+                    if not isinstance(placed, HostsNetwork):
+                        says = "is of a run on several ranks; start them by torchrun"
+                        raise UsageError("--checkpoint", says)
+                    if not placed.captured.graph.training:
+                        says = "keeps the state of training steps; plan with --train"
+                        raise UsageError("--checkpoint", says)
+                    if resume:
+                        last = placed.resume(checkpoint)
+                        if placed.ranks.rank == 0:
+                            say(f"goes on from step {last}")
+                    placed.keep_checkpoints(checkpoint, every or EVERY)
                 measurement = placed.measure(steps=steps)
         if not tells:
             return
@@ -111,21 +123,6 @@ def run(  # noqa: PLR0917  one argument an option
         say(disturbance)
     if missing := pipeline.uncompiled(opened, captured):
         say(missing)
-
-
-def _keep(placed: object, folder: Path, every: int, resume: bool) -> None:
-    """Have checkpoints written, and go on from the last one if that was asked for."""
-    from dovetail.executors.hosts import HostsNetwork
-
-    if not isinstance(placed, HostsNetwork):
-        raise UsageError("--checkpoint", "is of a run on several ranks; start them by torchrun")
-    if not placed.captured.graph.training:
-        raise UsageError("--checkpoint", "keeps the state of training steps; plan with --train")
-    if resume:
-        step = placed.resume(folder)
-        if placed.ranks.rank == 0:
-            say(f"goes on from step {step}")
-    placed.keep_checkpoints(folder, every)
 
 
 @contextmanager

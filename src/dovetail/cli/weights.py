@@ -69,7 +69,30 @@ def save_weights(model: Any, out: str) -> None:
 
     state = model.state_dict()
     if is_folder(out):
-        _save_folder(state, Path(out))
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
+        target = Path(out).resolve()
+        temporary = ""
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:80]}.")
+            with warnings.catch_warnings():
+                # torch warns that one process alone saves, as is meant here.
+                warnings.simplefilter("ignore")
+                save_checkpoint(dict(state), checkpoint_id=temporary, no_dist=True)
+            os.chmod(temporary, new_mode(0o777))
+            # An empty folder of that name is replaced.
+            os.rename(temporary, target)
+        except OSError as error:
+            raise UnwritableError(str(target), error.strerror or str(error)) from error
+        except CheckpointException as error:
+            # It is no `Exception`, and holds what each process raised.
+            causes = [cause for cause, _ in error.failures.values()]
+            said = first_line(causes[0] if causes else error)
+            raise UnwritableError(str(target), said) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     elif out.endswith(".safetensors"):
         from safetensors.torch import save
 
@@ -79,32 +102,6 @@ def save_weights(model: Any, out: str) -> None:
         content = io.BytesIO()
         torch.save(state, content)
         write_atomically(out, content.getvalue())
-
-
-def _save_folder(state: dict[str, Any], target: Path) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    target = target.resolve()
-    temporary = ""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:80]}.")
-        with warnings.catch_warnings():
-            # torch warns that one process alone saves, as is meant here.
-            warnings.simplefilter("ignore")
-            save(dict(state), checkpoint_id=temporary, no_dist=True)
-        os.chmod(temporary, new_mode(0o777))
-        # An empty folder of that name is replaced.
-        os.rename(temporary, target)
-    except OSError as error:
-        raise UnwritableError(str(target), error.strerror or str(error)) from error
-    except CheckpointException as error:
-        # It is no `Exception`, and holds what each process raised.
-        causes = [cause for cause, _ in error.failures.values()]
-        raise UnwritableError(str(target), first_line(causes[0] if causes else error)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def first_line(error: BaseException) -> str:

@@ -10,12 +10,11 @@ does not give one.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.costs.records import Costs
 from dovetail.errors import CostError, MachineError
 from dovetail.graph import Graph
-from dovetail.machine import Device, Machine
+from dovetail.machine import Machine
 
 _WIDEST_FIRST = (
     "complex128", "complex64", "float64", "float32", "complex32", "bfloat16", "float16"
@@ -30,41 +29,8 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     boolean work runs at the float32 rate. Dtypes that the device has no rate for have one that
     `Device.rate` derives. Raises `CostError` for a device that has none to derive it from.
     """
-    dtypes = _rate_dtypes(graph)
-    seconds = np.zeros((len(graph), len(machine.devices)))
-    for d, device in enumerate(machine.devices):
-        seconds[:, d] = np.inf if device.kind == "host" else _roofline(graph, dtypes, device)
-        seconds[~graph.runs_on(device.kind), d] = np.inf
-    seconds[graph.is_source] = 0.0
-    return Costs(seconds, "analytic")
-
-
-def _roofline(
-    graph: Graph, dtypes: tuple[tuple[str, ...], NDArray[np.intp]], device: Device
-) -> NDArray[np.float64]:
-    rates = np.empty(len(graph))
-    for code, dtype in enumerate(dtypes[0]):
-        of_dtype = dtypes[1] == code
-        # Ops without FLOPs need no rate; any value will do.
-        if not graph.flops[of_dtype].any():
-            rates[of_dtype] = 1.0
-            continue
-        try:
-            rates[of_dtype] = device.rate(dtype)
-        except MachineError as error:
-            op = int(np.flatnonzero(of_dtype & (graph.flops > 0))[0])
-            raise CostError(graph.names[op], str(error)) from error
-    if device.efficiencies:
-        kinds = {kind: device.efficiency(kind) for kind in set(graph.kinds)}
-        rates *= np.array([kinds[kind] for kind in graph.kinds])
-    arithmetic = graph.flops / rates
-    memory = graph.accessed_bytes / device.bandwidth_bytes_per_second
-    roofline: NDArray[np.float64] = device.op_overhead_seconds + np.maximum(arithmetic, memory)
-    return roofline
-
-
-def _rate_dtypes(graph: Graph) -> tuple[tuple[str, ...], NDArray[np.intp]]:
-    """Return (dtypes in alphabetical order, [ops] index of the one whose rate counts)."""
+    # `dtypes`, in alphabetical order, are those whose rate counts for some op, and `dtype_of` [ops]
+    # is each op's index into them.
     inexact = {dtype for dtype in set(graph.dtypes) if not dtype.startswith(EXACT)}
     ranked = [dtype for dtype in _WIDEST_FIRST if dtype in inexact]
     ranked += sorted(inexact.difference(_WIDEST_FIRST))
@@ -75,4 +41,30 @@ def _rate_dtypes(graph: Graph) -> tuple[tuple[str, ...], NDArray[np.intp]]:
     np.minimum.at(of_op, graph.readers, of_tensor[graph.input_tensors])
     names, codes = np.unique([*ranked, "float32"], return_inverse=True)
     used, of_used = np.unique(codes.reshape(-1)[of_op], return_inverse=True)
-    return tuple(str(names[i]) for i in used), of_used.reshape(-1)
+    dtypes, dtype_of = [str(names[i]) for i in used], of_used.reshape(-1)
+
+    seconds = np.zeros((len(graph), len(machine.devices)))
+    for d, device in enumerate(machine.devices):
+        if device.kind == "host":
+            seconds[:, d] = np.inf
+            continue
+        # Ops without FLOPs need no rate; any value will do.
+        rates = np.ones(len(graph))
+        for code, dtype in enumerate(dtypes):
+            of_dtype = dtype_of == code
+            if not graph.flops[of_dtype].any():
+                continue
+            try:
+                rates[of_dtype] = device.rate(dtype)
+            except MachineError as error:
+                op = int(np.flatnonzero(of_dtype & (graph.flops > 0))[0])
+                raise CostError(graph.names[op], str(error)) from error
+        if device.efficiencies:
+            kinds = {kind: device.efficiency(kind) for kind in set(graph.kinds)}
+            rates *= np.array([kinds[kind] for kind in graph.kinds])
+        arithmetic = graph.flops / rates
+        memory = graph.accessed_bytes / device.bandwidth_bytes_per_second
+        seconds[:, d] = device.op_overhead_seconds + np.maximum(arithmetic, memory)
+        seconds[~graph.runs_on(device.kind), d] = np.inf
+    seconds[graph.is_source] = 0.0
+    return Costs(seconds, "analytic")

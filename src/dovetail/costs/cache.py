@@ -49,20 +49,16 @@ class MeasuredCost:
     spread: float
 
 
-def default_cache_path() -> Path:
-    """Return the path of `costs.sqlite` in $DOVETAIL_CACHE, or else in the user's cache folder."""
-    return cache_folder() / "costs.sqlite"
-
-
 class CostCache:
-    """The cache file at `path`, which is created if it does not exist.
+    """The cache file at `path`, which is created if it does not exist: by default `costs.sqlite` in
+    $DOVETAIL_CACHE, or else in the user's cache folder.
 
     Its methods raise `UnwritableError` if the file or folder cannot be used, and `FileFormatError`
     if the file is no cache.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or default_cache_path()
+        self.path = path or cache_folder() / "costs.sqlite"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -21,6 +21,7 @@ from dovetail.costs.messages import (
     TimedEntry,
     TimedStep,
     random_tensor,
+    timed_passes,
 )
 from dovetail.frontends.gpu_calls import on_gpu
 from dovetail.frontends.program import Call
@@ -34,8 +35,6 @@ from dovetail.runtime.timers import clock, summarise
 COPIED_BYTES = (4096, 2**20, 2**26)
 """A link's latency and bandwidth are fitted to copies of these sizes."""
 _WARM_UPS, _SAMPLES = 3, 20
-_WARM_UP_SECONDS, _STEPS_SECONDS, _LEAST_STEPS, _MOST_STEPS = 0.3, 3.0, 3, 60
-"""As in `costs.measured`."""
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -78,17 +77,12 @@ class _MeasuredGpu:
         for op, call in step.calls.items():
             alone.append(runner.stream())
             self._add(alone[-1], call, op, step.frees.get(op, ()))
-        samples: list[list[float]] = []
+
+        def run_step() -> list[float]:
+            return self.timer.seconds_between(runner.run, alone)
+
         try:
-            began = clock()
-            self.timer.seconds_between(runner.run, alone)
-            while clock() - began < _WARM_UP_SECONDS:
-                self.timer.seconds_between(runner.run, alone)
-            began = clock()
-            while len(samples) < _LEAST_STEPS or (
-                len(samples) < _MOST_STEPS and clock() - began < _STEPS_SECONDS
-            ):
-                samples.append(self.timer.seconds_between(runner.run, alone))
+            samples = timed_passes(run_step, run_step)
         except Exception:
             return FailedCall(runner.failed, traceback.format_exc())
         gc.collect()

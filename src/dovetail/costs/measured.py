@@ -32,6 +32,7 @@ from dovetail.costs.messages import (
     TimedEntry,
     TimedStep,
     random_tensor,
+    timed_passes,
 )
 from dovetail.costs.records import Costs
 from dovetail.errors import (
@@ -128,7 +129,11 @@ def time_calls(
     undisturbed, turn, waited = 0, 0, 0.0
     neighbours = Neighbours(os.sched_getaffinity(0))
     began = clock()
-    while not _enough(len(rounds), clock() - began, undisturbed, patience_seconds - waited):
+    while True:
+        full = len(rounds) >= _MOST_ROUNDS or clock() - began > _BUDGET_SECONDS
+        calm_enough = undisturbed >= _LEAST_ROUNDS or waited >= patience_seconds
+        if full and len(rounds) >= _LEAST_ROUNDS and calm_enough:
+            break
         if _spinning is not None:
             _spinning.look()
         start = clock()
@@ -153,14 +158,6 @@ def time_calls(
     gc.collect()
     timings = [summarise(list(column)) for column in columns]
     return TimedCalls(timings, best_seconds, waited, clock() - began, others_cores)
-
-
-def _enough(rounds: int, spent_seconds: float, undisturbed: int, patience_seconds: float) -> bool:
-    """Return True if a batch needs no further rounds."""
-    full = rounds >= _MOST_ROUNDS or spent_seconds > _BUDGET_SECONDS
-    return (
-        full and rounds >= _LEAST_ROUNDS and (undisturbed >= _LEAST_ROUNDS or patience_seconds <= 0)
-    )
 
 
 def pace_seconds() -> float:
@@ -296,10 +293,6 @@ class _Hops:
 # ops twice. So the whole step runs, on all devices at once, and the runner stamps every op.
 
 
-_WARM_UP_SECONDS, _STEPS_SECONDS = 0.3, 3.0
-"""The first steps, for so long, do not count. Then steps are timed for so long, but at least
-`_LEAST_STEPS` and at most `_MOST_STEPS` of them."""
-_LEAST_STEPS, _MOST_STEPS = 3, 60
 LONG_SECONDS = 5.0
 """A step that takes longer than this by data sheet is not timed as a whole."""
 
@@ -320,20 +313,16 @@ def time_step(step: TimedStep, beside: tuple[int, ...] = ()) -> OpTimes | Failed
             runner.seeds.append(seed)
         stream.call(call, tag=op, frees=step.frees.get(op, ()), seed=seed)
     stamps = np.zeros((len(step.calls), 2), dtype=np.int64)
-    samples: list[NDArray[np.float64]] = []
+
+    def stamped() -> NDArray[np.float64]:
+        runner.run(stream, stamps=address_of(stamps.reshape(-1)))
+        seconds: NDArray[np.float64] = (stamps[:, 1] - stamps[:, 0]) / 1e9
+        return seconds
+
     others = [pid for pid in beside if pid != os.getpid()]
     neighbours = Neighbours(os.sched_getaffinity(0), others)
     try:
-        began = clock()
-        runner.run(stream)
-        while clock() - began < _WARM_UP_SECONDS:
-            runner.run(stream)
-        began = clock()
-        while len(samples) < _LEAST_STEPS or (
-            len(samples) < _MOST_STEPS and clock() - began < _STEPS_SECONDS
-        ):
-            runner.run(stream, stamps=address_of(stamps.reshape(-1)))
-            samples.append((stamps[:, 1] - stamps[:, 0]) / 1e9)
+        samples = timed_passes(partial(runner.run, stream), stamped)
     except Exception:
         return FailedCall(runner.failed, traceback.format_exc())
     gc.collect()
@@ -463,10 +452,22 @@ def costs_in_step(
     if any(key not in known for known in costs.values() for key in keys):
         if isinstance(step, Graph) or not _may_run_everywhere(graph, machine):
             return None
-        timed = _timed_everywhere(step, machine, progress)
-        if timed is None:
+        # A step that other programs disturbed is timed once more, and the calmer of both counts.
+        progress(0.0)
+        calmest: tuple[list[OpTimes], float] | None = None
+        for done in (0.5, 1.0):
+            timed = _run_everywhere(step, machine)
+            if timed is None:
+                break
+            others_cores = max(reply.others_cores for reply in timed)
+            if calmest is None or others_cores < calmest[1]:
+                calmest = timed, others_cores
+            if not disturbs(others_cores):
+                break
+            progress(done)
+        if calmest is None:
             return None
-        replies, others_cores = timed
+        replies, others_cores = calmest
         if disturbs(others_cores):
             beside(others_cores)
         for kind in kinds:
@@ -502,26 +503,6 @@ def _may_run_everywhere(graph: Graph, machine: Machine) -> bool:
     runs = all(bool(graph.runs_on(device.kind).all()) for device in devices)
     fits = all(step_bytes <= d.memory_bytes for d in devices if d.torch_device)
     return runs and fits and 2 * step_bytes * len(devices) <= available_bytes()
-
-
-def _timed_everywhere(
-    step: Captured, machine: Machine, progress: Progress
-) -> tuple[list[OpTimes], float] | None:
-    """([devices] times of the step's ops, most cores that other programs used meanwhile). If these
-    disturbed, the step is timed once more, and the calmer of both counts."""
-    progress(0.0)
-    best: tuple[list[OpTimes], float] | None = None
-    for done in (0.5, 1.0):
-        replies = _run_everywhere(step, machine)
-        if replies is None:
-            break
-        others_cores = max(reply.others_cores for reply in replies)
-        if best is None or others_cores < best[1]:
-            best = replies, others_cores
-        if not disturbs(others_cores):
-            break
-        progress(done)
-    return best
 
 
 def timed_step(captured: Captured) -> TimedStep:
@@ -823,17 +804,50 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
         of_worker = {_name_of(d): w.receive() for d, w in zip(measured, workers, strict=True)}
         devices = [of_worker.get(_name_of(device), {}) for device in machine.devices]
         on_cores = [w for d, w in zip(measured, workers, strict=True) if d.cores]
-        hops = fit_link(_measure_hops(*on_cores[:2])) if len(on_cores) > 1 else {}
-        copies = _measure_copies(measured, workers)
+        hops: dict[str, float] = {}
+        if len(on_cores) > 1:
+            # Messages between the first two sets of cores. The least median of several games
+            # counts, for the caches of a shared host are at times those of its other guests.
+            first, second = on_cores[:2]
+            block = Block.create(_BLOCK_BYTES)
+            for worker in (first, second):
+                worker.send(("block",))
+                worker.send_descriptor(block.descriptor)
+                worker.receive()
+            games: list[dict[int, float]] = []
+            for number in range(1 + _GAMES):
+                # Each game starts above all flag values of the one before.
+                for worker in (first, second):
+                    worker.send(("hops", worker is first, number * 10**6))
+                games.append(first.receive())
+                second.receive()
+                time.sleep(_BETWEEN_GAMES_SECONDS)
+            block.close()
+            # The first game warms up.
+            hops = fit_link({size: min(game[size] for game in games[1:]) for size in HOP_BYTES})
+        # (source, destination) -> the link's rates, of all pairs with a GPU. Every set of cores,
+        # and a host, has the same memory.
+        copies: dict[tuple[str, str], dict[str, float]] = {}
+        gpus = [device.torch_device for device in measured if device.torch_device]
+        others = ["host", *(device.name for device in measured if not device.torch_device)]
+        for device, worker in zip(measured, workers, strict=True):
+            if not device.torch_device:
+                continue
+            # One after the other: they share the way to the host's memory.
+            worker.send(("links", gpus))
+            rates = {name: fit_link(seconds) for name, seconds in worker.receive().items()}
+            for other in gpus:
+                copies[device.torch_device, other] = rates[other]
+            for other in others:
+                copies[device.torch_device, other] = rates["from"]
+                copies[other, device.torch_device] = rates["to"]
+        ends = [
+            (machine.device_index(link.source), machine.device_index(link.destination))
+            for link in machine.links
+        ]
         links = [
-            copies.get((_name_of(a), _name_of(b)), hops)
-            for a, b in (
-                (
-                    machine.devices[machine.device_index(end)]
-                    for end in (link.source, link.destination)
-                )
-                for link in machine.links
-            )
+            copies.get((_name_of(machine.devices[a]), _name_of(machine.devices[b])), hops)
+            for a, b in ends
         ]
         return {"devices": devices, "links": links}, neighbours.settled() or 0.0
 
@@ -841,49 +855,3 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
 def _name_of(device: Device) -> str:
     """What a device is measured as: devices that share a GPU are measured as one."""
     return device.torch_device or device.name
-
-
-def _measure_copies(
-    devices: list[Device], workers: list[Worker]
-) -> dict[tuple[str, str], dict[str, float]]:
-    """(source, destination) -> the link's rates, of all pairs with a GPU. Every set of cores, and a
-    host, has the same memory."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    gpus = [device.torch_device for device in devices if device.torch_device]
-    for device, worker in zip(devices, workers, strict=True):
-        if not device.torch_device:
-            continue
-        # One after the other: they share the way to the host's memory.
-        worker.send(("links", gpus))
-        rates = {name: fit_link(seconds) for name, seconds in worker.receive().items()}
-        for other in gpus:
-            found[device.torch_device, other] = rates[other]
-        for other in (d.name for d in devices if not d.torch_device):
-            found[device.torch_device, other] = rates["from"]
-            found[other, device.torch_device] = rates["to"]
-        found[device.torch_device, "host"], found["host", device.torch_device] = (
-            rates["from"],
-            rates["to"],
-        )
-    return found
-
-
-def _measure_hops(first: Worker, second: Worker) -> dict[int, float]:
-    """Return one-way seconds by message size between two workers: the least median of several
-    games, for the caches of a shared host are at times those of its other guests."""
-    block = Block.create(_BLOCK_BYTES)
-    for worker in (first, second):
-        worker.send(("block",))
-        worker.send_descriptor(block.descriptor)
-        worker.receive()
-    games: list[dict[int, float]] = []
-    for number in range(1 + _GAMES):
-        # Each game starts above all flag values of the one before.
-        for worker in (first, second):
-            worker.send(("hops", worker is first, number * 10**6))
-        games.append(first.receive())
-        second.receive()
-        time.sleep(_BETWEEN_GAMES_SECONDS)
-    block.close()
-    # The first game warms up.
-    return {size: min(game[size] for game in games[1:]) for size in HOP_BYTES}

@@ -1,14 +1,20 @@
-"""What `costs.measured` asks of the processes that measure, and what they reply."""
+"""What `costs.measured` asks of the processes that measure, their replies, and what they share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dovetail.frontends.program import Call
-from dovetail.runtime.timers import Timing
+from dovetail.runtime.timers import Timing, clock
 
+WARM_UP_SECONDS, STEPS_SECONDS = 0.3, 3.0
+"""The first steps, for so long, do not count. Then steps are timed for so long, but at least
+`LEAST_STEPS` and at most `MOST_STEPS` of them."""
+LEAST_STEPS, MOST_STEPS = 3, 60
 _INEXACT = ("float", "bfloat", "complex")
 Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in elements, dtype
 
@@ -73,6 +79,24 @@ class OpTimes:
 
     seconds: NDArray[np.float64]
     others_cores: float
+
+
+Passed = TypeVar("Passed")
+
+
+def timed_passes(warm_up: Callable[[], object], timed: Callable[[], Passed]) -> list[Passed]:
+    """[passes] what `timed` returns of each pass over a step, after some that do not count."""
+    began = clock()
+    warm_up()
+    while clock() - began < WARM_UP_SECONDS:
+        warm_up()
+    began = clock()
+    passes: list[Passed] = []
+    while len(passes) < LEAST_STEPS or (
+        len(passes) < MOST_STEPS and clock() - began < STEPS_SECONDS
+    ):
+        passes.append(timed())
+    return passes
 
 
 def random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:

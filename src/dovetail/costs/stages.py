@@ -23,7 +23,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -96,21 +96,22 @@ def kernel_works(graph: Graph, kernels: Kernels) -> list[StageWork]:
         if not launches or (graph.kinds[op] in _HEADS and not _moves_nothing(graph, launches[-1])):
             launches.append([])
         launches[-1].append(op)
-    return [_work(graph, launches) for launches in parts]
-
-
-def _work(graph: Graph, parts: list[list[int]]) -> StageWork:
-    launches = tuple(_launch(graph, ops) for ops in parts if not _moves_nothing(graph, ops))
-    heads = [op for ops in parts for op in ops if graph.kinds[op] == CONVOLUTION]
-    if len(launches) != 1 or len(heads) != 1:
-        return StageWork(launches)
-    image, weight = (int(t) for t in graph.inputs_of(heads[0])[:2])
-    return StageWork(
-        launches,
-        graph.shapes[weight][2:],
-        float(graph.tensor_bytes[image]),
-        float(graph.tensor_bytes[weight]),
-    )
+    works = []
+    for launches in parts:
+        work = StageWork(
+            tuple(_launch(graph, ops) for ops in launches if not _moves_nothing(graph, ops))
+        )
+        heads = [op for ops in launches for op in ops if graph.kinds[op] == CONVOLUTION]
+        if len(work.launches) == len(heads) == 1:
+            image, weight = (int(t) for t in graph.inputs_of(heads[0])[:2])
+            work = replace(
+                work,
+                window=graph.shapes[weight][2:],
+                image_bytes=float(graph.tensor_bytes[image]),
+                weight_bytes=float(graph.tensor_bytes[weight]),
+            )
+        works.append(work)
+    return works
 
 
 def _launch(graph: Graph, ops: list[int]) -> Launch:
@@ -118,38 +119,34 @@ def _launch(graph: Graph, ops: list[int]) -> Launch:
     has_head = any(graph.kinds[op] in _HEADS for op in ops)
     folded = {op for op in ops[1:] if has_head and graph.kinds[op] in NORMALISATIONS}
     flops = sum(float(graph.flops[op]) for op in members - folded)
+    # A storage moves once, with its largest tensor.
     read: dict[int, int] = {}
     written: dict[int, int] = {}
     for op in sorted(members - folded):
         for t in graph.inputs_of(op):
             if int(graph.producers[t]) not in members:
-                _largest(read, graph, int(t))
+                storage = int(graph.storages[t])
+                read[storage] = max(read.get(storage, 0), int(graph.tensor_bytes[t]))
     for op in ops:
         for t in graph.outputs_of(op):
-            if graph.bases[t] < 0 and _leaves(graph, members, int(graph.storages[t]), t):
-                _largest(written, graph, t)
+            if graph.bases[t] >= 0:
+                continue
+            # Only a tensor moves that is read elsewhere or returned, or whose view is.
+            storage = int(graph.storages[t])
+            aliases = [
+                u for o in members for u in graph.outputs_of(o) if int(graph.storages[u]) == storage
+            ]
+            if any(
+                u in graph.outputs
+                or any(int(reader) not in members for reader in graph.consumers_of(u))
+                for u in {t, *aliases}
+            ):
+                written[storage] = max(written.get(storage, 0), int(graph.tensor_bytes[t]))
     elements = [float(math.prod(graph.shapes[t])) for op in ops for t in graph.outputs_of(op)]
     if not any(graph.kinds[op] == CONVOLUTION for op in ops):
         elements += [float(math.prod(graph.shapes[t])) for op in ops for t in graph.inputs_of(op)]
     moved = float(sum(read.values()) + sum(written.values()))
     return Launch(flops, moved, max(elements, default=1.0))
-
-
-def _largest(largest: dict[int, int], graph: Graph, tensor: int) -> None:
-    """Note a tensor's bytes for its storage. A storage moves once, with its largest tensor."""
-    storage = int(graph.storages[tensor])
-    largest[storage] = max(largest.get(storage, 0), int(graph.tensor_bytes[tensor]))
-
-
-def _leaves(graph: Graph, members: set[int], storage: int, tensor: int) -> bool:
-    """Return True if a tensor, or a view of it within the launch, is read elsewhere or returned."""
-    aliases = [
-        t for op in members for t in graph.outputs_of(op) if int(graph.storages[t]) == storage
-    ]
-    return any(
-        t in graph.outputs or any(int(reader) not in members for reader in graph.consumers_of(t))
-        for t in {tensor, *aliases}
-    )
 
 
 def _moves_nothing(graph: Graph, ops: list[int]) -> bool:
@@ -290,17 +287,7 @@ class AnalyticStages:
             return self.rates.alone(launch).seconds
         if len(groups) == 1:
             return sum([self._alone[kernel] for kernel in groups[0]])
-        return self.rates.join_seconds + self._together(groups)
-
-    def least_seconds(self) -> float:
-        """Return the least seconds that all kernels can take together, however they run side by
-        side, because all share the device."""
-        return sum(
-            profile.seconds * max(profile.occupancy, profile.bandwidth) for profile in self._beside
-        )
-
-    def _together(self, groups: Sequence[Sequence[int]]) -> float:
-        """Return the integral. Between two events the wants are constant."""
+        # The integral: between two events the wants are constant.
         events = []
         for group in groups:
             tau = 0.0
@@ -318,7 +305,14 @@ class AnalyticStages:
                 before = tau
             occupancies += occupancy
             bandwidths += bandwidth
-        return total
+        return self.rates.join_seconds + total
+
+    def least_seconds(self) -> float:
+        """Return the least seconds that all kernels can take together, however they run side by
+        side, because all share the device."""
+        return sum(
+            profile.seconds * max(profile.occupancy, profile.bandwidth) for profile in self._beside
+        )
 
 
 def stage_rates(device: Device, *, dtype: str = "float32", lanes: int = 0) -> StageRates:

@@ -40,137 +40,75 @@ class Preset:
     peer_latency_seconds: float = 25e-6
 
 
-def _gpu(
-    model: str,
-    memory_bytes: int,
-    flops_per_second: dict[str, float],
-    bandwidth_bytes_per_second: float,
-    op_overhead_seconds: float = 5.7e-6,
-) -> Device:
-    return Device(
-        model,
-        "gpu",
-        model,
-        memory_bytes,
-        _with_emulated(flops_per_second),
-        bandwidth_bytes_per_second,
-        op_overhead_seconds,
-    )
-
-
 MOST_PRESET_DEVICES = 512
 """Presets make at most so many devices. Those of one model have a link between every two."""
 EMULATED_DTYPES = ("float16", "bfloat16", "int8")
 """A device without arithmetic for one of these dtypes computes it in float32."""
 
 
-def _with_emulated(flops_per_second: dict[str, float]) -> dict[str, float]:
-    """The data sheet's rates, with float32's rate for each dtype that is computed in float32."""
+def _preset(
+    model: str,
+    memory_bytes: int,
+    flops_per_second: dict[str, float],
+    bandwidth_bytes_per_second: float,
+    op_overhead_seconds: float = 5.7e-6,
+    *,
+    kind: str = "gpu",
+    **links: float,
+) -> Preset:
+    """A preset by the data sheet's rates, with float32's rate for each dtype that is computed in
+    float32. `links` are further fields of `Preset`."""
     missing = [dtype for dtype in EMULATED_DTYPES if dtype not in flops_per_second]
-    return flops_per_second | dict.fromkeys(missing, flops_per_second["float32"])
+    rates = flops_per_second | dict.fromkeys(missing, flops_per_second["float32"])
+    device = Device(
+        model, kind, model, memory_bytes, rates, bandwidth_bytes_per_second, op_overhead_seconds
+    )
+    return Preset(device, **links)
 
 
 def _tensor_core(float32: float, float16: float, float64: float, int8: float) -> dict[str, float]:
-    return {
-        "float32": float32,
-        "float16": float16,
-        "bfloat16": float16,
-        "float64": float64,
-        "int8": int8,
-    }
+    of_float = {"float32": float32, "float16": float16, "bfloat16": float16, "float64": float64}
+    return of_float | {"int8": int8}
 
 
-PRESETS: dict[str, Preset] = {
+_ALL_PRESETS = (
     # Tesla K80 board specification BD-07317-001: 8.74 and 2.91 TFLOP/s for both dies at boost.
     # GK210 stores float16 and computes in float32.
-    "k80": Preset(
-        _gpu("k80", 11441 * MIB, {"float32": 4.37e12, "float64": 1.46e12}, 240e9),
-        host_bytes_per_second=7.6e9,
-        peer_bytes_per_second=7.6e9,
-    ),
+    _preset("k80", 11441 * MIB, {"float32": 4.37e12, "float64": 1.46e12}, 240e9,
+            host_bytes_per_second=7.6e9, peer_bytes_per_second=7.6e9),
     # The data sheet of the P100 PCIe says 4.7, 9.3 and 18.7 TFLOP/s; float32 and float16 stand here
     # 2 % above it, as when GDP's machines were fitted. GP100 (compute capability 6.0) has no dp4a.
-    "p100": Preset(
-        _gpu("p100", 16 * GIB, {"float32": 9.5e12, "float16": 19e12, "float64": 4.7e12}, 732e9)
-    ),
+    _preset("p100", 16 * GIB, {"float32": 9.5e12, "float16": 19e12, "float64": 4.7e12}, 732e9),
     # Tesla V100 SXM2 data sheet. Its tensor cores take float16 alone; int8 is dp4a, four products
     # in the place of one of float32 (CUDA programming guide, arithmetic throughput of 7.0).
-    "v100": Preset(
-        _gpu(
-            "v100",
-            16 * GIB,
-            {"float32": 15.7e12, "float16": 125e12, "float64": 7.8e12, "int8": 62.8e12},
-            900e9,
-        ),
-        peer_bytes_per_second=25e9,
-        peer_latency_seconds=10e-6,
-    ),
+    _preset("v100", 16 * GIB,
+            {"float32": 15.7e12, "float16": 125e12, "float64": 7.8e12, "int8": 62.8e12}, 900e9,
+            peer_bytes_per_second=25e9, peer_latency_seconds=10e-6),
     # TITAN Xp product page. float16 in its own units would run at 1/64 of float32 (compute
     # capability 6.1), which is why libraries compute it in float32. int8 is dp4a.
-    "titan_xp": Preset(
-        _gpu(
-            "titan_xp",
-            12 * GIB,
-            {"float32": 12.15e12, "float64": 0.38e12, "int8": 48.6e12},
-            547.7e9,
-        )
-    ),
+    _preset("titan_xp", 12 * GIB, {"float32": 12.15e12, "float64": 0.38e12, "int8": 48.6e12},
+            547.7e9),
     # NVIDIA Turing white paper WP-09183-001, table 1, reference clocks. Turing's tensor
     # cores have no bfloat16.
-    "2080ti": Preset(
-        _gpu(
-            "2080ti",
-            11 * GIB,
+    _preset("2080ti", 11 * GIB,
             {"float32": 13.45e12, "float16": 53.8e12, "float64": 0.42e12, "int8": 215.2e12},
-            616e9,
-        )
-    ),
+            616e9),
     # A100 80GB SXM data sheet; tensor cores, dense; float32 and float64 outside of them.
-    "a100": Preset(
-        _gpu("a100", 80 * GIB, _tensor_core(19.5e12, 312e12, 9.7e12, 624e12), 2039e9, 4e-6),
-        host_bytes_per_second=24e9,
-        peer_bytes_per_second=300e9,
-        peer_latency_seconds=8e-6,
-    ),
+    _preset("a100", 80 * GIB, _tensor_core(19.5e12, 312e12, 9.7e12, 624e12), 2039e9, 4e-6,
+            host_bytes_per_second=24e9, peer_bytes_per_second=300e9, peer_latency_seconds=8e-6),
     # H100 SXM data sheet, dense: half of what it states with sparsity.
-    "h100": Preset(
-        _gpu("h100", 80 * GIB, _tensor_core(67e12, 989e12, 34e12, 1979e12), 3350e9, 3e-6),
-        host_bytes_per_second=50e9,
-        peer_bytes_per_second=450e9,
-        peer_latency_seconds=8e-6,
-    ),
+    _preset("h100", 80 * GIB, _tensor_core(67e12, 989e12, 34e12, 1979e12), 3350e9, 3e-6,
+            host_bytes_per_second=50e9, peer_bytes_per_second=450e9, peer_latency_seconds=8e-6),
     # H200 SXM data sheet: the H100's die.
-    "h200": Preset(
-        _gpu("h200", 141 * 10**9, _tensor_core(67e12, 989e12, 34e12, 1979e12), 4800e9, 3e-6),
-        host_bytes_per_second=50e9,
-        peer_bytes_per_second=450e9,
-        peer_latency_seconds=8e-6,
-    ),
+    _preset("h200", 141 * 10**9, _tensor_core(67e12, 989e12, 34e12, 1979e12), 4800e9, 3e-6,
+            host_bytes_per_second=50e9, peer_bytes_per_second=450e9, peer_latency_seconds=8e-6),
     # AVX2 has two 8-wide float32 multiply-adds a cycle, converts float16 (F16C), and has neither
     # bfloat16 nor int8 products that are summed in 32 bits (VNNI).
-    "haswell": Preset(
-        Device(
-            "haswell",
-            "cpu",
-            "haswell",
-            50 * 10**9,
-            _with_emulated({"float32": 1.3e12, "float64": 0.65e12}),
-            68e9,
-            1e-6,
-        )
-    ),
-    "broadwell": Preset(
-        Device(
-            "broadwell",
-            "cpu",
-            "broadwell",
-            50 * 10**9,
-            _with_emulated({"float32": 1.55e12, "float64": 0.77e12}),
-            76.8e9,
-            1e-6,
-        )
-    ),
-}
+    _preset("haswell", 50 * 10**9, {"float32": 1.3e12, "float64": 0.65e12}, 68e9, 1e-6, kind="cpu"),
+    _preset("broadwell", 50 * 10**9, {"float32": 1.55e12, "float64": 0.77e12}, 76.8e9, 1e-6,
+            kind="cpu"),
+)  # fmt: skip
+PRESETS: dict[str, Preset] = {preset.device.model: preset for preset in _ALL_PRESETS}
 
 
 def emulated_dtypes(device: Device) -> tuple[str, ...]:
@@ -211,10 +149,6 @@ def combine(text: str) -> Machine:
     host = cpus[0].name if cpus else "host"
     if not cpus:
         devices.append(Device("host", "host", "host", 2**50, {}, 0.0, 0.0))
-    return Machine(text, tuple(devices), host, tuple(_links(devices, host)))
-
-
-def _links(devices: list[Device], host: str) -> list[Link]:
     links = []
     for a in devices:
         for b in devices:
@@ -230,7 +164,7 @@ def _links(devices: list[Device], host: str) -> list[Link]:
             else:
                 continue
             links.append(Link(a.name, b.name, rate, latency, channel))
-    return links
+    return Machine(text, tuple(devices), host, tuple(links))
 
 
 # --- The papers' machines: presets, with constants fitted to the papers' own figures ---
@@ -262,10 +196,11 @@ PAPER_MACHINES: dict[str, str] = {
 """Maps the MACHINE text of a paper's machine to the text of presets that it stands for."""
 
 
+@cache
 def paper_machine(name: str) -> Machine:
     """The fitted machine of a paper; `name` is one of `PAPER_MACHINES`."""
-    paper = name.partition("/")[0]
-    return fitted_machine(name, _fit()[paper]["devices"])
+    fitted = json.loads(FITTED.read_text(encoding="utf-8"))
+    return fitted_machine(name, fitted[name.partition("/")[0]]["devices"])
 
 
 def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machine:
@@ -275,29 +210,21 @@ def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machi
               seconds of every op: its overhead, its arithmetic and its memory access alike
     """
     machine = combine(PAPER_MACHINES[name])
-    return replace(
-        machine,
-        name=name,
-        devices=tuple(_refit(device, devices[device.model]) for device in machine.devices),
-    )
-
-
-def _refit(device: Device, rates: Mapping[str, Any]) -> Device:
-    changes = {name: value for name, value in rates.items() if name != "compute_factor"}
-    factor = rates.get("compute_factor", 1.0)
-    return replace(
-        device,
-        flops_per_second={d: rate / factor for d, rate in device.flops_per_second.items()},
-        bandwidth_bytes_per_second=device.bandwidth_bytes_per_second / factor,
-        op_overhead_seconds=changes.pop("op_overhead_seconds", device.op_overhead_seconds) * factor,
-        **changes,
-    )
-
-
-@cache
-def _fit() -> dict[str, Any]:
-    fitted: dict[str, Any] = json.loads(FITTED.read_text(encoding="utf-8"))
-    return fitted
+    refitted = []
+    for device in machine.devices:
+        changes = dict(devices[device.model])
+        factor = changes.pop("compute_factor", 1.0)
+        overhead_seconds = changes.pop("op_overhead_seconds", device.op_overhead_seconds)
+        refitted.append(
+            replace(
+                device,
+                flops_per_second={d: rate / factor for d, rate in device.flops_per_second.items()},
+                bandwidth_bytes_per_second=device.bandwidth_bytes_per_second / factor,
+                op_overhead_seconds=overhead_seconds * factor,
+                **changes,
+            )
+        )
+    return replace(machine, name=name, devices=tuple(refitted))
 
 
 # --- MACHINE texts ---

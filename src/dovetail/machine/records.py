@@ -194,15 +194,12 @@ class Machine:
                     f"can be its channel, not {link.channel}"
                 )
             linked.add(ends)
-        self._check_routes(linked)
-
-    def _check_routes(self, linked: set[tuple[str, str]]) -> None:
-        """Raise `NoRouteError` for two devices without a link that do not both have the host's."""
-        to_host = {a for a in self.device_names if a == self.host or (a, self.host) in linked}
-        apart = [b for b in self.device_names if b != self.host and (self.host, b) not in linked]
-        for a in self.device_names:
+        # Two devices without a link need the host's, both of them.
+        to_host = {a for a in names if a == self.host or (a, self.host) in linked}
+        apart = [b for b in names if b != self.host and (self.host, b) not in linked]
+        for a in names:
             # Of most machines every device has both links, which leaves nothing to look for.
-            for b in apart if a in to_host else self.device_names:
+            for b in apart if a in to_host else names:
                 if a != b and (a, b) not in linked:
                     raise NoRouteError(a, b)
 

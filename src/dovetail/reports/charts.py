@@ -134,7 +134,11 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> Marku
         low, high = (low, low + 1.0) if abs(low) < 1e9 else (0.0, 1.0)
     parts = []
     for line in drawn:
-        x, y = thinned(line.x, line.y)
+        # At most `POINTS` of the points, evenly spaced by index, with the first and the last.
+        x, y = line.x, line.y
+        if len(x) > POINTS:
+            kept = np.unique(np.linspace(0, len(x) - 1, POINTS).round().astype(np.int64))
+            x, y = x[kept], y[kept]
         pieces, pen = [], False
         shares = np.stack([x / end, (np.clip(y, low, high) - low) / (high - low)], axis=1)
         for a, b in shares.tolist():
@@ -233,14 +237,6 @@ def ticks(low: float, high: float) -> list[float]:
     step *= next(factor for factor in (5, 2, 1) if span / (factor * step) >= 4 or factor == 1)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def thinned(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats]:
-    """At most `points` of the points, evenly spaced by index, with the first and the last."""
-    if len(x) <= points:
-        return x, y
-    kept = np.unique(np.linspace(0, len(x) - 1, points).round().astype(np.int64))
-    return x[kept], y[kept]
 
 
 def averaged(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats]:

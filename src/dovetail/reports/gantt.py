@@ -205,12 +205,39 @@ def timeline(history: "History") -> Markup:
     as_spans = sum(3 * len(lane.begins) for lane in shown) <= MOST_SPANS
     tops = {lane.worker: i * (LANE_HEIGHT + GAP) for i, lane in enumerate(shown)}
     height = len(shown) * (LANE_HEIGHT + GAP)
-    draw_lane = _spans if as_spans else _shares
+    edges = np.linspace(0.0, end, PIECES + 1)
+    piece_lefts, piece_width = LABEL_WIDTH + scale * edges[:-1], scale * end / PIECES
     parts = []
     for lane in shown:
         y = tops[lane.worker]
         parts.append(svg_text(LABEL_WIDTH - 8, y + BASELINE, f"worker {lane.worker}", "end"))
-        parts.append(draw_lane(lane, y, end, scale))
+        floor = np.zeros(PIECES)
+        for kind in KINDS:
+            starts, stops = lane.spans_of(kind)
+            if as_spans:
+                # A box for each span. One path is much smaller than as many elements.
+                lasting = stops > starts
+                lefts = LABEL_WIDTH + scale * starts[lasting]
+                rights = np.maximum(LABEL_WIDTH + scale * stops[lasting], lefts + LEAST_WIDTH)
+                boxes = "".join(
+                    f"M{left:.1f} {y:.0f}H{right:.1f}v{LANE_HEIGHT:.0f}H{left:.1f}z"
+                    for left, right in zip(lefts.tolist(), rights.tolist(), strict=True)
+                )
+                parts.append(svg_path(boxes, kind))
+                continue
+            # Areas: for each piece of time the shares of compute (lowest), exchange and wait.
+            share = np.diff(covered(starts, stops, edges)) / (end / PIECES)
+            ceiling = np.minimum(floor + share, 1.0)
+            # The path goes there along the upper staircase and back along the lower one. y grows
+            # downwards: a share of 1 is at the top of the lane, at `y`.
+            uppers, lowers = y + LANE_HEIGHT * (1 - ceiling), y + LANE_HEIGHT * (1 - floor)
+            there = zip(piece_lefts, uppers, strict=True)
+            back = zip(piece_lefts[::-1], lowers[::-1], strict=True)
+            edge = f"M{LABEL_WIDTH:.1f} {lowers[0]:.1f}"
+            edge += "".join(f"V{b:.1f}H{a + piece_width:.1f}" for a, b in there)
+            edge += "".join(f"V{b:.1f}H{a:.1f}" for a, b in back)
+            parts.append(svg_path(f"{edge}z", kind))
+            floor = ceiling
     marks: list[str] = []
     for event in events:
         x = LABEL_WIDTH + scale * max(event.seconds, 0.0)
@@ -252,42 +279,6 @@ def lanes_of(history: "History") -> list[Lane]:
         ends = np.clip(columns["end_seconds"][of_worker][order], begins, answers)
         lanes.append(Lane(worker, begins, ends, answers))
     return lanes
-
-
-def _spans(lane: Lane, y: float, end: float, scale: float) -> str:
-    """A lane as one path for each kind, with a box for each span. One path is much smaller than as
-    many elements."""
-    drawn = []
-    for kind in KINDS:
-        starts, stops = lane.spans_of(kind)
-        lasting = stops > starts
-        lefts = LABEL_WIDTH + scale * starts[lasting]
-        rights = np.maximum(LABEL_WIDTH + scale * stops[lasting], lefts + LEAST_WIDTH)
-        boxes = "".join(
-            f"M{left:.1f} {y:.0f}H{right:.1f}v{LANE_HEIGHT:.0f}H{left:.1f}z"
-            for left, right in zip(lefts.tolist(), rights.tolist(), strict=True)
-        )
-        drawn.append(svg_path(boxes, kind))
-    return "".join(drawn)
-
-
-def _shares(lane: Lane, y: float, end: float, scale: float) -> str:
-    """A lane as areas: for each piece of time the shares of compute (lowest), exchange and wait."""
-    edges = np.linspace(0.0, end, PIECES + 1)
-    lefts, width = LABEL_WIDTH + scale * edges[:-1], scale * end / PIECES
-    drawn, floor = [], np.zeros(PIECES)
-    for kind in KINDS:
-        share = np.diff(covered(*lane.spans_of(kind), edges)) / (end / PIECES)
-        ceiling = np.minimum(floor + share, 1.0)
-        # The path goes there along the upper staircase and back along the lower one. y grows
-        # downwards: a share of 1 is at the top of the lane, at `y`.
-        uppers, lowers = y + LANE_HEIGHT * (1 - ceiling), y + LANE_HEIGHT * (1 - floor)
-        edge = f"M{LABEL_WIDTH:.1f} {lowers[0]:.1f}"
-        edge += "".join(f"V{b:.1f}H{a + width:.1f}" for a, b in zip(lefts, uppers, strict=True))
-        edge += "".join(f"V{b:.1f}H{a:.1f}" for a, b in zip(lefts[::-1], lowers[::-1], strict=True))
-        drawn.append(svg_path(f"{edge}z", kind))
-        floor = ceiling
-    return "".join(drawn)
 
 
 def covered(starts: Floats, stops: Floats, edges: Floats) -> Floats:

@@ -236,6 +236,11 @@ def preformatted(text: str) -> Markup:
     return Markup("<pre>{}</pre>").format(text) if text else Markup("")
 
 
+def scrolled(picture: Markup) -> Markup:
+    """A picture wider than the page may be, which then scrolls in its own frame."""
+    return Markup('<div class="scroll">{}</div>').format(picture)
+
+
 def in_figures(table: Table) -> Section:
     """A chart's figures, folded below it."""
     return Section("in figures", [table], fold="closed")

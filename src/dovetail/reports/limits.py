@@ -241,7 +241,26 @@ def explain(limits: StepLimits, timeline: Timeline, plan: Plan, *, with_proof: b
     else:
         text = f"The step's critical chain is {chain}."
         if limits.total_seconds > 0:
-            text += " " + _what_binds(limits, timeline)
+            # What the step is bound by, and what would shorten it.
+            compute_seconds = float(limits.compute_seconds.sum())
+            transfer_seconds = float(limits.transfer_seconds.sum())
+            busy_shares = timeline.busy_seconds / timeline.step_seconds
+            device, share = timeline.devices[int(busy_shares.argmax())], float(busy_shares.max())
+            if limits.waiting_seconds > max(compute_seconds, transfer_seconds):
+                binding = "waiting: overhead between ops outweighs the work"
+            elif transfer_seconds > compute_seconds:
+                binding = "transfers: a faster link, or fewer cuts, would shorten it"
+            elif share >= BOUND_SHARE:
+                binding = (
+                    f"{device}, which computes {100 * share:.0f} % of the time: only less work "
+                    "there, or a faster device, would shorten it"
+                )
+            else:
+                binding = (
+                    "ops that wait for one another: even the busiest device, "
+                    f"{device}, computes only {100 * share:.0f} % of the time"
+                )
+            text += f" It is bound by {binding}."
     if plan.lower_bound <= 0 or not with_proof:
         return text
     which = "contiguous plan" if plan.contiguous else "plan"
@@ -249,26 +268,5 @@ def explain(limits: StepLimits, timeline: Timeline, plan: Plan, *, with_proof: b
     if plan.gap <= OPTIMAL_GAP:
         return text + "is better, but for rounding."
     # The share is rounded down, so that the sentence stays true.
-    share = math.floor(1000 / (1 + plan.gap)) / 10
-    return text + f"takes less than {share:g} % of this plan's value."
-
-
-def _what_binds(limits: StepLimits, timeline: Timeline) -> str:
-    """A sentence on what the step is bound by, and what would shorten it."""
-    compute_seconds = float(limits.compute_seconds.sum())
-    transfer_seconds = float(limits.transfer_seconds.sum())
-    if limits.waiting_seconds > max(compute_seconds, transfer_seconds):
-        return "It is bound by waiting: overhead between ops outweighs the work."
-    if transfer_seconds > compute_seconds:
-        return "It is bound by transfers: a faster link, or fewer cuts, would shorten it."
-    busy_shares = timeline.busy_seconds / timeline.step_seconds
-    device, share = timeline.devices[int(busy_shares.argmax())], float(busy_shares.max())
-    if share >= BOUND_SHARE:
-        return (
-            f"It is bound by {device}, which computes {100 * share:.0f} % of the time: only less "
-            "work there, or a faster device, would shorten it."
-        )
-    return (
-        "It is bound by ops that wait for one another: even the busiest device, "
-        f"{device}, computes only {100 * share:.0f} % of the time."
-    )
+    percent = math.floor(1000 / (1 + plan.gap)) / 10
+    return text + f"takes less than {percent:g} % of this plan's value."

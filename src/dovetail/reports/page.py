@@ -48,9 +48,10 @@ from dovetail.reports.kit import (
     preformatted,
     render_page,
     save_page,
+    scrolled,
     strong,
 )
-from dovetail.reports.limits import explain, find_limits, shares
+from dovetail.reports.limits import StepLimits, explain, find_limits, shares
 from dovetail.reports.pictures import Folds, fold, pack, to_script
 from dovetail.reports.tables import (
     loads_of,
@@ -148,15 +149,42 @@ def render(report: PlanReport) -> str:
     timelines = [(name, line, find_limits(line, graph)) for name, line in report.timelines]
     folds = fold(graph, plan)
     loads = loads_of(plan, graph)
-    bounds: list[Part] = []
-    for name, timeline, limits in timelines:
-        # A number and its percent sign stay on one line of the page.
-        sentence = explain(limits, timeline, plan, with_proof=not bounds).replace(" %", "\u00a0%")
-        colours = {f"computing on {device}": f"d{i}" for i, device in enumerate(timeline.devices)}
-        colours |= {f"transfers on {channel}": "carry" for channel in timeline.channels}
-        parts = [(what, s, colours.get(what, "wait")) for what, s in shares(limits, timeline)]
-        chart = charts.stacked_bar(parts, f"{name.capitalize()}: {sentence}")
-        bounds.append(Section(name.capitalize(), [sentence, chart]))
+    # The commands that run the plan or, if it is for another machine, write it for a tool.
+    model, file = plan.source.model, report.file or "plan.json"
+    use: list[Part] = []
+    if plan.machine.local:
+        # The name of a module's class says nothing of where it comes from.
+        if ":" in model or Path(model).suffix:
+            command = f"dovetail run {shlex.quote(file)}"
+            # A plan's file may be somebody else's, so it alone imports no code.
+            if not model.startswith(("zoo:", "transformers:")) and ":" in model:
+                command += f" {shlex.quote(model)}"
+            use += ["This runs the plan on this machine and measures it:", preformatted(command)]
+        program = (
+            f"plan = dt.load_plan({file!r})\n"
+            "with dt.run(plan, step) as placed:\n"
+            "    placed.step(...)  # takes what the model takes"
+        )
+        use += ["In a program, where step is what dt.capture returned:", preformatted(program)]
+    else:
+        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
+        use += [
+            "The plan is for another machine. This writes it for the program that runs there:",
+            preformatted(f"dovetail export {shlex.quote(file)} --to {form}"),
+        ]
+    # The methods that were tried, with a bar each, then the lower bound.
+    methods = methods_table(plan)
+    rows, marks = list(methods.rows), dict(methods.marks)
+    values = list(tried_values(plan).values())
+    if plan.lower_bound > 0:
+        marks[len(rows)] = "bound"
+        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
+        bound = format_value(plan, plan.lower_bound)
+        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
+        values.append(plan.lower_bound)
+    worst = max((value for value in values if value is not None), default=0.0) or 1.0
+    bars = ["" if value is None else charts.bar(value / worst) for value in values]
+    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
     facts = [fact for fact in plan_facts(plan, graph) if fact[0] not in TOLD_ELSEWHERE]
     # If the costs were given, the rates of a machine mean nothing.
     given = [
@@ -178,15 +206,10 @@ def render(report: PlanReport) -> str:
             f"{report.model or 'plan'} on {plan.machine.name}",
             _cards(report, loads),
             [
-                Section("Use it", _use(report)),
-                Section("Timeline of one step", [piece("timeline.html"), *_devices(report, loads)]),
-                *_filling(report, loads),
-                Section("What bounds it", bounds),
-                Section("Predicted and measured", _measured(report)),
-                Section("Memory", _memory(report, folds)),
-                Section("Modules, by device", [_modules(folds, plan.machine.device_names)]),
-                Section("The graph, by device", [piece("graph.html")]),
-                Section("Methods", [_methods(plan)]),
+                Section("Use it", use),
+                *_times(report, loads, timelines),
+                *_places(report, folds),
+                Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
                 Section("Machine", machine),
                 Section("Plan", [Table((), facts, "facts")]),
             ],
@@ -241,37 +264,16 @@ def _cards(report: PlanReport, loads: dict[str, float]) -> list[Card]:
     return cards
 
 
-def _use(report: PlanReport) -> list[Part]:
-    """The commands that run the plan or, if it is for another machine, write it for a tool."""
-    plan, model = report.plan, report.plan.source.model
-    file = report.file or "plan.json"
-    if not plan.machine.local:
-        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
-        text = "The plan is for another machine. This writes it for the program that runs there:"
-        return [text, preformatted(f"dovetail export {shlex.quote(file)} --to {form}")]
-    parts: list[Part] = []
-    # The name of a module's class says nothing of where it comes from.
-    if ":" in model or Path(model).suffix:
-        command = f"dovetail run {shlex.quote(file)}"
-        # A plan's file may be somebody else's, so it alone imports no code.
-        if not model.startswith(("zoo:", "transformers:")) and ":" in model:
-            command += f" {shlex.quote(model)}"
-        parts += ["This runs the plan on this machine and measures it:", preformatted(command)]
-    program = (
-        f"plan = dt.load_plan({file!r})\n"
-        "with dt.run(plan, step) as placed:\n"
-        "    placed.step(...)  # takes what the model takes"
-    )
-    return [
-        *parts,
-        "In a program, where step is what dt.capture returned:",
-        preformatted(program),
-    ]
-
-
-def _devices(report: PlanReport, loads: dict[str, float]) -> list[Part]:
-    """The timelines as a table, for readers who cannot see the picture."""
-    # A device may be a channel as well, and then has a row of each kind.
+def _times(
+    report: PlanReport,
+    loads: dict[str, float],
+    timelines: Sequence[tuple[str, Timeline, StepLimits]],
+) -> list[Section]:
+    """The sections of the step's time: its timeline, the pipeline that a plan for objective load
+    fills, what bounds it, and predicted beside measured seconds."""
+    plan, seconds = report.plan, report.measured_seconds
+    # The timelines as a table, for readers who cannot see the picture. A device may be a channel as
+    # well, and then has a row of each kind.
     devices = report.predicted.devices
     channels = [f"transfers on {c}" if c in devices else c for c in report.predicted.channels]
     names = [*devices, *channels]
@@ -288,46 +290,52 @@ def _devices(report: PlanReport, loads: dict[str, float]) -> list[Part]:
         largest = max(largest, *(s / step for s in busy), 0.0)
     if loads:
         head.append("load")
-        columns.append({n: format_value(report.plan, s) for n, s in loads.items()})
-    rows = [(n, *(column.get(n, "") for column in columns)) for n in names]
-    note = hint(
-        "Each transfer counts, also where several share a channel at one time, so that a channel "
-        "can be busy for more than 100 % of the step."
-    )
-    return [in_figures(Table(head, rows)), *([note] if largest >= 1.0005 else [])]
+        columns.append({n: format_value(plan, s) for n, s in loads.items()})
+    busy_rows = [(n, *(column.get(n, "") for column in columns)) for n in names]
+    parts: list[Part] = [piece("timeline.html"), in_figures(Table(head, busy_rows))]
+    if largest >= 1.0005:
+        parts.append(
+            hint(
+                "Each transfer counts, also where several share a channel at one time, so that a "
+                "channel can be busy for more than 100 % of the step."
+            )
+        )
+    sections = [Section("Timeline of one step", parts)]
 
+    if loads:
+        filling = fill(plan, report.graph, loads)
+        filled: list[Part] = [strong(", ".join(filter(None, throughput(plan))))]
+        if filling is None:
+            filled.append(
+                "Its devices hand samples back and forth, so that they stand in no order; each is "
+                "busy with its load once every period."
+            )
+        else:
+            filled += [
+                f"Each device works on another sample: once the pipeline is full, one leaves every "
+                f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with "
+                "the transfers in and out of it.",
+                scrolled(filling_chart(filling, plan.machine.device_names)),
+            ]
+        sections.append(Section("The pipeline, filled", filled))
 
-def _filling(report: PlanReport, loads: dict[str, float]) -> list[Part]:
-    """The section of the pipeline that a plan for objective load fills; none for others."""
-    plan = report.plan
-    if not loads:
-        return []
-    rate = strong(", ".join(filter(None, throughput(plan))))
-    filling = fill(plan, report.graph, loads)
-    parts: list[Part] = [
-        rate,
-        "Its devices hand samples back and forth, so that they stand in no order; each is busy "
-        "with its load once every period.",
-    ]
-    if filling is not None:
-        chart = Markup('<div class="scroll">{}</div>')
-        parts[1:] = [
-            f"Each device works on another sample: once the pipeline is full, one leaves every "
-            f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with the "
-            "transfers in and out of it.",
-            chart.format(filling_chart(filling, plan.machine.device_names)),
-        ]
-    return [Section("The pipeline, filled", parts)]
+    bounds: list[Part] = []
+    for name, timeline, limits in timelines:
+        # A number and its percent sign stay on one line of the page.
+        sentence = explain(limits, timeline, plan, with_proof=not bounds).replace(" %", "\u00a0%")
+        colours = {f"computing on {device}": f"d{i}" for i, device in enumerate(timeline.devices)}
+        colours |= {f"transfers on {channel}": "carry" for channel in timeline.channels}
+        spent = [(what, s, colours.get(what, "wait")) for what, s in shares(limits, timeline)]
+        chart = charts.stacked_bar(spent, f"{name.capitalize()}: {sentence}")
+        bounds.append(Section(name.capitalize(), [sentence, chart]))
+    sections.append(Section("What bounds it", bounds))
 
-
-def _measured(report: PlanReport) -> list[Part]:
-    """Predicted beside measured seconds, and where each measured figure comes from."""
-    plan, seconds = report.plan, report.measured_seconds
+    # Predicted beside measured seconds, and where each measured figure comes from.
     is_placed = plan.way == PLACED
     predicted = report.predicted if is_placed else plan.value
     table = run_table(predicted, () if seconds is None else seconds, report.measured)
     rows = [] if seconds is None and report.measured is None else list(table.rows)
-    parts: list[Part] = []
+    parts = []
     if seconds is not None:
         parts.append(
             f"{len(seconds)} measured steps, warm-up left out. Each is a whole call, as a program "
@@ -355,16 +363,19 @@ def _measured(report: PlanReport) -> list[Part]:
             f"{', '.join(compared)}. Steps of another time have other neighbours at work, and "
             "another median."
         )
-    if not rows and plan.machine.local:
-        return [Markup("<p>Not measured yet: <code>dovetail run</code> does that.</p>")]
-    if not rows:
-        return ["Not measured: the plan is for another machine."]
-    return [*parts, replace(table, rows=rows)]
+    if rows:
+        parts.append(replace(table, rows=rows))
+    elif plan.machine.local:
+        parts = [Markup("<p>Not measured yet: <code>dovetail run</code> does that.</p>")]
+    else:
+        parts = ["Not measured: the plan is for another machine."]
+    return [*sections, Section("Predicted and measured", parts)]
 
 
-def _memory(report: PlanReport, folds: Folds) -> list[Part]:
-    """A chart for each device, with its peak. A host that holds nothing has none."""
+def _places(report: PlanReport, folds: Folds) -> list[Section]:
+    """The sections of what is where: memory, modules by device, and the graph."""
     plan = report.plan
+    # A chart of each device's memory, with its peak. A host that holds nothing has none.
     capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
     end = max(timeline.step_seconds for _, timeline in report.timelines)
     figures = []
@@ -391,12 +402,9 @@ def _memory(report: PlanReport, folds: Folds) -> list[Part]:
         '</li><li><i class="line measured"></i>measured</li>'
         '<li><i class="line capacity"></i>available</li></ul>'
     )
-    return [key, Figures(figures)]
 
-
-def _modules(folds: Folds, names: Sequence[str]) -> Markup:
-    """The table of modules: seconds and bytes of parameters by device. The rows within a closed
-    fold are hidden; a script opens them by buttons."""
+    # Seconds and bytes of parameters of each module, by device. The rows within a closed fold are
+    # hidden; a script opens them by buttons.
     used = np.flatnonzero((folds.seconds[0] > 0) | (folds.parameter_bytes[0] > 0)).tolist()
     parents, opened = set(folds.parents.tolist()), set(folds.opened)
     busiest = float(folds.seconds[0].max()) or 1.0
@@ -404,7 +412,7 @@ def _modules(folds: Folds, names: Sequence[str]) -> Markup:
     deepest = max(depths)
     while deepest > 1 and sum(depth <= deepest for depth in depths) > MOST_ROWS:
         deepest -= 1
-    rows = []
+    module_rows = []
     for index, depth in enumerate(depths):
         if depth > deepest:
             continue
@@ -420,7 +428,7 @@ def _modules(folds: Folds, names: Sequence[str]) -> Markup:
                 "parameters": format_bytes(held) if held else "",
             })  # fmt: skip
         whole = float(folds.parameter_bytes[index].sum())
-        rows.append({
+        module_rows.append({
             "fold": index,
             "is_hidden": not all(around in opened for around in list(folds.around(index))[1:]),
             "depth": min(depth, MOST_DEPTH),
@@ -431,20 +439,10 @@ def _modules(folds: Folds, names: Sequence[str]) -> Markup:
             "parameters": format_bytes(whole) if whole else "",
             "cells": cells,
         })  # fmt: skip
-    return piece("modules.html", devices=[(device, names[device]) for device in used], rows=rows)
-
-
-def _methods(plan: Plan) -> Table:
-    """The methods that were tried, with a bar each, then the lower bound."""
-    table = methods_table(plan)
-    values = [*tried_values(plan).values(), *([plan.lower_bound] if plan.lower_bound > 0 else [])]
-    rows, marks = list(table.rows), dict(table.marks)
-    if plan.lower_bound > 0:
-        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
-        marks[len(rows)] = "bound"
-        bound = format_value(plan, plan.lower_bound)
-        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
-    worst = max((value for value in values if value is not None), default=0.0) or 1.0
-    bars = ["" if value is None else charts.bar(value / worst) for value in values]
-    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
-    return Table((*table.head, ""), rows, marks=marks)
+    names = [(device, plan.machine.device_names[device]) for device in used]
+    modules = piece("modules.html", devices=names, rows=module_rows)
+    return [
+        Section("Memory", [key, Figures(figures)]),
+        Section("Modules, by device", [modules]),
+        Section("The graph, by device", [piece("graph.html")]),
+    ]

@@ -168,9 +168,31 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
         # A node that waits for nothing stands beside its first reader, not far left of it.
         if columns[node] == 0 and reader < len(graph):
             columns[node] = reader - 1
-    anchors = _anchors(graph)
+
+    # [ops] the anchor of each op, which is the forward op that it belongs to; -1: none. A forward
+    # op is its own anchor. The anchor of a gradient is the op whose gradient it is. The anchor of a
+    # parameter is its first forward reader. Any other op has the anchor of one of its inputs: the
+    # first anchor in the op's own module, else the first anchor of all, where parameters come
+    # before other inputs.
+    anchors: list[int] = np.where(
+        graph.phases == Phase.FORWARD, np.arange(len(graph)), graph.gradient_of
+    ).tolist()
+    for op in np.flatnonzero(graph.is_source).tolist():
+        readers = [r for t in graph.outputs_of(op) for r in graph.consumers_of(t).tolist()]
+        if graph.kinds[op] == "parameter":
+            anchors[op] = next((r for r in readers if graph.phases[r] == Phase.FORWARD), -1)
+    makers = graph.producers[graph.input_tensors].tolist()
+    offsets = graph.input_offsets.tolist()
+    for op in np.flatnonzero(~graph.is_source).tolist():
+        if anchors[op] < 0:
+            inputs = makers[offsets[op] : offsets[op + 1]]
+            inputs.sort(key=lambda maker: graph.kinds[maker] != "parameter")
+            reached = [anchors[maker] for maker in inputs if anchors[maker] >= 0]
+            in_module = (a for a in reached if graph.modules[a] == graph.modules[op])
+            anchors[op] = next(in_module, reached[0] if reached else -1)
+
     anchored: dict[int, list[int]] = defaultdict(list)
-    for op in np.flatnonzero((of_op >= 0) & (anchors >= 0)).tolist():
+    for op in np.flatnonzero((of_op >= 0) & (np.array(anchors, dtype=np.int32) >= 0)).tolist():
         if not forward[of_op[op]] and settled[of_op[anchors[op]]]:
             anchored[int(of_op[op])].append(columns[of_op[anchors[op]]])
     for node, near in anchored.items():
@@ -186,34 +208,6 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
         if not settled[of_op[op]]:
             columns[of_op[op]] = places.get(graph.modules[op], columns[of_op[op]])
     return np.array(columns, dtype=np.int32)
-
-
-def _anchors(graph: Graph) -> Int32:
-    """[ops] the anchor of each op, which is the forward op that it belongs to; -1: none.
-
-    A forward op is its own anchor. The anchor of a gradient is the op whose gradient it is. The
-    anchor of a parameter is its first forward reader. Any other op has the anchor of one of its
-    inputs: the first anchor in the op's own module, else the first anchor of all, where parameters
-    come before other inputs.
-    """
-    phases = graph.phases.tolist()
-    anchors: list[int] = np.where(
-        graph.phases == Phase.FORWARD, np.arange(len(graph)), graph.gradient_of
-    ).tolist()
-    for op in np.flatnonzero(graph.is_source).tolist():
-        readers = [r for t in graph.outputs_of(op) for r in graph.consumers_of(t).tolist()]
-        if graph.kinds[op] == "parameter":
-            anchors[op] = next((r for r in readers if phases[r] == int(Phase.FORWARD)), -1)
-    makers = graph.producers[graph.input_tensors].tolist()
-    offsets = graph.input_offsets.tolist()
-    for op in np.flatnonzero(~graph.is_source).tolist():
-        if anchors[op] < 0:
-            inputs = makers[offsets[op] : offsets[op + 1]]
-            inputs.sort(key=lambda maker: graph.kinds[maker] != "parameter")
-            reached = [anchors[maker] for maker in inputs if anchors[maker] >= 0]
-            in_module = (a for a in reached if graph.modules[a] == graph.modules[op])
-            anchors[op] = next(in_module, reached[0] if reached else -1)
-    return np.array(anchors, dtype=np.int32)
 
 
 def _rows(
@@ -361,62 +355,8 @@ def fold(graph: Graph, plan: PricedPlacement) -> Folds:
             node = node.children.setdefault(part, _Node((*node.path, part)))
             node.devices.add(int(plan.placement[op]))
         node.has_ops = True
-    labels, full, parents, runs, fold_of = _number_folds(top)
-    leaf_folds = np.array([fold_of[path] for path, _, _ in leaves], dtype=np.int32)
-    count, devices = len(labels), len(plan.machine.devices)
-    seconds = np.zeros((count, devices))
-    held = np.zeros((count, devices))
-    for op in ops:
-        device = int(plan.placement[op])
-        seconds[fold_of[paths[op][:depth]], device] += plan.compute_seconds[op, device]
-    for source, device in _holders(graph, plan):
-        path = paths[source][:depth]
-        # A module that holds a parameter but runs nothing has no fold. The next one around it has.
-        while path not in fold_of:
-            path = path[:-1]
-        held[fold_of[path], device] += sum(graph.tensor_bytes[t] for t in graph.outputs_of(source))
-    # A fold's number is larger than its parent's, so this order adds up whole subtrees.
-    for inner in range(count - 1, 0, -1):
-        seconds[parents[inner]] += seconds[inner]
-        held[parents[inner]] += held[inner]
-    leaf_of = np.full(len(graph), -1, dtype=np.int32)
-    for op in ops:
-        leaf_of[op] = leaves[paths[op][:depth], int(graph.phases[op]), int(plan.placement[op])]
-    folds = Folds(
-        labels=tuple(labels),
-        paths=tuple(full),
-        parents=np.array(parents, dtype=np.int32),
-        runs=tuple(runs),
-        opened=(),
-        leaf_folds=leaf_folds,
-        leaf_phases=np.array([phase for _, phase, _ in leaves], dtype=np.int32),
-        leaf_devices=np.array([device for _, _, device in leaves], dtype=np.int32),
-        leaf_of=leaf_of,
-        seconds=seconds,
-        parameter_bytes=held,
-    )
-    return _open_levels(folds)
 
-
-def _holders(graph: Graph, plan: PricedPlacement) -> Iterator[tuple[int, int]]:
-    """Yield (parameter or buffer, device) for each device that holds it for the whole step: the
-    device of the op that writes it, or, if no op does, every device that reads it."""
-    for source in np.flatnonzero(graph.is_source).tolist():
-        if graph.kinds[source] not in HELD:
-            continue
-        writer = int(graph.residences[source])
-        if writer != EVERYWHERE:
-            yield source, int(plan.placement[writer])
-            continue
-        readers = [int(r) for t in graph.outputs_of(source) for r in graph.consumers_of(t)]
-        for device in sorted({int(plan.placement[reader]) for reader in readers}):
-            yield source, device
-
-
-def _number_folds(
-    top: _Node,
-) -> tuple[list[str], list[str], list[int], list[int], dict[Path, int]]:
-    """(labels, whole paths, parents, runs) of the folds, and module path -> fold."""
+    # Folds are numbered in the order of the tree; `fold_of` is module path -> fold.
     labels, full, parents, runs = [TOP], [TOP], [-1], []
     fold_of: dict[Path, int] = {(): 0}
     waiting = [(node, 0, 0) for node in reversed(_group_runs(top))]
@@ -439,7 +379,50 @@ def _number_folds(
         labels.append(".".join(node.path[inherited:]))
         full.append(".".join(node.path))
         waiting += [(inner, index, len(node.path)) for inner in reversed(_group_runs(node))]
-    return labels, full, parents, runs, fold_of
+
+    leaf_folds = np.array([fold_of[path] for path, _, _ in leaves], dtype=np.int32)
+    count, devices = len(labels), len(plan.machine.devices)
+    seconds = np.zeros((count, devices))
+    held = np.zeros((count, devices))
+    for op in ops:
+        device = int(plan.placement[op])
+        seconds[fold_of[paths[op][:depth]], device] += plan.compute_seconds[op, device]
+    for source in np.flatnonzero(graph.is_source).tolist():
+        if graph.kinds[source] not in HELD:
+            continue
+        # A parameter or buffer is held for the whole step by the device of the op that writes it,
+        # or, if no op does, by every device that reads it.
+        users = [int(graph.residences[source])]
+        if users[0] == EVERYWHERE:
+            users = [int(r) for t in graph.outputs_of(source) for r in graph.consumers_of(t)]
+        path = paths[source][:depth]
+        # A module that holds a parameter but runs nothing has no fold. The next one around it has.
+        while path not in fold_of:
+            path = path[:-1]
+        size_bytes = sum(graph.tensor_bytes[t] for t in graph.outputs_of(source))
+        for device in {int(plan.placement[user]) for user in users}:
+            held[fold_of[path], device] += size_bytes
+    # A fold's number is larger than its parent's, so this order adds up whole subtrees.
+    for inner in range(count - 1, 0, -1):
+        seconds[parents[inner]] += seconds[inner]
+        held[parents[inner]] += held[inner]
+    leaf_of = np.full(len(graph), -1, dtype=np.int32)
+    for op in ops:
+        leaf_of[op] = leaves[paths[op][:depth], int(graph.phases[op]), int(plan.placement[op])]
+    folds = Folds(
+        labels=tuple(labels),
+        paths=tuple(full),
+        parents=np.array(parents, dtype=np.int32),
+        runs=tuple(runs),
+        opened=(),
+        leaf_folds=leaf_folds,
+        leaf_phases=np.array([phase for _, phase, _ in leaves], dtype=np.int32),
+        leaf_devices=np.array([device for _, _, device in leaves], dtype=np.int32),
+        leaf_of=leaf_of,
+        seconds=seconds,
+        parameter_bytes=held,
+    )
+    return _open_levels(folds)
 
 
 def _group_runs(node: _Node) -> list[_Node]:
@@ -498,37 +481,18 @@ Shown = tuple[str, Timeline, StepLimits]
 def pack(
     graph: Graph, plan: PricedPlacement, timelines: Sequence[Shown], folds: Folds
 ) -> dict[str, Any]:
-    """The data of everything that the page's scripts draw.
-
-    A view is packed as one array for each of its fields, and the edges as flat triples (from, to,
+    """The data of everything that the page's scripts draw. Edges are flat triples (from, to,
     bytes).
-    """
-    views = [
-        vars(view)
-        | {
-            "seconds": np.rint(view.seconds * NANO).astype(np.int64),
-            "edges": np.column_stack([view.edges, view.edge_bytes]).ravel(),
-        }
-        for view in draw(graph, plan)
-    ]
-    return {
-        "ops": pack_ops(graph),
-        "phases": [phase.name.lower() for phase in Phase],
-        "devices": list(plan.machine.device_names),
-        "timelines": [pack_timeline(*shown, graph) for shown in timelines],
-        "modules": pack_folds(folds, graph, plan),
-        "views": [{k: v for k, v in view.items() if k != "edge_bytes"} for view in views],
-    }
 
-
-def pack_ops(graph: Graph) -> dict[str, Any]:
-    """The ops, packed.
-
-    strings     all texts, each once
-    templates   [before, after, kind, module, phase] of each template; the first four are indices
-                into `strings`
-    which       [ops] the op's template, as the difference to the op before
-    numbers     [ops] the op's number, as the difference to the last op of the same template
+    ops         strings: all texts, each once; templates: [before, after, kind, module, phase] of
+                each, the first four as indices into `strings`; which: [ops] the op's template, as
+                the difference to the op before; numbers: [ops] the op's number, as the difference
+                to the last op of the same template
+    timelines   rows of devices, then of the channels that carry something. `critical` holds the
+                lengths of runs of spans, in turn off and on the critical chain
+    modules     the tree of modules: one array for each field of folds and leaves. A leaf's place is
+                the median of its ops
+    views       pictures of the graph: one array for each field
     """
     strings: dict[str, int] = {}
     templates: dict[tuple[int, ...], int] = {}
@@ -549,11 +513,90 @@ def pack_ops(graph: Graph) -> dict[str, Any]:
         which.append(template - last)
         numbers.append(number - last_numbers[template])
         last, last_numbers[template] = template, number
+
+    lines = []
+    for name, timeline, limits in timelines:
+        is_critical = [np.zeros(len(of), bool) for of in (timeline.ops, timeline.transfer_ops)]
+        for event, i in limits.chain:
+            is_critical[event != OP][i] = True
+        # (label, its spans or transfers, whether it is a channel) of each row.
+        shown = [
+            (label, np.flatnonzero(timeline.op_devices == device), False)
+            for device, label in enumerate(timeline.devices)
+        ]
+        shown += [
+            (label, carried, True)
+            for channel, label in enumerate(timeline.channels)
+            if len(carried := np.flatnonzero(timeline.transfer_channels == channel))
+        ]
+        rows = []
+        for label, spans, of_channel in shown:
+            ops, all_starts, all_ends = (
+                (timeline.transfer_ops, timeline.transfer_starts, timeline.transfer_ends)
+                if of_channel
+                else (timeline.ops, timeline.op_starts, timeline.op_ends)
+            )
+            spans = spans[np.argsort(all_starts[spans], kind="stable")]
+            # Both ends are rounded before they are subtracted, so that rounding errors do not add
+            # up.
+            starts = np.rint(all_starts[spans] * NANO).astype(np.int64)
+            ends = np.rint(all_ends[spans] * NANO).astype(np.int64)
+            row = {
+                "label": label,
+                "kind": "channel" if of_channel else "device",
+                "gaps": (starts - np.concatenate([[0], ends[:-1]]).astype(np.int64)).tolist(),
+                "lengths": (ends - starts).tolist(),
+                "ops": np.diff(ops[spans], prepend=0).tolist(),
+                "critical": runs(is_critical[of_channel][spans]),
+            }
+            if of_channel:
+                tensors = timeline.transfer_tensors[spans]
+                row["bytes"] = np.where(tensors >= 0, graph.tensor_bytes[tensors], 0).tolist()
+                row["to"] = timeline.transfer_destinations[spans].tolist()
+            rows.append(row)
+        lines.append({"name": name, "step": round(timeline.step_seconds * NANO), "rows": rows})
+
+    count = len(folds.leaf_folds)
+    in_leaves = np.flatnonzero(folds.leaf_of >= 0)
+    of = folds.leaf_of[in_leaves]
+    spent = plan.compute_seconds[in_leaves, plan.placement[in_leaves]]
+    edges, sizes = edges_between(graph, folds.leaf_of)
+    modules = {
+        "labels": list(folds.labels),
+        "paths": list(folds.paths),
+        "parents": folds.parents,
+        "opened": list(folds.opened),
+        "leaves": {
+            "folds": folds.leaf_folds,
+            "phases": folds.leaf_phases,
+            "devices": folds.leaf_devices,
+            "places": [int(np.median(in_leaves[of == leaf])) for leaf in range(count)],
+            "ops": np.bincount(of, minlength=count),
+            "flops": np.bincount(of, graph.flops[in_leaves], minlength=count).astype(np.int64),
+            "seconds": [round(s * NANO) for s in np.bincount(of, spent, minlength=count).tolist()],
+        },
+        "edges": np.column_stack([edges, sizes]).ravel(),
+    }
+
+    views = []
+    for view in draw(graph, plan):
+        fields = vars(view) | {
+            "seconds": np.rint(view.seconds * NANO).astype(np.int64),
+            "edges": np.column_stack([view.edges, view.edge_bytes]).ravel(),
+        }
+        views.append({field: value for field, value in fields.items() if field != "edge_bytes"})
     return {
-        "strings": list(strings),
-        "templates": [list(template) for template in templates],
-        "which": which,
-        "numbers": numbers,
+        "ops": {
+            "strings": list(strings),
+            "templates": [list(template) for template in templates],
+            "which": which,
+            "numbers": numbers,
+        },
+        "phases": [phase.name.lower() for phase in Phase],
+        "devices": list(plan.machine.device_names),
+        "timelines": lines,
+        "modules": modules,
+        "views": views,
     }
 
 
@@ -575,78 +618,6 @@ def runs(flags: NDArray[np.bool_]) -> list[int]:
     ends = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=2))
     lengths: list[int] = np.diff(ends, prepend=0).tolist()
     return lengths
-
-
-def pack_timeline(
-    name: str, timeline: Timeline, limits: StepLimits, graph: Graph
-) -> dict[str, Any]:
-    """The rows of a timeline, packed: devices, then the channels that carry something. `critical`
-    holds the lengths of runs of spans, in turn off and on the critical chain."""
-    is_critical = [np.zeros(len(of), dtype=bool) for of in (timeline.ops, timeline.transfer_ops)]
-    for kind, i in limits.chain:
-        is_critical[kind != OP][i] = True
-    rows: list[dict[str, Any]] = []
-
-    def add_row(label: str, spans: NDArray[np.intp], of_channel: bool) -> None:
-        """A row of spans, or of transfers of a channel, in the order in which they start."""
-        ops, all_starts, all_ends = (
-            (timeline.transfer_ops, timeline.transfer_starts, timeline.transfer_ends)
-            if of_channel
-            else (timeline.ops, timeline.op_starts, timeline.op_ends)
-        )
-        spans = spans[np.argsort(all_starts[spans], kind="stable")]
-        # Both ends are rounded before they are subtracted, so that rounding errors do not add up.
-        starts = np.rint(all_starts[spans] * NANO).astype(np.int64)
-        ends = np.rint(all_ends[spans] * NANO).astype(np.int64)
-        before = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-        row = {
-            "label": label,
-            "kind": "channel" if of_channel else "device",
-            "gaps": (starts - before).tolist(),
-            "lengths": (ends - starts).tolist(),
-            "ops": np.diff(ops[spans], prepend=0).tolist(),
-            "critical": runs(is_critical[of_channel][spans]),
-        }
-        if of_channel:
-            tensors = timeline.transfer_tensors[spans]
-            row["bytes"] = np.where(tensors >= 0, graph.tensor_bytes[tensors], 0).tolist()
-            row["to"] = timeline.transfer_destinations[spans].tolist()
-        rows.append(row)
-
-    for device, label in enumerate(timeline.devices):
-        add_row(label, np.flatnonzero(timeline.op_devices == device), False)
-    for channel, label in enumerate(timeline.channels):
-        carried = np.flatnonzero(timeline.transfer_channels == channel)
-        if len(carried):
-            add_row(label, carried, True)
-    return {"name": name, "step": round(timeline.step_seconds * NANO), "rows": rows}
-
-
-def pack_folds(folds: Folds, graph: Graph, plan: PricedPlacement) -> dict[str, Any]:
-    """The tree of modules, packed: one array for each field of folds and leaves, and the edges
-    between leaves as flat triples (from, to, bytes). A leaf's place is the median of its ops."""
-    count = len(folds.leaf_folds)
-    ops = np.flatnonzero(folds.leaf_of >= 0)
-    of = folds.leaf_of[ops]
-    spent = np.bincount(of, plan.compute_seconds[ops, plan.placement[ops]], minlength=count)
-    flops = np.bincount(of, graph.flops[ops], minlength=count)
-    edges, sizes = edges_between(graph, folds.leaf_of)
-    return {
-        "labels": list(folds.labels),
-        "paths": list(folds.paths),
-        "parents": folds.parents.tolist(),
-        "opened": list(folds.opened),
-        "leaves": {
-            "folds": folds.leaf_folds.tolist(),
-            "phases": folds.leaf_phases.tolist(),
-            "devices": folds.leaf_devices.tolist(),
-            "places": [int(np.median(ops[of == leaf])) for leaf in range(count)],
-            "ops": np.bincount(of, minlength=count).tolist(),
-            "flops": flops.astype(np.int64).tolist(),
-            "seconds": [round(float(s) * NANO) for s in spent],
-        },
-        "edges": np.column_stack([edges, sizes]).ravel().tolist(),
-    }
 
 
 def to_script(data: dict[str, Any]) -> Markup:

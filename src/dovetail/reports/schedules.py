@@ -110,11 +110,37 @@ def overview(scheduled: Scheduled) -> Table:
 def answer(scheduled: Scheduled, costs_source: str) -> str:
     """Sentences that say which schedule was chosen, how fast it is against sequential, and how that
     is known. Names in them are not escaped."""
-    best = scheduled.best
+    best, sequential = scheduled.best, sequential_of(scheduled)
     subject = f"At batch {scheduled.batch} {best.scheduler}"
+    against, ratio = "", ratio_of(scheduled, best)
+    if sequential is not None and ratio is not None and best is not sequential:
+        seconds = sequential.step_seconds if ratio.measured else sequential.predicted_seconds
+        against = f", {ratio.value:.3f} x sequential's speed ({format_seconds(seconds)})"
     timing = measured_of(best)
     if timing is None:
-        return f"{subject} {_predicted(scheduled, costs_source)}"
+        faster = sorted(
+            (c for c in scheduled.candidates if c.predicted_seconds < best.predicted_seconds),
+            key=lambda c: c.predicted_seconds,
+        )
+        verb, remark = "is predicted to be fastest", ""
+        if faster:
+            in_stages = any(candidate.stages for candidate in faster)
+            verb = "was chosen" if in_stages else "is predicted to be the fastest in stages"
+            least = faster[0]
+            remark = f" The {format_seconds(least.predicted_seconds)} of {least.scheduler}"
+            # Streams without barriers are predicted by their kernels' costs alone, so their
+            # prediction does not compare with that of stages.
+            remark += (
+                " is less."
+                if least.stages
+                else " counts every kernel as if no other slowed it down, so it does not show that "
+                f"{least.scheduler} is faster."
+            )
+        return (
+            f"{subject} {verb}: {format_seconds(best.predicted_seconds)}{against}.{remark} "
+            f"Predicted only, from costs that are {costs_source}: no step was measured, so nothing "
+            "here shows that it is never slower than sequential."
+        )
     # A schedule that runs like the chosen one was measured together with it and has the very same
     # seconds.
     rivals = [c for c in scheduled.candidates if c.seconds and c.seconds != best.seconds]
@@ -122,7 +148,6 @@ def answer(scheduled: Scheduled, costs_source: str) -> str:
     is_fastest = next_best is None or next_best.step_seconds >= best.step_seconds
     verb = "is fastest" if is_fastest else "was chosen"
     text = f"{subject} {verb}: {measured_text(best)} measured"
-    sequential = sequential_of(scheduled)
     if sequential is None or not sequential.seconds:
         return f"{text}. Sequential was not measured, so whether this is slower is not known."
     if best is sequential:
@@ -131,7 +156,7 @@ def answer(scheduled: Scheduled, costs_source: str) -> str:
         if next_best is not None:
             text += f". The next is {next_best.scheduler}: {measured_text(next_best)}"
         return text + "."
-    text += _against_sequential(scheduled)
+    text += against
     rounds = f"{timing.samples:,} and {len(sequential.seconds):,} rounds"
     if timing.median_seconds > sequential.step_seconds:
         return f"{text}. It is slower than sequential, by {rounds}: run sequential instead."
@@ -139,50 +164,6 @@ def answer(scheduled: Scheduled, costs_source: str) -> str:
     gain = sequential.step_seconds / timing.median_seconds - 1
     noise = max(timing.spread, summarise(list(sequential.seconds)).spread)
     return text + (", but the difference is within their spread." if gain < noise else ".")
-
-
-def _predicted(scheduled: Scheduled, costs_source: str) -> str:
-    """What is known of a chosen schedule that was not measured, as the rest of a sentence and
-    further ones.
-
-    Streams without barriers are predicted by their kernels' costs alone, so their prediction does
-    not compare with that of stages.
-    """
-    best = scheduled.best
-    faster = sorted(
-        (c for c in scheduled.candidates if c.predicted_seconds < best.predicted_seconds),
-        key=lambda c: c.predicted_seconds,
-    )
-    remark = ""
-    if not faster:
-        verb = "is predicted to be fastest"
-    else:
-        in_stages = any(candidate.stages for candidate in faster)
-        verb = "was chosen" if in_stages else "is predicted to be the fastest in stages"
-        least = faster[0]
-        remark = f" The {format_seconds(least.predicted_seconds)} of {least.scheduler}"
-        remark += (
-            " is less."
-            if least.stages
-            else " counts every kernel as if no other slowed it down, so it does not show that "
-            f"{least.scheduler} is faster."
-        )
-    return (
-        f"{verb}: {format_seconds(best.predicted_seconds)}{_against_sequential(scheduled)}."
-        f"{remark} Predicted only, from costs that are {costs_source}: no step was measured, so "
-        "nothing here shows that it is never slower than sequential."
-    )
-
-
-def _against_sequential(scheduled: Scheduled) -> str:
-    """The speed of the chosen schedule against sequential's, to end a sentence with; "" if there is
-    none."""
-    best, sequential = scheduled.best, sequential_of(scheduled)
-    ratio = ratio_of(scheduled, best)
-    if sequential is None or ratio is None or best is sequential:
-        return ""
-    seconds = sequential.step_seconds if ratio.measured else sequential.predicted_seconds
-    return f", {ratio.value:.3f} x sequential's speed ({format_seconds(seconds)})"
 
 
 # ---- Schedules as pictures: kernels as boxes in running order, from the top down ----
@@ -250,15 +231,13 @@ class Picture:
     waits: dict[int, set[int]] = field(default_factory=dict)
 
 
-def effort_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
-    """The number of boxes and lines that a picture of the schedule has."""
-    reads = sum(before.bit_count() for before in scheduled.block.predecessors)
-    return len(scheduled.kernels) + reads + len(candidate.stages)
-
-
 def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[Part]:
     """The pictures of a schedule, in which each kernel stands once. O(kernels + edges)."""
     sheet = Markup('<div class="sheet">{}</div>')
+
+    def counted(what: str, first: int, last: int) -> str:
+        return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
+
     if not candidate.stages:
         return [sheet.format(render(scheduled, streamed(scheduled, candidate)))]
     longest = max(stage.seconds for stage in candidate.stages)
@@ -270,18 +249,14 @@ def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[Pa
         kernels = {k for stage in stages for k in stage.kernels}
         spent = sum(stage.seconds for stage in stages)
         blocks = [b for b, block in enumerate(scheduled.blocks, 1) if not kernels.isdisjoint(block)]
-        title = f"{_span('stage', piece.start + 1, piece.stop)}: "
-        title += f"{_span('block', blocks[0], blocks[-1])}, " if blocks else ""
+        title = f"{counted('stage', piece.start + 1, piece.stop)}: "
+        title += f"{counted('block', blocks[0], blocks[-1])}, " if blocks else ""
         title += f"{len(kernels)} kernel{'s' * (len(kernels) != 1)}, {format_seconds(spent)}"
         title += f", {100 * spent / total:.1f} % of all" if total > 0 else ""
         picture = sheet.format(render(scheduled, staged(stages, piece.start), longest))
         drawn.append(Section(title, [picture], fold="open" if shown < OPEN else "closed"))
         shown += len(kernels)
     return drawn
-
-
-def _span(what: str, first: int, last: int) -> str:
-    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
 def pieces(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[range]:
@@ -385,42 +360,38 @@ def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0)
     # A kernel's lines go up to what it reads. Later kernels are drawn first, so that the boxes
     # above cover the ends of their lines.
     for kernel in sorted(places, key=lambda k: (places[k].y, places[k].x), reverse=True):
-        parts.append(_kernel(scheduled, picture, kernel))
+        work, place = scheduled.kernels[kernel], places[kernel]
+        producers = list(members(scheduled.block.predecessors[kernel]))
+        waits = picture.waits.get(kernel, set())
+        read = [p for p in producers if p in places and p not in waits]
+        lines = "".join(_line(places[p], place) for p in read)
+        events = "".join(_line(places[p], place) for p in sorted(waits))
+        # Stubs stand for kernels that are not in this picture: one above if this kernel reads from
+        # some, one below if some read it.
+        middle = place.x + BOX // 2
+        if any(producer not in places for producer in producers):
+            lines += f"M{middle - 12} {place.y - 8}v8"
+        if any(c not in places for c in members(scheduled.block.successors[kernel])):
+            lines += f"M{middle + 12} {place.y + BOX_HEIGHT}v8"
+        reads = [scheduled.kernels[p].name for p in producers]
+        title = "\n".join([
+            _end(work.name, 2 * NAME),
+            place.where,
+            f"ops: {_few(work.ops)}",
+            f"{format_count(work.flops, 'FLOP')}, {format_bytes(work.moved_bytes)} moved",
+            f"reads {_few(reads)}" if reads else "reads the inputs alone",
+        ])  # fmt: skip
+        drawn = [
+            svg_path(lines, "data"),
+            svg_path(events, "event"),
+            svg_rect(place.x, place.y, BOX, BOX_HEIGHT, f"c{place.colour}"),
+            svg_text(place.x + 6, place.y + 15, _end(work.name, LABEL)),
+        ]
+        parts.append(f"<g><title>{escape(title)}</title>{''.join(drawn)}</g>")
     label = f"{len(places)} kernels in {len(bands) or len(picture.lanes)} "
     label += "stages" if bands else "streams"
     form = f' width="{width}" height="{height}"'
     return svg(parts, (width, height), "stages", label, form=form)
-
-
-def _kernel(scheduled: Scheduled, picture: Picture, kernel: int) -> str:
-    """A kernel's box, the lines into it, and stubs for kernels that are not in this picture: one
-    above if it reads from some, one below if some read it."""
-    work, place = scheduled.kernels[kernel], picture.places[kernel]
-    producers = list(members(scheduled.block.predecessors[kernel]))
-    waits = picture.waits.get(kernel, set())
-    read = [p for p in producers if p in picture.places and p not in waits]
-    lines = "".join(_line(picture.places[p], place) for p in read)
-    events = "".join(_line(picture.places[p], place) for p in sorted(waits))
-    middle = place.x + BOX // 2
-    if any(producer not in picture.places for producer in producers):
-        lines += f"M{middle - 12} {place.y - 8}v8"
-    if any(c not in picture.places for c in members(scheduled.block.successors[kernel])):
-        lines += f"M{middle + 12} {place.y + BOX_HEIGHT}v8"
-    reads = [scheduled.kernels[p].name for p in producers]
-    title = "\n".join([
-        _end(work.name, 2 * NAME),
-        place.where,
-        f"ops: {_few(work.ops)}",
-        f"{format_count(work.flops, 'FLOP')}, {format_bytes(work.moved_bytes)} moved",
-        f"reads {_few(reads)}" if reads else "reads the inputs alone",
-    ])  # fmt: skip
-    drawn = [
-        svg_path(lines, "data"),
-        svg_path(events, "event"),
-        svg_rect(place.x, place.y, BOX, BOX_HEIGHT, f"c{place.colour}"),
-        svg_text(place.x + 6, place.y + 15, _end(work.name, LABEL)),
-    ]
-    return f"<g><title>{escape(title)}</title>{''.join(drawn)}</g>"
 
 
 def _line(source: Place, destination: Place) -> str:

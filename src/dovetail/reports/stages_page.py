@@ -12,7 +12,6 @@ The page has no script.
 """
 
 import math
-import os
 from collections.abc import Collection
 
 from markupsafe import Markup
@@ -30,7 +29,6 @@ from dovetail.reports.kit import (
     preformatted,
     remarked,
     render_page,
-    save_page,
 )
 from dovetail.reports.schedules import (
     answer,
@@ -51,7 +49,6 @@ from dovetail.schedulers.results import (
     Scheduled,
     Schedules,
     SearchEffort,
-    Specialisation,
 )
 from dovetail.units import format_bytes, format_count, format_seconds
 
@@ -65,18 +62,11 @@ HEATS = (0.005, 0.02, 0.05, 0.10)
 """From each of these losses on a cell of a matrix is one step hotter."""
 
 
-def write_stages_page(
-    schedules: Schedules, path: str | os.PathLike[str], *, made: str = ""
-) -> None:
-    """Write the page to `path`, whole or not at all. made: the command that made it.
-
-    Raises `UnwritableError`.
-    """
-    save_page(render_stages(schedules, made=made), path)
-
-
 def render_stages(schedules: Schedules, *, made: str = "") -> str:
-    """The page as text. O(kernels + edges) for each schedule; what is drawn is bounded."""
+    """The page as text. O(kernels + edges) for each schedule; what is drawn is bounded.
+
+    made   the command that made it
+    """
     results = schedules.results
     parts: list[Part] = []
     if not results:
@@ -104,29 +94,44 @@ def render_stages(schedules: Schedules, *, made: str = "") -> str:
     if len(results) > 1:
         parts.append(Section("Batch sizes", [Table.of(rows)]))
     for i, (result, drawn) in enumerate(zip(results, drawable(schedules), strict=True)):
-        sections = [
-            Section("The answer", [
-                answer(result, schedules.costs_source),
-                overview(result),
-                hint("Speed-up: sequential's seconds over the schedule's. Spread: interquartile "
-                     "range over median. Sizes are in kernels."),
-            ]),
-            *_pictures(result, drawn),
-            _latency(result),
-            *_blocks(result),
-            *_work(result),
-            *_search(result),
-            *_sampled(result),
-        ]  # fmt: skip
+        answered: list[Part] = [
+            answer(result, schedules.costs_source),
+            overview(result),
+            hint(
+                "Speed-up: sequential's seconds over the schedule's. Spread: interquartile range "
+                "over median. Sizes are in kernels."
+            ),
+        ]
+        sections = [Section("The answer", answered), *_pictures(result, drawn), *_figures(result)]
         title = f"Batch {result.batch:,}: {result.chosen}"
         parts.append(Section(title, sections, fold="closed" if i else "open", style="batch"))
-    matrices = [Section(matrix.title, [_matrix(matrix)]) for matrix in schedules.specialisations]
-    note = (
+    matrices: list[Part] = [
         "Rows: where it ran. Columns: what the schedule was made for. On the diagonal both are the "
         "same; beside it, what is lost against the diagonal of the row (tables 1 and 2, figure 6)."
-    )
-    if matrices:
-        parts.append(Section("Specialisation", [note, *matrices]))
+    ]
+    for matrix in schedules.specialisations:
+        # The diagonal of a row is the column with the row's name. If rows and columns share no name
+        # at all, it is the column with the row's number in a square matrix.
+        columns, share_names = list(matrix.columns), bool(set(matrix.rows) & set(matrix.columns))
+        lines = []
+        for i, (name, row) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
+            diagonal = i if len(matrix.rows) == len(columns) else None
+            if share_names:
+                diagonal = columns.index(name) if name in columns else None
+            base = row[diagonal] if diagonal is not None else 0.0
+            cells: list[str | StyledCell] = [f"on {name}"]
+            for j, value in enumerate(row):
+                loss = value / base - 1 if base > 0 else math.nan
+                text = format_seconds(value) if math.isfinite(value) else "-"
+                if math.isfinite(loss) and j != diagonal:
+                    text = remarked(text, f"{100 * loss:+.1f} %")
+                style = "own" if j == diagonal else f"heat{sum(loss >= heat for heat in HEATS)}"
+                cells.append(StyledCell(text, style))
+            lines.append(cells)
+        table = Table(("", *(f"for {column}" for column in columns)), lines, "scroll heat")
+        matrices.append(Section(matrix.title, [table]))
+    if schedules.specialisations:
+        parts.append(Section("Specialisation", matrices))
     if made:
         parts.append(Section("How this was made", [preformatted(made)]))
     title = f"{schedules.model} on {schedules.device}"
@@ -200,9 +205,12 @@ def _pictures(scheduled: Scheduled, drawn: Collection[str]) -> list[Section]:
     return [Section("Stages", parts)] if scheduled.candidates else []
 
 
-def _latency(scheduled: Scheduled) -> Section:
+def _figures(scheduled: Scheduled) -> list[Section]:
+    """The sections of figures: latency, blocks, work, search, and whether sums of stages are right.
+    One of which nothing is known is left out."""
+    candidates = scheduled.candidates
     rows = []
-    for candidate in scheduled.candidates:
+    for candidate in candidates:
         timing = measured_of(candidate)
         error = ""
         if timing is not None and timing.median_seconds > 0:
@@ -216,141 +224,105 @@ def _latency(scheduled: Scheduled) -> Section:
             "error of the prediction": error,
             "rounds": f"{len(candidate.seconds):,}" if timing else "not measured",
         })  # fmt: skip
-    chart = latency_chart(scheduled.candidates, scheduled.chosen)
-    return Section("Latency of all schedules", [chart, in_figures(Table.of(rows))])
+    chart = latency_chart(candidates, scheduled.chosen)
+    sections = [Section("Latency of all schedules", [chart, in_figures(Table.of(rows))])]
 
-
-def _blocks(scheduled: Scheduled) -> list[Section]:
-    """The speed-up of each block: sequential's predicted seconds over each scheduler's. None if no
-    schedule has seconds for the same blocks as sequential."""
+    # Of each block sequential's predicted seconds over each scheduler's, where a schedule has
+    # seconds for the same blocks as sequential.
     base = sequential_of(scheduled)
     count = 0 if base is None else len(base.block_seconds)
     compared = [c for c in _by_choice(scheduled) if c is not base and len(c.block_seconds) == count]
-    if base is None or not count or not compared:
-        return []
-    gains = {
-        c.scheduler: [
-            base_seconds / seconds if seconds > 0 else 1.0
-            for base_seconds, seconds in zip(base.block_seconds, c.block_seconds, strict=True)
-        ][:MOST_BLOCKS]
-        for c in compared
-    }
-    first, *_ = gains
-    numbers = [str(block + 1) for block in range(len(gains[first]))]
-    axes = Axes(f"block: how many times as fast as sequential, by {first}")
-    sizes = [f"{len(kernels):,}" for kernels in scheduled.blocks]
-    rows = [
-        (number, sizes[i] if i < len(sizes) else "", format_seconds(base.block_seconds[i]),
-         *(f"{of[i]:.3f} x" for of in gains.values()))
-        for i, number in enumerate(numbers)
-    ]  # fmt: skip
-    parts: list[Part] = [
-        "Predicted, against the same block run sequentially.",
-        bar_chart(gains[first], numbers, axes),
-    ]
-    if len(numbers) < count:
-        parts.append(f"The first {len(numbers)} of {count:,} blocks.")
-    table = Table(("block", "kernels", "sequential", *gains), rows)
-    return [Section("Speed-up of each block", [*parts, in_figures(table)])]
-
-
-def _work(scheduled: Scheduled) -> list[Section]:
-    """The table of kernels, FLOPs, memory access and utilisation (the paper's table 5)."""
-    if not scheduled.kernels:
-        return []
-    flops = sum(kernel.flops for kernel in scheduled.kernels)
-    moved = sum(kernel.moved_bytes for kernel in scheduled.kernels)
-    rows = []
-    for candidate in scheduled.candidates:
-        seconds = candidate.step_seconds
-        rate = format_count(flops / seconds, "FLOP/s") if seconds > 0 else "-"
-        rows.append({
-            "scheduler": candidate.scheduler,
-            "kernels run": f"{launches_of(scheduled, candidate):,}",
-            "FLOPs": format_count(flops, "FLOP"),
-            "memory access": format_bytes(moved),
-            "utilisation": rate + ("" if candidate.seconds else " (predicted)"),
-            "bandwidth": format_count(moved / seconds, "B/s") if seconds > 0 else "-",
-        })  # fmt: skip
-    peak = ""
-    if scheduled.peak_bytes:
-        peak = "Peak of the chosen schedule's memory plan, parameters apart: "
-        peak += f"{format_bytes(scheduled.peak_bytes)}. "
-    text = f"{peak}A multiply-add is two FLOPs; table 5 of the paper counts it once."
-    parts: list[Part] = [text, Table.of(rows)]
-    if any(stage.merged for c in scheduled.candidates for stage in c.stages):
-        parts.append(hint("FLOPs and memory access are of the kernels before any were merged."))
-    return [Section("Work and memory", parts)]
-
-
-def _search(scheduled: Scheduled) -> list[Section]:
-    """The table of the effort of finding each schedule (the paper's table 4)."""
-    if all(candidate.effort == SearchEffort() for candidate in scheduled.candidates):
-        return []
-    rows = [
-        {
-            "scheduler": candidate.scheduler,
-            "search": format_seconds(candidate.effort.search_seconds),
-            "measuring": format_seconds(candidate.effort.measuring_seconds),
-            "states": f"{candidate.effort.states:,}",
-            "transitions": f"{candidate.effort.transitions:,}",
-            "stages asked": f"{candidate.effort.asked:,}",
-            "stages measured": f"{candidate.effort.timed:,}",
-            "left out": candidate.pruning or "nothing",
+    if base is not None and count and compared:
+        gains = {
+            c.scheduler: [
+                base_seconds / seconds if seconds > 0 else 1.0
+                for base_seconds, seconds in zip(base.block_seconds, c.block_seconds, strict=True)
+            ][:MOST_BLOCKS]
+            for c in compared
         }
-        for candidate in scheduled.candidates
-    ]
-    note = (
-        "Stages asked: distinct ones that came up; stages measured: those of them that were not "
-        "known yet."
-    )
-    return [Section("Search", [note, Table.of(rows)])]
+        first, *_ = gains
+        numbers = [str(block + 1) for block in range(len(gains[first]))]
+        axes = Axes(f"block: how many times as fast as sequential, by {first}")
+        sizes = [f"{len(kernels):,}" for kernels in scheduled.blocks]
+        of_blocks = [
+            (number, sizes[i] if i < len(sizes) else "", format_seconds(base.block_seconds[i]),
+             *(f"{of[i]:.3f} x" for of in gains.values()))
+            for i, number in enumerate(numbers)
+        ]  # fmt: skip
+        parts: list[Part] = [
+            "Predicted, against the same block run sequentially.",
+            bar_chart(gains[first], numbers, axes),
+        ]
+        if len(numbers) < count:
+            parts.append(f"The first {len(numbers)} of {count:,} blocks.")
+        table = Table(("block", "kernels", "sequential", *gains), of_blocks)
+        sections.append(Section("Speed-up of each block", [*parts, in_figures(table)]))
 
+    # Kernels, FLOPs, memory access and utilisation (the paper's table 5).
+    if scheduled.kernels:
+        flops = sum(kernel.flops for kernel in scheduled.kernels)
+        moved = sum(kernel.moved_bytes for kernel in scheduled.kernels)
+        rows = []
+        for candidate in candidates:
+            seconds = candidate.step_seconds
+            rate = format_count(flops / seconds, "FLOP/s") if seconds > 0 else "-"
+            rows.append({
+                "scheduler": candidate.scheduler,
+                "kernels run": f"{launches_of(scheduled, candidate):,}",
+                "FLOPs": format_count(flops, "FLOP"),
+                "memory access": format_bytes(moved),
+                "utilisation": rate + ("" if candidate.seconds else " (predicted)"),
+                "bandwidth": format_count(moved / seconds, "B/s") if seconds > 0 else "-",
+            })  # fmt: skip
+        peak = ""
+        if scheduled.peak_bytes:
+            peak = "Peak of the chosen schedule's memory plan, parameters apart: "
+            peak += f"{format_bytes(scheduled.peak_bytes)}. "
+        text = f"{peak}A multiply-add is two FLOPs; table 5 of the paper counts it once."
+        parts = [text, Table.of(rows)]
+        if any(stage.merged for c in candidates for stage in c.stages):
+            parts.append(hint("FLOPs and memory access are of the kernels before any were merged."))
+        sections.append(Section("Work and memory", parts))
 
-def _sampled(scheduled: Scheduled) -> list[Section]:
-    """Random schedules, measured against predicted, and the share of pairs whose order was
-    predicted right; none for less than two."""
-    points = scheduled.sampled
-    if len(points) < 2:
-        return []
-
-    def share(least_difference: float) -> str:
-        right, compared = pairs_ordered_right(points, least_difference)
-        if not compared:
-            return "none of 0"
-        return f"{right:,} of {compared:,} ({100 * right / compared:.1f} %)"
-
-    noise = noise_of(scheduled.candidates)
-    text = (
-        f"{len(points):,} random schedules. Of all pairs {share(0.0)} come out in the order that "
-        "was predicted (the paper: 93.7 %)."
-    )
-    if noise > 0:
-        text += (
-            f" Of pairs further apart than the noise of the measurements, {100 * noise:.1f} %: "
-            f"{share(noise)}."
+    # The effort of finding each schedule (the paper's table 4).
+    if any(candidate.effort != SearchEffort() for candidate in candidates):
+        rows = [
+            {
+                "scheduler": candidate.scheduler,
+                "search": format_seconds(candidate.effort.search_seconds),
+                "measuring": format_seconds(candidate.effort.measuring_seconds),
+                "states": f"{candidate.effort.states:,}",
+                "transitions": f"{candidate.effort.transitions:,}",
+                "stages asked": f"{candidate.effort.asked:,}",
+                "stages measured": f"{candidate.effort.timed:,}",
+                "left out": candidate.pruning or "nothing",
+            }
+            for candidate in candidates
+        ]
+        note = (
+            "Stages asked: distinct ones that came up; stages measured: those of them that were "
+            "not known yet."
         )
-    return [Section("Are sums of stages right?", [text, scatter_chart(points)])]
+        sections.append(Section("Search", [note, Table.of(rows)]))
 
+    # Random schedules, measured against predicted, and the share of pairs whose order was predicted
+    # right.
+    points = scheduled.sampled
+    if len(points) > 1:
 
-def _matrix(matrix: Specialisation) -> Table:
-    """Seconds, and the loss against the schedule that was made for the row. It is the column with
-    the row's name. If rows and columns share no name at all, it is the column with the row's number
-    in a square matrix."""
-    columns, share_names = list(matrix.columns), bool(set(matrix.rows) & set(matrix.columns))
-    rows = []
-    for i, (name, seconds) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
-        diagonal = i if len(matrix.rows) == len(columns) else None
-        if share_names:
-            diagonal = columns.index(name) if name in columns else None
-        base = seconds[diagonal] if diagonal is not None else 0.0
-        cells: list[str | StyledCell] = [f"on {name}"]
-        for j, value in enumerate(seconds):
-            loss = value / base - 1 if base > 0 else math.nan
-            text = format_seconds(value) if math.isfinite(value) else "-"
-            if math.isfinite(loss) and j != diagonal:
-                text = remarked(text, f"{100 * loss:+.1f} %")
-            style = "own" if j == diagonal else f"heat{sum(loss >= heat for heat in HEATS)}"
-            cells.append(StyledCell(text, style))
-        rows.append(cells)
-    return Table(("", *(f"for {column}" for column in columns)), rows, "scroll heat")
+        def share(least_difference: float) -> str:
+            right, pairs = pairs_ordered_right(points, least_difference)
+            return f"{right:,} of {pairs:,} ({100 * right / pairs:.1f} %)" if pairs else "none of 0"
+
+        noise = noise_of(candidates)
+        text = (
+            f"{len(points):,} random schedules. Of all pairs {share(0.0)} come out in the order "
+            "that was predicted (the paper: 93.7 %)."
+        )
+        if noise > 0:
+            text += (
+                f" Of pairs further apart than the noise of the measurements, {100 * noise:.1f} %: "
+                f"{share(noise)}."
+            )
+        sections.append(Section("Are sums of stages right?", [text, scatter_chart(points)]))
+    return sections

@@ -58,14 +58,39 @@ def stacked(*shown: RenderableType) -> Group:
 
 
 def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
-    """(label, text) pairs that sum a plan up."""
+    """(label, text) pairs that sum a plan up.
+
+    There is a note for each model of device that computes some dtype of the graph in float32; with
+    analytic costs also for each dtype of the graph's numbers whose rate some devices do not give.
+    """
+    machine, used = plan.machine, dict.fromkeys(graph.dtypes)
+    emulated = {device.model: emulated_dtypes(device) for device in machine.devices}
+    notes = [
+        f"a {model} has no fast units for {' and '.join(dtypes)}: costed as computed in float32"
+        for model, emulated_of in emulated.items()
+        # Integer tensors are mostly indices and flags, which nothing multiplies.
+        if (dtypes := [dtype for dtype in emulated_of if dtype in used and dtype != "int8"])
+    ]
+    derived: dict[str, list[str]] = {}
+    for dtype in used if plan.costs_source == "analytic" else ():
+        for device in machine.devices:
+            source, times = device.rate_source(dtype)
+            # Integers are mostly indices and flags, and count as float32 everywhere.
+            is_exact = dtype.startswith(EXACT)
+            if device.kind != "host" and source != dtype and not is_exact:
+                part = f"1/{times} of {source}'s" if times > 1 else f"{source}'s"
+                derived.setdefault(f"{dtype} is costed at {part} rate", []).append(device.model)
+    notes += [
+        f"{how}, as {' and '.join(dict.fromkeys(models))} give none for it"
+        for how, models in derived.items()
+    ]
     sources = int(graph.is_source.sum())
     what = f"{len(graph) - sources:,} ops and {sources:,} sources in {plan.groups:,} groups"
     value = f"{plan.objective} {format_value(plan, plan.value)}"
     facts = [
         ("model", plan.source.model + (f", {plan.source.training}" * bool(plan.source.training))),
         ("graph", what),
-        ("machine", f"{plan.machine.name}: {', '.join(plan.machine.device_names)}"),
+        ("machine", f"{machine.name}: {', '.join(machine.device_names)}"),
         ("costs", plan.costs_source),
         ("method", f"{plan.placer}, seed {plan.seed}" + ", contiguous" * plan.contiguous),
     ]
@@ -80,7 +105,7 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
     facts.append(("gap", describe_gap(plan)))
     searched = format_seconds(plan.planning_seconds)
     facts.append(("planning", searched + (", interrupted: best so far" * plan.interrupted)))
-    facts += [("note", note) for note in _rate_notes(plan, graph)]
+    facts += [("note", note) for note in notes]
     if plan.made_for:
         facts.append(("for", plan.made_for))
     facts += [("whole", pattern) for pattern in plan.whole]
@@ -88,35 +113,6 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
     facts += [("cap", f"{device}: {format_bytes(size)}") for device, size in plan.caps]
     facts += [("note", note) for note in plan.notes]
     return facts
-
-
-def _rate_notes(plan: Plan, graph: Graph) -> list[str]:
-    """One sentence for each model of device that computes some dtype of the graph in float32; with
-    analytic costs also for each dtype of the graph's numbers whose rate some devices do not give.
-    """
-    machine, used = plan.machine, dict.fromkeys(graph.dtypes)
-    emulated = {device.model: emulated_dtypes(device) for device in machine.devices}
-    notes = [
-        f"a {model} has no fast units for {' and '.join(dtypes)}: costed as computed in float32"
-        for model, emulated_of in emulated.items()
-        # Integer tensors are mostly indices and flags, which nothing multiplies.
-        if (dtypes := [dtype for dtype in emulated_of if dtype in used and dtype != "int8"])
-    ]
-    if plan.costs_source != "analytic":
-        return notes
-    derived: dict[str, list[str]] = {}
-    for dtype in used:
-        for device in machine.devices:
-            source, times = device.rate_source(dtype)
-            # Integers are mostly indices and flags, and count as float32 everywhere.
-            is_exact = dtype.startswith(EXACT)
-            if device.kind != "host" and source != dtype and not is_exact:
-                part = f"1/{times} of {source}'s" if times > 1 else f"{source}'s"
-                derived.setdefault(f"{dtype} is costed at {part} rate", []).append(device.model)
-    return notes + [
-        f"{how}, as {' and '.join(dict.fromkeys(models))} give none for it"
-        for how, models in derived.items()
-    ]
 
 
 def plan_table(plan: Plan, graph: Graph) -> RenderableType:

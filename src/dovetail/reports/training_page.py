@@ -9,7 +9,6 @@ The page has no script.
 """
 
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from dovetail.reports.kit import (
     in_figures,
     preformatted,
     render_page,
-    save_page,
+    scrolled,
 )
 from dovetail.training import analysis
 from dovetail.training.history import Column, History, common_level, events_of, lower_is_better
@@ -66,21 +65,14 @@ Curve = tuple[ShownRun, Column, Column, Column]
 """A run, and [points] seconds, samples and values: after so many of them it had this value."""
 
 
-def write_training_page(
-    histories: Sequence[History], path: str | os.PathLike[str], *, made: str = ""
-) -> None:
-    """Write the page of these runs, in their order, to `path`, whole or not at all.
+def render_training(histories: Sequence[History], *, made: str = "") -> str:
+    """The page of these runs, in their order, as text. O(commits), but what is drawn of a run is
+    bounded. Times are since the first step of each run.
 
     made   the command that made the page
 
-    Raises `UnwritableError`, and `UsageError` for no run or more than `MOST_RUNS`.
+    Raises `UsageError` for no run or more than `MOST_RUNS`.
     """
-    save_page(render_training(histories, made=made), path)
-
-
-def render_training(histories: Sequence[History], *, made: str = "") -> str:
-    """The page as text. O(commits), but what is drawn of a run is bounded. Times are since the
-    first step of each run."""
     if not 0 < len(histories) <= MOST_RUNS:
         raise UsageError("histories", f"there are {len(histories)}; a page shows 1 to {MOST_RUNS}")
     # A run's label is its name. If two names are equal, all get the number of workers and the
@@ -108,21 +100,80 @@ def render_training(histories: Sequence[History], *, made: str = "") -> str:
     if main is not None and len(runs) > 1:
         level = common_level([run.history for run in runs], main)
     shown = figures[:MOST_FIGURES]
+
+    samples = sum(run.history.outcome.samples for run in runs)
+    cards: list[Card] = [("runs", str(len(runs)), f"{format_count(samples)} samples in all")]
+    bests = []
+    if main is not None:
+        bests = [(best.figures[main], run.label) for run in runs
+                 if (best := run.history.best(main)) is not None]  # fmt: skip
+    if main is not None and bests:
+        sign = -1 if lower_is_better(main) else 1
+        value, label = max(bests, key=lambda pair: sign * pair[0])
+        cards.append((f"best {main}", f"{value:.4g}", f"by {label}"))
+    if main is not None and level is not None:
+        # The run that was first at the level that all reached; of equally fast ones the first.
+        times = [(seconds, run.number, run.label) for run in runs
+                 if (seconds := run.history.seconds_to(main, level)) is not None]  # fmt: skip
+        least, _, label = min(times)
+        cards.append((f"fastest to {main} {level:.4g}", format_seconds(least), f"by {label}"))
+    if len(runs) == 1:
+        history = runs[0].history
+        cards.append(("staleness", _number(history.staleness.mean), f"mean; n - 1 is "
+                      f"{history.workers - 1}"))  # fmt: skip
+        start = format_seconds(runs[0].start_up_seconds)
+        cards.append(("took", format_seconds(history.outcome.seconds),
+                      f"{len(history):,} commits; start-up {start}"))  # fmt: skip
+    counts = Counter(event.kind for run in runs for event in run.history.outcome.events)
+    restarted = f"{counts['restarted'] + counts['server_restarted']} restarted"
+    cards.append(
+        ("workers lost", str(counts["lost"]), f"{restarted}, {counts['refused']} refusals")
+    )
+
+    # A row for each run with its settings, its best figures, its staleness and how it ended.
+    rows = []
+    for run in runs:
+        history = run.history
+        best_of = {name: history.best(name) for name in shown}
+        settings = {field: history.of_job(field) for field in ("window", "batch")}
+        to_level = {}
+        if main is not None and level is not None:
+            reached = history.seconds_to(main, level)
+            text = "-" if reached is None else format_seconds(reached)
+            to_level = {f"to {main} {level:.4g}": text}
+        ending = "stopped early" if history.outcome.stopped else "done"
+        if history.divergence is not None:
+            ending = "diverged"
+        elif history.outcome.meta.get("failed"):
+            ending = "failed"
+        elif history.interrupted:
+            ending = "interrupted"
+        rows.append({
+            "run": run.head,
+            "backend": history.backend or "-",
+            "workers": str(history.workers),
+            **{name: "-" if count is None else f"{count:,}" for name, count in settings.items()},
+            "commits": f"{len(history):,}",
+            "samples": f"{history.outcome.samples:,}",
+            "time": format_seconds(history.outcome.seconds),
+            **{f"best {name}": f"{best.figures[name]:.4g}" if best else "-"
+               for name, best in best_of.items()},
+            **to_level,
+            "staleness": _number(history.staleness.mean),
+            "ended": ending,
+        })  # fmt: skip
     return render_page(
         Page(
             "Training by " + ", ".join(dict.fromkeys(run.history.name for run in runs)),
-            _cards(runs, main, level),
+            cards,
             [
                 Section("Runs", [
                     "Times are since a run's first step. The processes' start is not among them.",
-                    _runs_table(runs, shown, main, level),
+                    Table.of(rows),
                 ]),
-                Section("Learning, against time and against samples", _learning(runs, shown)),
-                Section("Temporal efficiency", _efficiency(runs, main)),
-                Section("Staleness of commits", _staleness(runs)),
-                Section("Implicit momentum", _momentum(runs)),
-                Section("What each worker did when", _workers(runs)),
-                Section("Events and refusals", _events(runs)),
+                *_learning(runs, shown, main),
+                *_asynchrony(runs),
+                *_workers(runs),
                 Section("How this was made", [
                     preformatted(made),
                     *(Section(run.label, [Table((), run.history.facts(), "scroll facts")],
@@ -145,76 +196,10 @@ def _statistics(stats: analysis.Staleness | None, mean: str) -> dict[str, str]:
     return dict(zip((mean, "p50", "p95", "max"), map(_number, values), strict=True))
 
 
-def _cards(runs: Runs, main: str | None, level: float | None) -> list[Card]:
-    samples = sum(run.history.outcome.samples for run in runs)
-    cards = [("runs", str(len(runs)), f"{format_count(samples)} samples in all")]
-    bests = []
-    if main is not None:
-        bests = [(best.figures[main], run.label) for run in runs
-                 if (best := run.history.best(main)) is not None]  # fmt: skip
-    if main is not None and bests:
-        sign = -1 if lower_is_better(main) else 1
-        value, label = max(bests, key=lambda pair: sign * pair[0])
-        cards.append((f"best {main}", f"{value:.4g}", f"by {label}"))
-    if main is not None and level is not None:
-        # The run that was first at the level that all reached; of equally fast ones the first.
-        times = [(seconds, run.number, run.label) for run in runs
-                 if (seconds := run.history.seconds_to(main, level)) is not None]  # fmt: skip
-        seconds, _, label = min(times)
-        cards.append((f"fastest to {main} {level:.4g}", format_seconds(seconds), f"by {label}"))
-    if len(runs) == 1:
-        history = runs[0].history
-        cards.append(("staleness", _number(history.staleness.mean), f"mean; n - 1 is "
-                      f"{history.workers - 1}"))  # fmt: skip
-        start = format_seconds(runs[0].start_up_seconds)
-        cards.append(("took", format_seconds(history.outcome.seconds),
-                      f"{len(history):,} commits; start-up {start}"))  # fmt: skip
-    counts = Counter(event.kind for run in runs for event in run.history.outcome.events)
-    restarted = f"{counts['restarted'] + counts['server_restarted']} restarted"
-    cards.append(
-        ("workers lost", str(counts["lost"]), f"{restarted}, {counts['refused']} refusals")
-    )
-    return cards
-
-
-def _runs_table(runs: Runs, figures: Sequence[str], main: str | None, level: float | None) -> Table:
-    """A row for each run with its settings, its best figures, its staleness and how it ended."""
-    rows = []
-    for run in runs:
-        history = run.history
-        bests = {name: history.best(name) for name in figures}
-        counts = {field: history.of_job(field) for field in ("window", "batch")}
-        to_level = {}
-        if main is not None and level is not None:
-            seconds = history.seconds_to(main, level)
-            text = "-" if seconds is None else format_seconds(seconds)
-            to_level = {f"to {main} {level:.4g}": text}
-        ending = "stopped early" if history.outcome.stopped else "done"
-        if history.divergence is not None:
-            ending = "diverged"
-        elif history.outcome.meta.get("failed"):
-            ending = "failed"
-        elif history.interrupted:
-            ending = "interrupted"
-        rows.append({
-            "run": run.head,
-            "backend": history.backend or "-",
-            "workers": str(history.workers),
-            **{name: "-" if count is None else f"{count:,}" for name, count in counts.items()},
-            "commits": f"{len(history):,}",
-            "samples": f"{history.outcome.samples:,}",
-            "time": format_seconds(history.outcome.seconds),
-            **{f"best {name}": f"{best.figures[name]:.4g}" if best else "-"
-               for name, best in bests.items()},
-            **to_level,
-            "staleness": _number(history.staleness.mean),
-            "ended": ending,
-        })  # fmt: skip
-    return Table.of(rows)
-
-
-def _learning(runs: Runs, figures: Sequence[str]) -> list[Part]:
-    """Charts of each figure, then of the commits' loss, against time and against samples."""
+def _learning(runs: Runs, figures: Sequence[str], main: str | None) -> list[Section]:
+    """The sections of what was learned: charts of each figure, then of the commits' loss, against
+    time and against samples; and the temporal efficiency E(row, column) of the main figure, for all
+    pairs of runs whose curve has an integral over time."""
     charted: list[tuple[str, list[Curve]]] = [
         (figure, [(run, *run.history.curve(figure)) for run in runs]) for figure in figures
     ]
@@ -240,40 +225,40 @@ def _learning(runs: Runs, figures: Sequence[str]) -> list[Part]:
             ]  # fmt: skip
             axes = Axes(f"{figure} against {against}", format_x, top)
             charts.append(Figure("", line_chart(lines, axes)))
-    return [Figures(charts)]
+    sections = [Section("Learning, against time and against samples", [Figures(charts)])]
 
-
-def _efficiency(runs: Runs, figure: str | None) -> list[Part]:
-    """The table of the temporal efficiency E(row, column) of the main figure, for all pairs of
-    runs whose curve has an integral over time."""
-    curves = {} if figure is None else {run.number: run.history.curve(figure) for run in runs}
+    of_main = {} if main is None else {run.number: run.history.curve(main) for run in runs}
     compared = []
     for run in runs:
-        seconds, _, values = curves.get(run.number, (np.zeros(0),) * 3)
+        seconds, _, values = of_main.get(run.number, (np.zeros(0),) * 3)
         if len(seconds) and seconds[-1] > 0 and np.isfinite(values).all():
             compared.append(run)
-    if figure is None or lower_is_better(figure) or len(compared) < 2:
-        return ["It compares two runs or more by a figure that grows, such as accuracy."]
+    if main is None or lower_is_better(main) or len(compared) < 2:
+        why = "It compares two runs or more by a figure that grows, such as accuracy."
+        return [*sections, Section("Temporal efficiency", [why])]
     rows = []
     for a in compared:
         cells: list[str] = [a.head]
         for b in compared:
-            (a_seconds, _, a_values), (b_seconds, _, b_values) = curves[a.number], curves[b.number]
+            a_seconds, _, a_values = of_main[a.number]
+            b_seconds, _, b_values = of_main[b.number]
             ratio = analysis.temporal_efficiency(
                 a_seconds.tolist(), a_values.tolist(), b_seconds.tolist(), b_values.tolist()
             )
             text = _number(ratio)
             cells.append(Markup("<b>{}</b>").format(text) if a is not b and ratio > 1 else text)
         rows.append(cells)
-    return [
-        f"Integral of {figure} over time of the row's run over that of the column's, up to the "
+    efficiency: list[Part] = [
+        f"Integral of {main} over time of the row's run over that of the column's, up to the "
         "shorter time: above 1 the row's run made better use of it.",
         Table(["", *(run.label for run in compared)], rows),
     ]
+    return [*sections, Section("Temporal efficiency", efficiency)]
 
 
-def _staleness(runs: Runs) -> list[Part]:
-    """A histogram of the staleness of each run, and its statistics."""
+def _asynchrony(runs: Runs) -> list[Section]:
+    """The sections of asynchrony: the staleness of each run as a histogram and in figures, and the
+    implicit momentum, its estimates along each run and their medians."""
     charts, rows = [], []
     for run in runs:
         history = run.history
@@ -291,7 +276,7 @@ def _staleness(runs: Runs) -> list[Part]:
             counts, labels = histogram(values)
             axes = Axes(f"{run.label}: commits by staleness")
             charts.append(Figure("", bar_chart(counts, labels, axes, run.number)))
-    return [
+    staleness: list[Part] = [
         "The staleness of a commit says how often the center was changed between the pull that the "
         "commit started from and its own application. Equal workers without waiting have n - 1 on "
         "average. The first n commits are left out.",
@@ -299,20 +284,6 @@ def _staleness(runs: Runs) -> list[Part]:
         Table.of(rows),
     ]
 
-
-def histogram(values: Column) -> tuple[list[float], list[str]]:
-    """(counts, labels) of at most `MOST_BINS` equally wide bins from 0 on."""
-    # -(-a // b) rounds up.
-    width = -(-(int(values.max()) + 1) // MOST_BINS)
-    counts = np.bincount(values // width)
-    labels = [
-        str(i) if width == 1 else f"{i * width}-{(i + 1) * width - 1}" for i in range(len(counts))
-    ]
-    return counts.astype(float).tolist(), labels
-
-
-def _momentum(runs: Runs) -> list[Part]:
-    """Implicit momentum: the estimates along each run, and their medians."""
     lines, rows = [], []
     for run in runs:
         history = run.history
@@ -335,18 +306,31 @@ def _momentum(runs: Runs) -> list[Part]:
             "1 - 1/n": _number(history.expected_momentum),
         })  # fmt: skip
     axes = Axes("implicit momentum against samples; dashed: 1 - 1/n", top=1.5, bottom=-1.0)
-    return [
+    momentum: list[Part] = [
         "Stale gradients add momentum to plain descent. It is estimated from the center's path, "
         "and stands beside 1 - 1/n, which holds for memoryless step times. If a rule has momentum "
         "of its own, the estimate contains both.",
         *([line_chart(lines, axes)] if lines else []),
         Table.of(rows),
     ]
+    return [Section("Staleness of commits", staleness), Section("Implicit momentum", momentum)]
 
 
-def _workers(runs: Runs) -> list[Part]:
-    """The timeline of each run, and a table of its workers: what each did, the shares of its time,
-    and its staleness."""
+def histogram(values: Column) -> tuple[list[float], list[str]]:
+    """(counts, labels) of at most `MOST_BINS` equally wide bins from 0 on."""
+    # -(-a // b) rounds up.
+    width = -(-(int(values.max()) + 1) // MOST_BINS)
+    counts = np.bincount(values // width)
+    labels = [
+        str(i) if width == 1 else f"{i * width}-{(i + 1) * width - 1}" for i in range(len(counts))
+    ]
+    return counts.astype(float).tolist(), labels
+
+
+def _workers(runs: Runs) -> list[Section]:
+    """The sections of what happened: the timeline of each run and a table of its workers, with what
+    each did, the shares of its time, and its staleness; then the number of events of each kind, the
+    reasons of refused commits, and each event."""
     parts: list[Part] = [
         "Compute: a window's local steps. Exchange: from there to the server's answer; in rules "
         "that gather, the wait for the other workers is in it. Wait: the rest."
@@ -371,23 +355,22 @@ def _workers(runs: Runs) -> list[Part]:
                 **_statistics(of_worker.get(lane.worker), "staleness"),
                 **{kind: str(of_kind[lane.worker]) for kind, of_kind in counts.items()},
             })  # fmt: skip
-        chart = Markup('<div class="scroll">{}</div>').format(timeline(history))
         # The page of one run alone has its name in the title.
         title = run.label if len(runs) > 1 else ""
-        parts.append(Section(title, [chart, in_figures(Table.of(rows[:MOST_ROWS]))]))
-    return parts
+        parts.append(
+            Section(title, [scrolled(timeline(history)), in_figures(Table.of(rows[:MOST_ROWS]))])
+        )
+    done = Section("What each worker did when", parts)
 
-
-def _events(runs: Runs) -> list[Part]:
-    """The number of events of each kind, the reasons of refused commits, and each event."""
     happened = [(run, event) for run in runs for event in run.history.outcome.events]
     if not happened:
-        return ["No worker joined, left or was lost, and no commit was refused."]
+        none = "No worker joined, left or was lost, and no commit was refused."
+        return [done, Section("Events and refusals", [none])]
     # Kind -> its name.
     kinds = {event.kind: event_name(event) for _, event in happened}
-    counts = Counter((run.number, event.kind) for run, event in happened)
-    count_rows = [[run.head, *(f"{counts[run.number, kind]:,}" for kind in kinds)] for run in runs]
-    parts: list[Part] = [Table(["run", *kinds.values()], count_rows)]
+    times = Counter((run.number, event.kind) for run, event in happened)
+    count_rows = [[run.head, *(f"{times[run.number, kind]:,}" for kind in kinds)] for run in runs]
+    events: list[Part] = [Table(["run", *kinds.values()], count_rows)]
     reasons = Counter((run.number, event.detail) for run in runs
                       for event in events_of(run.history.outcome, "refused"))  # fmt: skip
     refusals = [
@@ -395,10 +378,11 @@ def _events(runs: Runs) -> list[Part]:
         for (number, reason), count in reasons.most_common(MOST_REASONS)
     ]
     if refusals:
-        parts.append(Table(("run", "refused because", "commits"), refusals, "scroll left"))
+        events.append(Table(("run", "refused because", "commits"), refusals, "scroll left"))
     listed = [[run.label, format_seconds(event.seconds), event_owner(event), event_name(event),
                Markup("<pre>{}</pre>").format(event.detail[:4000])]
               for run, event in happened[:MOST_EVENTS]]  # fmt: skip
     cut = f" (the first {MOST_EVENTS:,})" if len(happened) > MOST_EVENTS else ""
     table = Table(("run", "time", "who", "what", "detail"), listed, "scroll left")
-    return [*parts, Section(f"all {len(happened):,}{cut}", [table], fold="closed")]
+    events.append(Section(f"all {len(happened):,}{cut}", [table], fold="closed"))
+    return [done, Section("Events and refusals", events)]

@@ -394,19 +394,6 @@ class Prices(NamedTuple):
     seconds_per_byte: Float64
 
 
-class _DeviceTypes(NamedTuple):
-    """Types of devices that are alike.
-
-    first       [types] first device of the type
-    counts      [types] number of devices of the type
-    of_device   [devices] type of each device
-    """
-
-    first: Int64
-    counts: Int64
-    of_device: Int64
-
-
 def classes_of(graph: Graph) -> Int64:
     """[ops] number of each op's class.
 
@@ -478,8 +465,15 @@ def load_balance_prices(
     if sizes is None or capacities is None:
         sizes, capacities = np.zeros(len(seconds)), np.full(devices, np.inf)
     burdens = (seconds.min(axis=1) > 0) | (sizes > 0)
-    types = _types(seconds, capacities)
-    rows = seconds[burdens][:, types.first]
+    # Devices of one type have equal seconds for every class, and equal memory: `type_of` [devices],
+    # and the number and the first device of each type.
+    index: dict[tuple[bytes, float], int] = {}
+    type_of = [
+        index.setdefault((column.tobytes(), float(room)), len(index))
+        for column, room in zip(seconds.T, capacities, strict=True)
+    ]
+    counts, first = np.bincount(type_of), np.array([type_of.index(t) for t in range(len(index))])
+    rows = seconds[burdens][:, first]
     finite = np.isfinite(rows)
     if not (rows[finite] > 0).any():
         return equal
@@ -487,27 +481,15 @@ def load_balance_prices(
     most_seconds = float(np.where(finite, rows, 0).max(axis=1).sum())
     most_bytes = max(float(sizes.sum()), 1.0)
     merged = _merge_rows(np.column_stack([rows / most_seconds, sizes[burdens] / most_bytes]))
-    room = capacities[types.first] / most_bytes
-    duals = _duals(merged[:, :-1], merged[:, -1], types.counts, room)
+    duals = _duals(merged[:, :-1], merged[:, -1], counts, capacities[first] / most_bytes)
     if duals is None:
         return equal
     weights, per_byte = duals
-    total = float((weights * types.counts).sum())
+    total = float((weights * counts).sum())
     if not total > 0:
         return equal
     per_byte = per_byte * (most_seconds / most_bytes / total)
-    return Prices((weights / total)[types.of_device], per_byte[types.of_device])
-
-
-def _types(seconds: Float64, capacities: Float64) -> _DeviceTypes:
-    """The types of devices: equal seconds for every class, and equal memory."""
-    index: dict[tuple[bytes, float], int] = {}
-    of_device = [
-        index.setdefault((column.tobytes(), float(room)), len(index))
-        for column, room in zip(seconds.T, capacities, strict=True)
-    ]
-    first = [of_device.index(t) for t in range(len(index))]
-    return _DeviceTypes(np.array(first), np.bincount(of_device), np.array(of_device))
+    return Prices((weights / total)[type_of], per_byte[type_of])
 
 
 def _duals(
@@ -644,7 +626,10 @@ def closures(model: LoadModel, at_least: float = 0.0) -> Closures:
         order = np.argsort(-most_cuts, axis=None, kind="stable")[:flows]
         for group, kind in zip(*np.unravel_index(order, most_cuts.shape), strict=True):
             if most_cuts[group, kind] > 0:
-                least = _least_cut(networks[kind], int(group), top)
+                # The least cut between the group and the sink.
+                sink = networks[kind].shape[0] - 1
+                flow = maximum_flow(networks[kind], int(group), sink).flow_value
+                least = float(flow) * (top / _WHOLE) * (1 - ROUNDING)
                 cuts[group, kind] = max(cuts[group, kind], least)
     return Closures(kinds, of_device, cuts * (1 - ROUNDING))
 
@@ -753,12 +738,6 @@ def _network(model: LoadModel, kind: DeviceNets, top: float) -> csr_array:
     return coo_array((capacity[is_open], ends), shape=(sink + 1, sink + 1)).tocsr()
 
 
-def _least_cut(network: csr_array, group: int, top: float) -> float:
-    """Seconds of the least cut between the group and the sink."""
-    flow = maximum_flow(network, group, network.shape[0] - 1).flow_value
-    return float(flow) * (top / _WHOLE) * (1 - ROUNDING)
-
-
 # ── The bounds of each objective ────────────────────────────────────────────────────────────────
 
 Bool = NDArray[np.bool_]
@@ -772,28 +751,6 @@ class LowerBound:
 
     seconds: float
     proof: str
-
-
-@dataclass(frozen=True, eq=False)
-class _BoundProblem:
-    """What all bounds of one call are computed from.
-
-    seconds      [ops, devices] of each op; inf where it may not be
-    of_op        [ops] class of each op
-    classes      [classes, devices] seconds of each class
-    sizes        [classes] bytes that a device with the class holds
-    capacities   [devices] bytes
-    """
-
-    graph: Graph
-    machine: Machine
-    costs: Costs
-    flat: StepModel
-    seconds: Float64
-    of_op: Int64
-    classes: Float64
-    sizes: Float64
-    capacities: Float64
 
 
 def lower_bound(
@@ -834,67 +791,57 @@ def lower_bounds(
     stuck = np.asarray(~np.isfinite(classes).any(axis=1))[of_op] & ~graph.is_source
     if stuck.any():
         raise NoDeviceError(graph.names[int(np.flatnonzero(stuck)[0])])
-    memory = [device.memory_bytes for device in machine.devices]
-    case = _BoundProblem(
-        graph, machine, costs, flat, seconds, of_op, classes,
-        resident_bytes(graph, of_op, len(classes)),
-        np.array(memory if capacities is None else capacities, np.float64),
-    )  # fmt: skip
     if objective == "latency":
-        ends = earliest_ends(*without_sends(flat, seconds))
-        return [LowerBound(longest_seconds(flat, ends), "critical path")]
-    bounds = _load_balance(case)
-    return bounds + (_of_step(case) if objective == "step" else _of_load(case, bounds))
+        path = longest_seconds(flat, earliest_ends(*without_sends(flat, seconds)))
+        return [LowerBound(path, "critical path")]
 
-
-def _load_balance(case: _BoundProblem) -> list[LowerBound]:
-    plain = load_balance_prices(case.classes)
-    bounds = [LowerBound(proven_seconds(case.classes, plain), "load balance (LP)")]
-    if case.sizes.sum() > case.capacities.min():
-        limits = case.sizes, case.capacities
-        prices = load_balance_prices(case.classes, *limits)
-        proven = proven_seconds(case.classes, prices, *limits)
+    # Load balance, also with memory if a device may be too small.
+    memory = [device.memory_bytes for device in machine.devices]
+    room = np.array(memory if capacities is None else capacities, np.float64)
+    sizes = resident_bytes(graph, of_op, len(classes))
+    plain = load_balance_prices(classes)
+    bounds = [LowerBound(proven_seconds(classes, plain), "load balance (LP)")]
+    if sizes.sum() > room.min():
+        prices = load_balance_prices(classes, sizes, room)
+        proven = proven_seconds(classes, prices, sizes, room)
         bounds.append(LowerBound(proven, "load balance with memory (LP)"))
-    return bounds
 
+    if objective == "step":
+        path = longest_seconds(flat, earliest_ends(flat, seconds))
+        ops = np.flatnonzero(flat.is_source == 0)
+        ends, tails = forced_ends(flat, seconds)[ops], forced_tails(flat, seconds)[ops]
+        seconds = seconds[ops]
+        # Where an op may not be, this is inf - inf; the mask gives inf.
+        with np.errstate(invalid="ignore"):
+            starts = np.where(np.isfinite(seconds), ends - seconds, np.inf)
+        forced = float((ends + tails).min(axis=1).max(initial=0.0))
+        burdens = class_burdens(seconds, load_balance_prices(seconds))
+        window = head_load_tail(starts.min(axis=1), burdens, tails.min(axis=1))
+        return [
+            *bounds,
+            LowerBound(path, "critical path"),
+            LowerBound(forced * (1 - ROUNDING), "critical path with forced sends"),
+            LowerBound(window * (1 - ROUNDING), "head, load and tail"),
+        ]
 
-def _of_step(case: _BoundProblem) -> list[LowerBound]:
-    path = longest_seconds(case.flat, earliest_ends(case.flat, case.seconds))
-    ops = np.flatnonzero(case.flat.is_source == 0)
-    seconds = case.seconds[ops]
-    ends = forced_ends(case.flat, case.seconds)[ops]
-    tails = forced_tails(case.flat, case.seconds)[ops]
-    # Where an op may not be, this is inf - inf; the mask gives inf.
-    with np.errstate(invalid="ignore"):
-        starts = np.where(np.isfinite(seconds), ends - seconds, np.inf)
-    forced = float((ends + tails).min(axis=1).max(initial=0.0))
-    burdens = class_burdens(seconds, load_balance_prices(seconds))
-    window = head_load_tail(starts.min(axis=1), burdens, tails.min(axis=1))
-    return [
-        LowerBound(path, "critical path"),
-        LowerBound(forced * (1 - ROUNDING), "critical path with forced sends"),
-        LowerBound(window * (1 - ROUNDING), "head, load and tail"),
-    ]
-
-
-def _of_load(case: _BoundProblem, bounds: list[LowerBound]) -> list[LowerBound]:
-    largest = float(case.classes.min(axis=1).max(initial=0.0)) * (1 - ROUNDING)
-    if len(case.classes) > MOST_CLOSURE_CLASSES:
-        return [LowerBound(largest, "largest op")]
+    # The objective is load.
+    largest = float(classes.min(axis=1).max(initial=0.0)) * (1 - ROUNDING)
+    bounds.append(LowerBound(largest, "largest op"))
+    if len(classes) > MOST_CLOSURE_CLASSES:
+        return bounds
     model = load_model(
-        case.graph,
-        case.machine,
-        replace(case.costs, compute_seconds=case.seconds),
-        group_of=case.of_op,
-        allowed=np.isfinite(case.classes),
-        capacities=case.capacities.astype(np.int64),
+        graph,
+        machine,
+        replace(costs, compute_seconds=seconds),
+        group_of=of_op,
+        allowed=np.isfinite(classes),
+        capacities=room.astype(np.int64),
     )
-    proven = max(largest, *(bound.seconds for bound in bounds))
+    proven = max(bound.seconds for bound in bounds)
     closed_groups = closures(model, proven)
-    closed = LowerBound(closure_seconds(closed_groups), "closure (min cut)")
-    proven = max(proven, closed.seconds)
+    bounds.append(LowerBound(closure_seconds(closed_groups), "closure (min cut)"))
+    proven = max(bound.seconds for bound in bounds)
     balanced = closure_balance_seconds(model, closed_groups, proven)
-    bounds = [LowerBound(largest, "largest op"), closed]
     if balanced > proven:
         bounds.append(LowerBound(balanced, "closure (min cut) and load balance"))
     return bounds

@@ -86,7 +86,22 @@ def latency_model(graph: Graph, machine: Machine, costs: Costs) -> LatencyModel:
     Raises `UsageError` where the objective is not defined: if accelerators are not joined by a
     host alone, which runs nothing, and if there are inputs, control edges or updates.
     """
-    _check(graph, machine)
+    reason = ""
+    host = machine.host_index
+    if machine.devices[host].kind != "host":
+        reason = f"the host {machine.host} runs ops itself"
+    elif ((machine.link_index >= 0).sum() > 2 * (len(machine.devices) - 1)) or any(
+        machine.link_index[host, d] < 0 or machine.link_index[d, host] < 0
+        for d in range(len(machine.devices))
+        if d != host
+    ):
+        reason = "devices have links that do not end at the host"
+    elif len(graph.control) or (graph.phases == Phase.UPDATE).any() or "input" in graph.kinds:
+        reason = "the graph has inputs, updates or control edges"
+    if reason:
+        raise UsageError(
+            "objective", f"latency is defined for published instances alone, and here {reason}"
+        )
     seconds = costs.compute_seconds.copy()
     starts, ends = graph.producers[graph.input_tensors], graph.readers
     moves = ~graph.is_source[starts]
@@ -241,23 +256,3 @@ def _run_calls(model: LatencyModel, work: LatencyWorkspace) -> float:
                     ready += 1
             op = work.nexts[op]
     return latest if left == 0 else -float(left)
-
-
-def _check(graph: Graph, machine: Machine) -> None:
-    """Raise `UsageError` unless graph and machine are those of a published instance."""
-    reason = ""
-    host = machine.host_index
-    if machine.devices[host].kind != "host":
-        reason = f"the host {machine.host} runs ops itself"
-    elif ((machine.link_index >= 0).sum() > 2 * (len(machine.devices) - 1)) or any(
-        machine.link_index[host, d] < 0 or machine.link_index[d, host] < 0
-        for d in range(len(machine.devices))
-        if d != host
-    ):
-        reason = "devices have links that do not end at the host"
-    elif len(graph.control) or (graph.phases == Phase.UPDATE).any() or "input" in graph.kinds:
-        reason = "the graph has inputs, updates or control edges"
-    if reason:
-        raise UsageError(
-            "objective", f"latency is defined for published instances alone, and here {reason}"
-        )

@@ -165,10 +165,41 @@ def load_model(
     groups, devices = allowed.shape
     columns = np.where(graph.is_source[:, None], 0.0, costs.compute_seconds).T
     work = np.stack([np.bincount(group_of, weights=c, minlength=groups) for c in columns], axis=1)
-    latency, per_byte, linked = _links(machine)
-    sources, offsets, targets, sizes, sends = _nets(graph, costs, group_of)
+    latency, per_byte = np.zeros((devices, devices)), np.zeros((devices, devices))
+    for a, b in np.argwhere(machine.link_index >= 0).tolist():
+        link = machine.links[machine.link_index[a, b]]
+        latency[a, b] = link.latency_seconds
+        per_byte[a, b] = 1 / link.bandwidth_bytes_per_second
     forward = np.zeros(groups, np.int8)
     forward[group_of[graph.phases == Phase.FORWARD]] = 1
+    forward_edges = group_of[graph.forward_edges]
+    forward_edges = np.unique(forward_edges[forward_edges[:, 0] != forward_edges[:, 1]], axis=0)
+
+    # The nets, by source and then by targets. A unit is a tensor, or for a control edge an empty
+    # tensor of its own, one for all that wait for one op.
+    made_by = graph.producers
+    residence = graph.residences[made_by]
+    source = np.where(
+        residence == HOST, HOST_SOURCE, group_of[np.where(residence >= 0, residence, made_by)]
+    )
+    sent = costs.sends_of(graph)
+    moves = residence[graph.input_tensors] != EVERYWHERE
+    reads = np.stack([graph.input_tensors, group_of[graph.readers]], axis=1)[moves]
+    befores, afters = graph.control[:, 0], graph.control[:, 1]
+    waits = np.stack([graph.tensors + befores, group_of[afters]], axis=1)
+    source = np.concatenate([source, group_of])
+    sent = np.concatenate([sent, np.zeros(len(graph))])
+    pairs = np.unique(np.concatenate([reads, waits]).astype(np.int64), axis=0)
+    pairs = pairs[source[pairs[:, 0]] != pairs[:, 1]]
+    units, starts = np.unique(pairs[:, 0], return_index=True)
+    merged: dict[tuple[int, bytes], list[float]] = {}
+    targets_of = np.split(pairs[:, 1].astype(np.int32), starts[1:]) if len(units) else []
+    for unit, targets in zip(units.tolist(), targets_of, strict=True):
+        entry = merged.setdefault((int(source[unit]), targets.tobytes()), [0.0, 0.0])
+        entry[0] += float(sent[unit])
+        entry[1] += 1
+    nets = sorted(merged.items(), key=lambda net: net[0])
+    targets_of = [np.frombuffer(key[1], np.int32) for key, _ in nets]
     return LoadModel(
         groups=groups,
         devices=devices,
@@ -177,15 +208,15 @@ def load_model(
         work_seconds=np.ascontiguousarray(np.where(allowed, work, np.inf)),
         resident_bytes=resident_bytes(graph, group_of, groups),
         capacities=np.asarray(capacities, np.float64),
-        net_sources=sources,
-        net_offsets=offsets,
-        net_targets=targets,
-        net_bytes=sizes,
-        net_sends=sends,
+        net_sources=np.array([key[0] for key, _ in nets], np.int32),
+        net_offsets=np.cumsum([0] + [len(of_net) for of_net in targets_of]).astype(np.int32),
+        net_targets=np.concatenate([np.zeros(0, np.int32), *targets_of]),
+        net_bytes=np.array([size for _, (size, _) in nets], np.float64),
+        net_sends=np.array([count for _, (_, count) in nets], np.float64),
         latency_seconds=latency,
         seconds_per_byte=per_byte,
-        linked=linked,
-        edges=_forward_edges(graph, group_of),
+        linked=(machine.link_index >= 0).astype(np.int8),
+        edges=np.ascontiguousarray(forward_edges.reshape(-1, 2), np.int32),
         forward=forward,
     )
 
@@ -261,53 +292,6 @@ def _add_hop(
     loads[destination] += seconds
 
 
-def _links(machine: Machine) -> tuple[Float64, Float64, Int8]:
-    count = len(machine.devices)
-    latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
-    for a, b in np.argwhere(machine.link_index >= 0).tolist():
-        link = machine.links[machine.link_index[a, b]]
-        latency[a, b] = link.latency_seconds
-        per_byte[a, b] = 1 / link.bandwidth_bytes_per_second
-    return latency, per_byte, (machine.link_index >= 0).astype(np.int8)
-
-
-def _nets(
-    graph: Graph, costs: Costs, group_of: NDArray[np.integer]
-) -> tuple[Int32, Int32, Int32, Float64, Float64]:
-    """(sources, CSR of targets, bytes, sends) of every net, by source and then by targets."""
-    made_by = graph.producers
-    residence = graph.residences[made_by]
-    source = np.where(
-        residence == HOST, HOST_SOURCE, group_of[np.where(residence >= 0, residence, made_by)]
-    )
-    sent = costs.sends_of(graph)
-    moves = residence[graph.input_tensors] != EVERYWHERE
-    reads = np.stack([graph.input_tensors, group_of[graph.readers]], axis=1)[moves]
-    # A control edge is an empty tensor of its own, one for all that wait for one op.
-    befores, afters = graph.control[:, 0], graph.control[:, 1]
-    waits = np.stack([graph.tensors + befores, group_of[afters]], axis=1)
-    source = np.concatenate([source, group_of])
-    sent = np.concatenate([sent, np.zeros(len(graph))])
-    pairs = np.unique(np.concatenate([reads, waits]).astype(np.int64), axis=0)
-    pairs = pairs[source[pairs[:, 0]] != pairs[:, 1]]
-    units, starts = np.unique(pairs[:, 0], return_index=True)
-    merged: dict[tuple[int, bytes], list[float]] = {}
-    targets_of = np.split(pairs[:, 1].astype(np.int32), starts[1:]) if len(units) else []
-    for unit, targets in zip(units.tolist(), targets_of, strict=True):
-        entry = merged.setdefault((int(source[unit]), targets.tobytes()), [0.0, 0.0])
-        entry[0] += float(sent[unit])
-        entry[1] += 1
-    nets = sorted(merged.items(), key=lambda net: net[0])
-    targets_of = [np.frombuffer(key[1], np.int32) for key, _ in nets]
-    return (
-        np.array([key[0] for key, _ in nets], np.int32),
-        np.cumsum([0] + [len(of_net) for of_net in targets_of]).astype(np.int32),
-        np.concatenate([np.zeros(0, np.int32), *targets_of]),
-        np.array([size for _, (size, _) in nets], np.float64),
-        np.array([count for _, (_, count) in nets], np.float64),
-    )
-
-
 def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> Float64:
     """[groups] bytes of parameters, state and buffers on a group's device throughout the step.
 
@@ -322,10 +306,3 @@ def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> 
     lives = graph.is_source[graph.producers] & (homes != HOST)
     sizes = graph.tensor_bytes[lives]
     return np.bincount(group_of[homes[lives]], weights=sizes, minlength=groups).astype(np.float64)
-
-
-def _forward_edges(graph: Graph, group_of: NDArray[np.integer]) -> Int32:
-    """[edges, 2] distinct (from group, to group) between forward ops of different groups."""
-    ends = group_of[graph.forward_edges]
-    ends = np.unique(ends[ends[:, 0] != ends[:, 1]], axis=0)
-    return np.ascontiguousarray(ends.reshape(-1, 2), np.int32)

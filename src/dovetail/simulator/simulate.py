@@ -20,7 +20,6 @@ from dovetail.simulator.flat import (
     DispatchRules,
     Float64,
     Int64,
-    StepModel,
     StepWorkspace,
     check_slots,
     flatten,
@@ -107,7 +106,13 @@ class Simulator:
         # Every objective needs the simulation: it gives the peaks of memory.
         values, peaks = self._simulate_all(batch, self._choices[0], threads)
         if objective == "load":
-            self._replace_by_loads(batch, values)
+            # Each finite value is replaced by the largest load of a device; a mere host has none.
+            loads = np.zeros(self._flat.devices)
+            counted = np.array([device.kind != "host" for device in self.machine.devices])
+            stamps = np.zeros(self._flat.devices, np.int64)
+            for row in np.flatnonzero(np.isfinite(values)).tolist():
+                sum_loads(self._flat, homes_of(self._flat, batch[row]), stamps, loads)
+                values[row] = loads[counted].max()
         elif objective == "latency" and self._latency is not None:
             values[:] = latencies(self._latency, latency_work(self._latency), batch)
         best = self._evaluation(values, peaks)
@@ -154,18 +159,75 @@ class Simulator:
         flat = self._flat
         self._check_devices(np.asarray(placement)[None])
         placed = homes_of(flat, placement)
-        self._check_runnable(placed)
-        rules = self._rules(placement, placed, priorities, orders, schedules)
+        real = np.flatnonzero(~self.graph.is_source)
+        stuck = real[np.isinf(flat.compute_seconds[real, placed[real]])]
+        if len(stuck):
+            name = self.machine.device_names[placed[stuck[0]]]
+            raise UnplacedOpError(self.graph.names[int(stuck[0])], name, "cannot run it")
+        rows = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
+
+        rules = self._choices[0] if priorities is None else free_rules(flat, priorities)
+        if orders is None and schedules is None and priorities is None and self.ranked:
+            # By index or by upward rank, as this placement counts.
+            best = self._evaluation(*self._simulate_all(rows, rules, 1))
+            for choice in self._choices[1:]:
+                other = self._evaluation(*self._simulate_all(rows, choice, 1))
+                if self._is_better(best, other)[0]:
+                    rules, best = choice, other
+        elif orders is not None or schedules is not None:
+            every = []
+            for device, name in enumerate(self.machine.device_names):
+                order = orders[device] if orders else None
+                slots = slots_of(flat, device, order, schedules[device] if schedules else None)
+                if slots is not None:
+                    device_ops = np.flatnonzero((placed == device) & ~self.graph.is_source)
+                    check_slots(slots, device_ops.tolist(), name)
+                every.append(slots)
+            rules = ordered_rules(flat, rules, every)
+
         work = workspace(flat, len(rules.slot_seconds), record=True)
         values, peaks = np.empty(1), np.zeros((1, flat.devices), np.int64)
-        rows = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
         simulate_batch(flat, rules, work, rows, values, peaks, True)
         for device, name in enumerate(self.machine.device_names):
-            if rules.ordered[device] and work.next_slots[device] < rules.slot_offsets[device + 1]:
-                raise OrderError(
-                    name, "cannot complete: " + self._explain_block(rules, work, device)
-                )
-        return _timeline(self.machine, flat, work, float(values[0]))
+            slot = work.next_slots[device]
+            if rules.ordered[device] and slot < rules.slot_offsets[device + 1]:
+                due = rules.slot_ops[rules.op_offsets[slot] : rules.op_offsets[slot + 1]]
+                waiting = [self.graph.names[op] for op in due.tolist() if work.pending[op] > 0]
+                says = f"op {waiting[0]!r} waits for what can never start before it"
+                raise OrderError(name, f"cannot complete: {says}")
+
+        # Ops stand in the order of their starts. Of ops that start at one time, the one that was
+        # started in an earlier round comes first, and then the one of lower index.
+        unordered = np.flatnonzero(flat.is_source == 0)
+        turns, starts = work.span_turns[unordered], work.span_starts[unordered]
+        ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)
+        sent = int(work.counts[QUEUED])
+        channels = flat.link_channels[work.queue_links[:sent]]
+        by_start = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))
+        units, links = work.queue_units[by_start], work.queue_links[by_start]
+        carried = units < flat.tensors
+        # A control edge has no tensor; it reads the appended entry, which is not used.
+        producers = np.append(flat.producers, 0)[np.where(carried, units, -1)]
+        log = slice(int(work.counts[LOGGED]))
+        logs = [work.log_devices[log] == device for device in range(flat.devices)]
+        return Timeline(
+            devices=self.machine.device_names,
+            channels=self.machine.channels,
+            ops=ops,
+            op_devices=work.placed[ops],
+            op_starts=work.span_starts[ops],
+            op_ends=work.span_ends[ops],
+            transfer_tensors=np.where(carried, units, -1).astype(np.int32),
+            transfer_ops=np.where(carried, producers, units - flat.tensors).astype(np.int32),
+            transfer_sources=flat.link_sources[links],
+            transfer_destinations=work.queue_destinations[by_start],
+            transfer_channels=flat.link_channels[links],
+            transfer_starts=work.transfer_starts[by_start],
+            transfer_ends=work.transfer_ends[by_start],
+            memory_times=tuple(work.log_times[log][of_device] for of_device in logs),
+            memory_bytes=tuple(work.log_bytes[log][of_device] for of_device in logs),
+            step_seconds=float(values[0]),
+        )
 
     def _simulate_all(
         self, batch: NDArray[np.int32], rules: DispatchRules, threads: int
@@ -195,15 +257,6 @@ class Simulator:
             list(pool.map(simulate_some, self._works[:threads]))
         return values, peaks
 
-    def _replace_by_loads(self, batch: NDArray[np.int32], values: Float64) -> None:
-        """Replace each finite value by the largest load of a device; a mere host has none."""
-        loads = np.zeros(self._flat.devices)
-        counted = np.array([device.kind != "host" for device in self.machine.devices])
-        stamps = np.zeros(self._flat.devices, np.int64)
-        for row in np.flatnonzero(np.isfinite(values)).tolist():
-            sum_loads(self._flat, homes_of(self._flat, batch[row]), stamps, loads)
-            values[row] = loads[counted].max()
-
     def _check_devices(self, batch: NDArray[np.integer]) -> None:
         """Raise `UnplacedOpError` for an op without a valid device."""
         ops, devices = self._flat.ops, self._flat.devices
@@ -214,91 +267,3 @@ class Simulator:
         if bad.any():
             row, op = np.argwhere(bad)[0].tolist()
             raise UnplacedOpError(self.graph.names[op], int(batch[row, op]))
-
-    def _check_runnable(self, placed: NDArray[np.int32]) -> None:
-        """Raise `UnplacedOpError` for an op on a device that cannot run it."""
-        ops = np.flatnonzero(~self.graph.is_source)
-        stuck = ops[np.isinf(self._flat.compute_seconds[ops, placed[ops]])]
-        if len(stuck):
-            op = int(stuck[0])
-            name = self.machine.device_names[placed[op]]
-            raise UnplacedOpError(self.graph.names[op], name, "cannot run it")
-
-    def _rules(
-        self,
-        placement: Placement,
-        placed: NDArray[np.int32],
-        priorities: Float64 | None,
-        orders: Sequence[tuple[int, ...] | None] | None,
-        schedules: Sequence[Schedule | None] | None,
-    ) -> DispatchRules:
-        flat = self._flat
-        if orders is None and schedules is None and priorities is None:
-            return self._choose_rules(placement)
-        rules = self._choices[0] if priorities is None else free_rules(flat, priorities)
-        if orders is None and schedules is None:
-            return rules
-        every = []
-        for device, name in enumerate(self.machine.device_names):
-            order = orders[device] if orders else None
-            slots = slots_of(flat, device, order, schedules[device] if schedules else None)
-            if slots is not None:
-                device_ops = np.flatnonzero((placed == device) & ~self.graph.is_source)
-                check_slots(slots, device_ops.tolist(), name)
-            every.append(slots)
-        return ordered_rules(flat, rules, every)
-
-    def _choose_rules(self, placement: Placement) -> DispatchRules:
-        """The rules, by index or by upward rank, under which this placement counts."""
-        batch = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
-        chosen, best = self._choices[0], None
-        for choice in self._choices if len(self._choices) > 1 else ():
-            other = self._evaluation(*self._simulate_all(batch, choice, 1))
-            if best is None or self._is_better(best, other)[0]:
-                chosen, best = choice, other
-        return chosen
-
-    def _explain_block(self, rules: DispatchRules, work: StepWorkspace, device: int) -> str:
-        """Why the device's next slot did not start."""
-        slot = work.next_slots[device]
-        ops = rules.slot_ops[rules.op_offsets[slot] : rules.op_offsets[slot + 1]]
-        waiting = [self.graph.names[op] for op in ops.tolist() if work.pending[op] > 0]
-        return f"op {waiting[0]!r} waits for what can never start before it"
-
-
-def _timeline(machine: Machine, flat: StepModel, work: StepWorkspace, seconds: float) -> Timeline:
-    """The timeline that a recorded simulation left in the workspace.
-
-    Ops stand in the order of their starts. Of ops that start at one time, the one that was started
-    in an earlier round comes first, and then the one of lower index.
-    """
-    unordered = np.flatnonzero(flat.is_source == 0)
-    turns, starts = work.span_turns[unordered], work.span_starts[unordered]
-    ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)
-    sent = int(work.counts[QUEUED])
-    channels = flat.link_channels[work.queue_links[:sent]]
-    order = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))
-    units, links = work.queue_units[order], work.queue_links[order]
-    carried = units < flat.tensors
-    # A control edge has no tensor; it reads the appended entry, which is not used.
-    producers = np.append(flat.producers, 0)[np.where(carried, units, -1)]
-    log = slice(int(work.counts[LOGGED]))
-    logs = [work.log_devices[log] == device for device in range(flat.devices)]
-    return Timeline(
-        devices=machine.device_names,
-        channels=machine.channels,
-        ops=ops,
-        op_devices=work.placed[ops],
-        op_starts=work.span_starts[ops],
-        op_ends=work.span_ends[ops],
-        transfer_tensors=np.where(carried, units, -1).astype(np.int32),
-        transfer_ops=np.where(carried, producers, units - flat.tensors).astype(np.int32),
-        transfer_sources=flat.link_sources[links],
-        transfer_destinations=work.queue_destinations[order],
-        transfer_channels=flat.link_channels[links],
-        transfer_starts=work.transfer_starts[order],
-        transfer_ends=work.transfer_ends[order],
-        memory_times=tuple(work.log_times[log][of_device] for of_device in logs),
-        memory_bytes=tuple(work.log_bytes[log][of_device] for of_device in logs),
-        step_seconds=seconds,
-    )
