@@ -156,26 +156,21 @@ def measure_gpus(machine: Machine, cuda: Any = None) -> tuple[GpuMeasurement, ..
     rates = []
     for name, devices in sharing.items():
         try:
-            rates.append(_measure(cuda, name, devices, list(sharing)))
+            timer = GpuTimer(cuda, cuda.device(name))
+            # All of its memory, free or not.
+            _, memory_bytes = cuda.mem_get_info(timer.device)
+            with torch.inference_mode():
+                measured = GpuMeasurement(
+                    torch_device=name,
+                    devices=tuple(device.name for device in devices),
+                    model=cuda.get_device_name(timer.device),
+                    memory_bytes=memory_bytes,
+                    flops_per_second=matrix_rates(timer, SHOWN_DTYPES),
+                    copies=copy_rates(timer),
+                    peers=reached_peers(cuda, name, list(sharing)),
+                )
+            rates.append(measured)
         except RuntimeError as error:
             cause = str(error).strip().splitlines()[0]
             raise MachineError(f"device {devices[0].name!r} cannot be measured: {cause}") from error
     return tuple(rates)
-
-
-def _measure(
-    cuda: Any, name: str, devices: Sequence[Device], names: Sequence[str]
-) -> GpuMeasurement:
-    timer = GpuTimer(cuda, cuda.device(name))
-    # All of its memory, free or not.
-    _, memory_bytes = cuda.mem_get_info(timer.device)
-    with torch.inference_mode():
-        return GpuMeasurement(
-            torch_device=name,
-            devices=tuple(device.name for device in devices),
-            model=cuda.get_device_name(timer.device),
-            memory_bytes=memory_bytes,
-            flops_per_second=matrix_rates(timer, SHOWN_DTYPES),
-            copies=copy_rates(timer),
-            peers=reached_peers(cuda, name, names),
-        )

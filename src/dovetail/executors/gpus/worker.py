@@ -572,9 +572,10 @@ class LoadedGpus:
             self._end_span(begin, step.device, send.destination, running, step)
         running.events[send.flag] = event
         if there is None:
-            self._publisher(step.device, send.destination).publish(
-                event, self.base + send.flag, running.now
-            )
+            pair = step.device, send.destination
+            if pair not in self.publishers:
+                self.publishers[pair] = _Publisher(self.abort)
+            self.publishers[pair].publish(event, self.base + send.flag, running.now)
 
     def _send(self, step: PushTensor, slot: BlockSlot, running: _Running) -> None:
         """Send a tensor straight to a GPU of another rank."""
@@ -677,8 +678,12 @@ class LoadedGpus:
             event.record(stream)
             return event
         # Between two GPUs without access to each other, the last part of a copy of a tensor with
-        # gaps runs on the destination's current stream.
-        arriving = self._arriving_stream(destination)
+        # gaps runs on the destination's current stream. Copies from other GPUs end in one of its
+        # own.
+        pair = destination, destination
+        if pair not in self.copying:
+            self.copying[pair] = self.cuda.Stream(device=self.gpus[destination].torch_device)
+        arriving = self.copying[pair]
         with self.cuda.stream(arriving), self.cuda.stream(stream):
             _copy(into, value, slot)
         sent = self.cuda.Event()
@@ -686,13 +691,6 @@ class LoadedGpus:
         arriving.wait_event(sent)
         event.record(arriving)
         return event
-
-    def _arriving_stream(self, destination: int) -> Any:
-        """The stream of a GPU that copies from other GPUs end in."""
-        pair = destination, destination
-        if pair not in self.copying:
-            self.copying[pair] = self.cuda.Stream(device=self.gpus[destination].torch_device)
-        return self.copying[pair]
 
     def _begin_span(self, source: int, destination: int, running: _Running) -> Any:
         """In a timed step, an event before the next copy from one device to another."""
@@ -717,12 +715,6 @@ class LoadedGpus:
         event = self.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
-
-    def _publisher(self, source: int, destination: int) -> "_Publisher":
-        pair = source, destination
-        if pair not in self.publishers:
-            self.publishers[pair] = _Publisher(self.abort)
-        return self.publishers[pair]
 
     def _synchronize(self) -> None:
         for device in dict.fromkeys(gpu.torch_device for gpu in self.gpus.values()):
