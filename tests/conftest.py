@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,15 @@ def _undisturbed():
     quiet, neighbours.BUSY_CORES = neighbours.BUSY_CORES, float("inf")
     yield
     neighbours.BUSY_CORES = quiet
+
+
+@pytest.fixture
+def played_gpus(request):
+    """The CPU plays the GPUs of machines, but for tests of GPUs that are here."""
+    from tests.support.played_cuda import played
+
+    with nullcontext() if request.node.get_closest_marker("gpu") else played():
+        yield
 
 
 @pytest.fixture(autouse=True)

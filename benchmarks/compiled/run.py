@@ -38,6 +38,7 @@ from dovetail.frontends.plain import PlainModule
 from dovetail.runtime.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import ratio_and_spread
 from markdown import fill, rows_of, table
 
 ROWS = Path(__file__).with_name("rows")
@@ -122,8 +123,6 @@ def row_of(name: str, kind: str, found: dict) -> list[str]:
     medians = {way: statistics.median(of) for way, of in seconds.items()}
     own = medians.pop("plan")
     other = min(medians, key=lambda way: medians[way])
-    ratios = np.array(seconds[other]) / np.array(seconds["plan"])
-    low, ratio, high = np.percentile(ratios, [25, 50, 75])
     return [
         name,
         KINDS[kind],
@@ -133,8 +132,7 @@ def row_of(name: str, kind: str, found: dict) -> list[str]:
         f"{own / found['promised']:.2f}",
         drift(medians, found.get("measured", {})),
         f"{other}, {medians[other] * 1e3:.2f} ms",
-        f"{ratio:.2f}",
-        f"{(high - low) / ratio:.2f}",
+        *ratio_and_spread(seconds[other], seconds["plan"]),
         f"{found['planning_seconds']:.0f}",
     ]
 

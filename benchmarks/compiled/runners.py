@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.executors.stages.choosing import measure
@@ -30,6 +28,7 @@ from dovetail.pipeline.sources import silent
 from dovetail.runtime.native import SWITCH, build_native
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import ratio_and_spread
 from markdown import fill, table
 
 NETWORKS = {
@@ -89,10 +88,8 @@ def compared(step: Captured, machine: str, rounds: int) -> tuple[str, ...]:
             placed.feed()
             timers[kind or "C++"] = partial(_seconds, placed)
         seconds = measure(timers, rounds)
-    ratios = np.array(seconds["C++"]) / np.array(seconds["python"])
-    low, ratio, high = np.percentile(ratios, [25, 50, 75])
     medians = [f"{statistics.median(seconds[kind]) * 1e3:.2f} ms" for kind in ("python", "C++")]
-    return (*medians, f"{ratio:.2f}", f"{(high - low) / ratio:.2f}")
+    return (*medians, *ratio_and_spread(seconds["C++"], seconds["python"]))
 
 
 def _seconds(placed: Any) -> float:

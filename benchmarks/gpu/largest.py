@@ -275,9 +275,9 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _free_bytes(case: Case) -> int | None:
-    """What is free on the GPU; None for one that the CPU plays."""
+    """What is free on the GPU; None where torch sees none, as where another CUDA was handed in."""
     name = next(d.torch_device for d in case.machine.devices if d.torch_device)
-    return torch.cuda.mem_get_info(torch.device(name))[0] if name.startswith("cuda") else None
+    return torch.cuda.mem_get_info(torch.device(name))[0] if torch.cuda.is_available() else None
 
 
 def _line_of(error: Exception) -> str:

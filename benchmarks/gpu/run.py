@@ -133,9 +133,9 @@ def page(results: Path) -> str:
         "",
         "`benchmarks/gpu/run.py` writes this page from its results. It says what a GPU has seen of "
         "the code for GPUs. The tests of the suite run the same code on a CUDA that the CPU plays "
-        "(`runtime/played_cuda.py`). It finds missing waits of works and copies, and in steps "
-        "without graphs of the freeing of memory. Between GPUs of several hosts gloo plays NCCL "
-        "there, and no part below needs two GPUs.",
+        "(`tests/support/played_cuda.py`). It finds missing waits of works and copies, and in "
+        "steps without graphs of the freeing of memory. Between GPUs of several hosts gloo plays "
+        "NCCL there, and no part below needs two GPUs.",
         "",
     ]
     if not status["parts"]:

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from dovetail.plans import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from calm import Calm
+from harness import in_turns
 from markdown import fill, table
 
 CASES = (
@@ -53,13 +55,11 @@ def side_by_side(
             name: stack.enter_context(execute(plan, step, workers=workers[plan.machine.name]))
             for name, plan in plans.items()
         }
-        names, seconds = list(plans), {name: [] for name in plans}
-        for turn in range(runs):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                mean = calm.measure(lambda: float(placed[name].step_seconds(STEPS).mean()), float)  # noqa: B023
-                seconds[name].append(mean)
-    return seconds
+
+        def mean(name: str) -> float:
+            return calm.measure(lambda: float(placed[name].step_seconds(STEPS).mean()), float)
+
+        return in_turns({name: partial(mean, name) for name in plans}, runs)
 
 
 def case(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> list[dict]:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from harness import with_range
 from markdown import fill, table
 
 from dovetail.errors import DovetailError
@@ -254,8 +255,7 @@ def line_of(title: str, runs: Sequence[Measured], expert: float | None) -> tuple
     step, ratio = next((run.reason for run in runs if run.reason), ""), "-"
     if len(fitting) == len(runs):
         middle = statistics.median(fitting)
-        spread = f" ({min(fitting):.3f} to {max(fitting):.3f})" if len(runs) > 1 else ""
-        step = f"{middle:.3f} s{spread}"
+        step = with_range(fitting, ".3f", " s") if len(runs) > 1 else f"{middle:.3f} s"
         ratio = f"{middle / expert:.3f}" if expert else "-"
     return (
         title, f"{first.groups:,}", drawn, f"{wall:.1f} s", f"{cpu:.1f} s", f"{peak:.2f} GiB",

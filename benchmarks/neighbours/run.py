@@ -14,12 +14,16 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import cases
 import torch
 
 import dovetail as dt
 from dovetail.pipeline import resolve_model
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import in_turns, with_range
 
 CASES = {"mlp": "adam", "squeezenet": "", "vit": "adam"}
 MACHINES = ("here", "here/1", "here/2")
@@ -126,11 +130,6 @@ def placed_steps(case: str, stack: ExitStack):
     return found
 
 
-def spread(values: list[float]) -> str:
-    """ "1.02 (0.97-1.10)": median, least and most."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
@@ -156,11 +155,7 @@ def main() -> None:
             contestants = {**ours, **peers}
             for count in counts:
                 with Busy(count):
-                    seconds = {name: [] for name in contestants}
-                    for turn in range(arguments.rounds):
-                        names = list(contestants)
-                        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                            seconds[name].append(contestants[name]())
+                    seconds = in_turns(contestants, arguments.rounds)
                 print(row(case, count, seconds, threads), flush=True)
 
 
@@ -168,7 +163,7 @@ def row(case, count, seconds, threads) -> str:
     best = min(threads, key=lambda n: statistics.median(seconds[n]))
     plain = seconds[best]
     ratios = [
-        spread([own / other for own, other in zip(seconds[name], plain, strict=True)])
+        with_range([own / other for own, other in zip(seconds[name], plain, strict=True)], to="-")
         for name in MACHINES
     ]
     cells = [

@@ -18,7 +18,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from harness import with_range
+from markdown import table
 
 from dovetail.graph import Graph
 from dovetail.machine import parse_machine
@@ -49,8 +53,7 @@ def main() -> None:
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
         store = Store(options.graphs or Path(temporary), print)
-        print(f"| {' | '.join(COLUMNS)} |")
-        print(f"| --- | {' | '.join(['---:'] * (len(COLUMNS) - 1))} |")
+        print(table(COLUMNS, []))
         for case in GDP_CASES:
             if case.key in keys:
                 graph = graphs.graph_for(store, case)
@@ -67,13 +70,13 @@ def row_of(case: Case, graph: Graph, budget: str, seeds: int) -> list[str]:
         unsplit = replace(ground.splitting, coarser=())
         for name, problem in zip(found, (ground.problem, unsplit, ground.splitting), strict=True):
             found[name].append(value_of(problem, budget))
-    middle = {name: statistics.median(values) for name, values in found.items()}
+    split, rule = (statistics.median(found[name]) for name in ("split", "rule"))
     return [
         case.title,
         f"{len(graph):,}",
         f"{ground.problem.groups.count:,}, {ground.splitting.groups.count:,}",
-        *(f"{middle[name]:.4f} ({min(v):.4f} to {max(v):.4f})" for name, v in found.items()),
-        f"{middle['split'] / middle['rule']:.3f}",
+        *(with_range(values, ".4f") for values in found.values()),
+        f"{split / rule:.3f}",
         f"{time.perf_counter() - began:.0f}",
     ]
 

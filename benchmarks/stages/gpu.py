@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from children import count
 
 from dovetail.errors import UsageError
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock, event_seconds
@@ -248,12 +249,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--batches", type=_counts, default=[1, 8, 16], help="1,8,16")
     add("--types", type=_among(TYPES), default=list(TYPES), help="fp32,fp16")
     add("--compile", type=_among(COMPILED), default=list(COMPILED), help='"" for none')
-    add("--streams", type=_count, default=8, help="at most")
-    add("--states", type=_count, default=20_000, help="of a part that is searched whole")
-    add("--group-ops", type=_count, default=3, help="ios: ops of a group (its r)")
-    add("--groups", type=_count, default=8, help="ios: groups of a stage (its s)")
-    add("--rounds", type=_count, default=20)
-    add("--samples", type=_count, default=5, help="of each contender a round")
+    add("--streams", type=count, default=8, help="at most")
+    add("--states", type=count, default=20_000, help="of a part that is searched whole")
+    add("--group-ops", type=count, default=3, help="ios: ops of a group (its r)")
+    add("--groups", type=count, default=8, help="ios: groups of a stage (its s)")
+    add("--rounds", type=count, default=20)
+    add("--samples", type=count, default=5, help="of each contender a round")
     add("--out", type=Path, required=True, help="the JSON file that is written")
     arguments = parser.parse_args(given)
     try:
@@ -274,14 +275,8 @@ def _among(known: Sequence[str] | dict[str, Any]) -> Callable[[str], list[str]]:
     return names
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return [_count(each) for each in text.split(",")]
+    return [count(each) for each in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -12,13 +12,15 @@ version has a cache of its own, which one round that does not count has filled.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import with_range
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -126,11 +128,7 @@ def _show(found: dict[str, dict[str, list[float]]]) -> None:
     names = list(next(iter(found.values())))
     print("| |", " | ".join(found), "|\n|---|" + "---|" * len(found))
     for name in names:
-        cells = []
-        for seconds in found.values():
-            all_of = seconds[name]
-            middle = statistics.median(all_of)
-            cells.append(f"{middle:.2f} s ({min(all_of):.2f}-{max(all_of):.2f})")
+        cells = [with_range(seconds[name], unit=" s", to="-") for seconds in found.values()]
         print(f"| {name} |", " | ".join(cells), "|")
 
 

@@ -13,9 +13,9 @@ from dovetail.executors.gpus.peers import Peer, PeerError, PeerPair
 from dovetail.executors.gpus.steps import PushTensor, ReceiveTensor, steps_of
 from dovetail.executors.shares import BlockSlot, SendTensor, share_out
 from dovetail.frontends import Adam, resolve
-from dovetail.runtime.played_cuda import PlayedCuda
 from dovetail.runtime.ranks import RankPlace
 from tests.support.hosts import LSTM, drawn_plan, machine_of
+from tests.support.played_cuda import PlayedCuda
 from tests.support.played_gpus import cpu, gpu
 
 

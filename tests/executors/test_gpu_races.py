@@ -25,12 +25,12 @@ from dovetail.executors.shares import ops_of, share_out, tensor_at
 from dovetail.executors.worker import Failed
 from dovetail.frontends import Adam, capture, example_values, initial_values, resolve
 from dovetail.plans import Schedule, Stage
-from dovetail.runtime.played_cuda import PlayedCuda
 from dovetail.runtime.shared import Block
 from tests.executors.test_gpus import plan_with_stages, random_plan
 from tests.executors.test_stage_runs import Branches
 from tests.support.faults import with_fault
 from tests.support.placing import plan_for
+from tests.support.played_cuda import PlayedCuda
 from tests.support.played_gpus import HOST, gpu, linked
 
 MACHINE = linked("three", HOST, gpu(0), gpu(1), gpu(2))
@@ -63,13 +63,13 @@ class Program:
                 value = given[source.name] if source.role == "input" else values[tensor]
                 tensor_at(block, self.shares.sources[tensor]).copy_(value)
         calls = {op: call for op, call in enumerate(self.captured.program.calls) if call}
-        names = {share.device: "played:0" for share in self.shares.shares}
+        names = {share.device: "cuda:0" for share in self.shares.shares}
         load = LoadGpus(
             1,
             self.shares.shares,
             tuple(first or steps),
             names,
-            {"played:0": 1 << 33},
+            {"cuda:0": 1 << 33},
             1,
             calls,
             self.graph.tensors,

@@ -13,11 +13,12 @@ from dovetail.machine import parse_machine
 from dovetail.machine.gpu_rates import GpuTimer
 from dovetail.pipeline.segmenting import compiled_seconds, with_segments
 from dovetail.runtime.native import has_compiler
-from dovetail.runtime.played_cuda import PlayedCuda
 from tests.executors.test_gpu_races import Program
 from tests.executors.test_gpus import close, random_plan
+from tests.support.played_cuda import PlayedCuda
 from tests.support.played_gpus import HOST, cpu, gpu, linked
 
+pytestmark = pytest.mark.usefixtures("played_gpus")
 STEPS = 5
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
 

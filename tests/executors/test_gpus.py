@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.executors.test_placed import inference, training_step
 from tests.executors.test_stage_runs import Branches
 from tests.executors.test_stage_runs import training_step as branches
 from tests.support.placing import plan_for, random_order, random_placement, random_schedules
+from tests.support.played_cuda import played
 from tests.support.played_gpus import MACHINES, cpu, gpu, linked
 
 STEPS = 5
@@ -39,12 +41,12 @@ REAL = [pytest.param(text, marks=pytest.mark.gpu) for text in ("here/gpu*2", "he
 @pytest.fixture(scope="module", params=[*MACHINES, *REAL])
 def machine_and_workers(request):
     machine = MACHINES.get(request.param) or parse_machine(request.param)
-    with Workers(machine) as started:
+    with played() if is_played(machine) else nullcontext(), Workers(machine) as started:
         yield machine, started
 
 
 def is_played(machine):
-    return all(d.torch_device.startswith("played") for d in machine.devices if d.kind == "gpu")
+    return machine in MACHINES.values()
 
 
 def computing(machine):
@@ -215,6 +217,7 @@ def test_each_step_has_its_own_inputs(machine_and_workers, one_thread):
             assert close(placed.step(*inputs), expected)
 
 
+@played()
 def test_what_a_gpu_holds_must_fit_into_its_memory():
     captured = training_step(momentum=0.9)
     plan = random_plan(linked("small", cpu(0), gpu(0)), captured, 1)

@@ -139,22 +139,6 @@ def test_peers_that_cannot_be_had_are_absent(scripts, monkeypatch, peer, reason)
     assert scripts.cpu_peers.prepared("eager", given, list(inputs), 1.0).run() is inputs[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--out", "a", "--networks", "AlexNet"], "there are SqueezeNet 1.1; InceptionV3"),
-        (["--out", "a", "--rounds", "0"], "'0' is no whole number above 0"),
-        (["--networks", TINY], "--out"),
-    ],
-)
-def test_what_is_wrong_is_named(scripts, given, said, capsys):
-    for script in (scripts.cpu, scripts.additivity):
-        with pytest.raises(SystemExit) as left:
-            script.parse(given)
-        assert left.value.code == 2
-        assert said in capsys.readouterr().err
-
-
 def test_the_tables_have_their_places(scripts, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text((BENCHMARKS / "stages" / "README.md").read_text("utf-8"))

@@ -16,30 +16,6 @@ def script():
         yield scripts.gpu
 
 
-def test_arguments(script, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = script.parse(
-        ["--networks", "nasnet,squeezenet", "--batches", "1,4", "--compile", "", "--out", "a.json"]
-    )
-    assert (found.networks, found.batches, found.compile) == (["nasnet", "squeezenet"], [1, 4], [])
-    assert found.types == ["fp32", "fp16"]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--out", "a.json", "--networks", "alexnet"], "there are squeezenet, inception"),
-        (["--out", "a.json", "--batches", "1,0"], "'0' is no whole number above 0"),
-        ([], "--out"),
-    ],
-)
-def test_wrong_arguments_are_named(script, given, said, capsys):
-    with pytest.raises(SystemExit) as left:
-        script.parse(given)
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(script, capsys):
     with pytest.raises(SystemExit) as left:

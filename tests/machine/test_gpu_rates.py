@@ -15,20 +15,21 @@ from dovetail.machine.gpu_rates import (
     measure_gpus,
     reached_peers,
 )
-from dovetail.runtime.played_cuda import PlayedCuda
+from dovetail.runtime.cuda import TorchCuda
+from tests.support.played_cuda import PlayedCuda
 from tests.support.played_gpus import HOST, cpu, gpu, linked
 
 CPU = torch.device("cpu")
 
 
 def two_gpus():
-    return linked("box", HOST, gpu(0), replace(gpu(1), torch_device="played:1"))
+    return linked("box", HOST, gpu(0), replace(gpu(1), torch_device="cuda:1"))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(gpu_rates, "_PLAYED_MATRIX_SIZE", 64)
-    monkeypatch.setattr(gpu_rates, "_PLAYED_COPIED_BYTES", 2**16)
+    monkeypatch.setattr(PlayedCuda, "matrix_size", 64)
+    monkeypatch.setattr(PlayedCuda, "copied_bytes", 2**16)
 
 
 class SeenCuda(PlayedCuda):
@@ -50,12 +51,8 @@ class SeenCuda(PlayedCuda):
 def test_each_gpu_has_products_copies_and_peers():
     cuda = SeenCuda()
     first, second = measure_gpus(two_gpus(), cuda)
-    assert (first.torch_device, first.devices, first.peers) == (
-        "played:0",
-        ("gpu0",),
-        ("played:1",),
-    )
-    assert second.peers == ("played:0",)
+    assert (first.torch_device, first.devices, first.peers) == ("cuda:0", ("gpu0",), ("cuda:1",))
+    assert second.peers == ("cuda:0",)
     for rates in (first, second):
         assert (rates.model, rates.memory_bytes) == ("test", 1 << 33)
         assert set(rates.flops_per_second) == set(SHOWN_DTYPES)
@@ -69,9 +66,9 @@ def test_each_gpu_has_products_copies_and_peers():
 
 
 def test_devices_that_share_a_gpu_are_measured_as_one():
-    (rates,) = measure_gpus(linked("box", HOST, gpu(0), gpu(1)))
+    (rates,) = measure_gpus(linked("box", HOST, gpu(0), gpu(1)), PlayedCuda())
     assert rates.devices == ("gpu0", "gpu1")
-    assert rates.memory_bytes == 2 * (1 << 33)
+    assert rates.memory_bytes == 1 << 33
     assert rates.peers == ()
 
 
@@ -114,11 +111,17 @@ def test_a_dtype_without_arithmetic_is_left_out_and_a_full_memory_is_an_error(mo
         matrix_rates(timer, ["float64"])
     monkeypatch.setattr(gpu_rates, "matrix_rates", lambda _timer, _dtypes: median_seconds(None))
     with pytest.raises(MachineError, match="'gpu0' cannot be measured: CUDA out of memory"):
-        measure_gpus(two_gpus())
+        measure_gpus(two_gpus(), PlayedCuda())
 
 
-class HardwareCuda:
+class HardwareCuda(TorchCuda):
     """What `torch.cuda` says of two GPUs of which the first reaches the second alone."""
+
+    def is_available(self):
+        return True
+
+    def device_count(self):
+        return 2
 
     def mem_get_info(self, device):
         return 1 << 30, (1 << 34) + device.index
@@ -130,25 +133,22 @@ class HardwareCuda:
         return (device.index, peer_device.index) == (0, 1)
 
 
-def test_torch_is_asked_for_hardware_and_peers():
+def test_torch_is_asked_for_peers():
     cuda, names = HardwareCuda(), ["cuda:0", "cuda:1"]
     assert reached_peers(cuda, "cuda:0", names) == ("cuda:1",)
     assert reached_peers(cuda, "cuda:1", names) == ()
-    assert gpu_rates._hardware(cuda, "cuda:1", ()) == ("NVIDIA 1", (1 << 34) + 1)
 
 
-def test_another_gpu_than_the_machine_says_is_named(monkeypatch):
-    real = linked("box", HOST, replace(gpu(0), torch_device="cuda:0", model="NVIDIA 7"))
-    monkeypatch.setattr(gpu_rates, "check_gpu", lambda _device: None)
+def test_another_gpu_than_the_machine_says_is_named():
+    real = linked("box", HOST, replace(gpu(0), model="NVIDIA 7"))
     with pytest.raises(MachineError, match="'gpu0' is 'NVIDIA 7', but cuda:0 here is 'NVIDIA 0'"):
         measure_gpus(real, HardwareCuda())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_here_is_named():
-    real = linked("box", HOST, replace(gpu(0), torch_device="cuda:0"))
     with pytest.raises(MachineError, match="torch sees no GPU here"):
-        measure_gpus(real)
+        measure_gpus(linked("box", HOST, gpu(0)))
 
 
 @pytest.mark.gpu

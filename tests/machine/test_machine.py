@@ -345,6 +345,3 @@ def test_a_machine_file_names_its_gpus(tmp_path, monkeypatch):
         replace(machine.devices[1], torch_device="cuda")
     with pytest.raises(MachineError, match="torch_device"):
         replace(machine.devices[0], torch_device="cuda:0")
-    played = replace(machine.devices[2], torch_device="played:0")
-    with pytest.raises(MachineError, match="mixes"):
-        replace(machine, devices=(*machine.devices[:2], played))

@@ -1,6 +1,8 @@
 """Machines with GPUs that the CPU plays, from their file to a run."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +15,13 @@ from dovetail.frontends import capture
 from dovetail.machine import Machine, check_local, local_machine, parse_machine, save_machine
 from dovetail.pipeline import resolve_model
 from dovetail.plans import EAGER, PLACED
+from dovetail.runtime.cuda import TorchCuda, reach_gpus_by
 from dovetail.runtime.native import SWITCH
 from tests.executors.test_gpus import close
 from tests.executors.test_stage_runs import Branches
 from tests.support.played_gpus import HOST, cpu, gpu, linked
+
+pytestmark = pytest.mark.usefixtures("played_gpus")
 
 MODEL = "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50"
 
@@ -61,11 +66,12 @@ def test_a_machine_file_with_gpus_is_planned_for_and_run_by_commands(dovetail, t
     save_machine(machine(HOST, gpu(0), gpu(1)), file)
     status, _, err = dovetail("plan", MODEL, "--machine", file, "--budget", "50e", "--out", out)
     assert status == 0, err
-    assert {d["torch_device"] for d in json.loads(out.read_text())["machine"]["devices"][1:]} == {
-        "played:0"
-    }
-    status, _, err = dovetail("run", out, "--steps", "4")
-    assert status == 0, err
+    devices = json.loads(out.read_text())["machine"]["devices"]
+    assert {device["torch_device"] for device in devices[1:]} == {"cuda:0"}
+    # As a program of its own, too.
+    command = [sys.executable, "-m", "tests.support.on_played_gpus", "run", out, "--steps", "4"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_stages_on_a_gpu_are_predicted_and_then_measured(cache):
@@ -136,7 +142,7 @@ def test_beside_gpus_a_plan_for_sets_of_cores_is_compared_with_all_cores(cache, 
 def test_the_command_shows_what_is_measured_of_each_gpu(dovetail, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     file = tmp_path / "box.toml"
-    save_machine(machine(HOST, gpu(0), replace(gpu(1), torch_device="played:1")), file)
+    save_machine(machine(HOST, gpu(0), replace(gpu(1), torch_device="cuda:1")), file)
     status, out, err = dovetail("machine", file)
     assert status == 0, err
     rows = [line.split() for line in out.splitlines()]
@@ -151,9 +157,10 @@ def test_the_command_shows_what_is_measured_of_each_gpu(dovetail, tmp_path, monk
 
 
 def test_gpus_of_another_machine_are_shown_and_not_measured(dovetail, tmp_path, monkeypatch):
+    reach_gpus_by(TorchCuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "box.toml"
-    save_machine(machine(HOST, replace(gpu(0), torch_device="cuda:0")), file)
+    save_machine(machine(HOST, gpu(0)), file)
     status, out, err = dovetail("machine", file)
     assert status == 0, err
     assert "gpu0" in out and "measured now" not in out

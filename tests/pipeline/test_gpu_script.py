@@ -68,12 +68,6 @@ def test_without_time_nothing_is_begun(script, parts, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.count("no time left") == 3
 
 
-def test_an_unknown_part_is_named(script, tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run_script(script, monkeypatch, "--out", tmp_path, "--only", "magic")
-    assert "there is no part magic" in capsys.readouterr().err
-
-
 def test_the_page_in_docs_is_that_of_the_results(script):
     assert (ROOT / "docs/gpus.md").read_text() == script.page(ROOT / "benchmarks/gpu/results")
 
@@ -125,6 +119,7 @@ def box():
     return linked("box", core, replace(gpu(0), flops_per_second=fast))
 
 
+@pytest.mark.usefixtures("played_gpus")
 def test_a_model_larger_than_the_gpu_is_planned_for_both_and_runs(largest):
     rows = list(largest.rows_of(box(), TINY_CAP, [0.5, 4.0], 2, TINY, "100e"))
     small, large = (row["ways"]["planned"] for row in rows)

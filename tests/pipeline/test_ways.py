@@ -206,7 +206,7 @@ def test_plans_on_several_devices_have_that_rival_unless_it_is_hopeless_or_the_u
 def test_on_a_gpu_the_step_is_compiled_in_both_modes(step, timed, monkeypatch, tmp_path):
     monkeypatch.setattr(ways, "Workers", lambda _machine: nullcontext())
     machine = parse_machine("here/1")
-    device = replace(gpu(0), torch_device="cuda:0")
+    device = gpu(0)
     machine = replace(machine, devices=(device,), host=device.name, links=())
     seconds = timed[0]
     seconds |= {EAGER: {0: 2.0}, COMPILED: {0: 1.5}, REDUCED: {0: 1.0}}

@@ -178,20 +178,3 @@ def test_the_table_of_hdp_has_the_placements_that_each_seed_used(scripts, effort
     used = [scripts.runs.converged(asked, "tiny-a", seed, "hdp", reference=True) for seed in (0, 1)]
     assert f"| {', '.join(str(each.run.trials) for each in used)} |" in text
     assert "Its rates: slower than human by" in text
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--parts", "table9"], "part 'table9' is not one of table2, table3"),
-        (["--rows", "gnmt"], "row 'gnmt' is not one of"),
-        (["--method", "gdp-paper", "--parts", "shipped"], "shipped is of other methods"),
-        (["--trials", "0"], "--trials must be at least 1"),
-        (["--hdp-trials", "-5"], "--hdp-trials must be at least 0"),
-    ],
-)
-def test_wrong_arguments_are_named(scripts, given, said, capsys):
-    with pytest.raises(SystemExit) as left:
-        scripts.experiments.main(given)
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err

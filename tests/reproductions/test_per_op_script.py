@@ -85,20 +85,5 @@ def test_a_row_has_medians_and_the_spread_of_seeds(script):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--rows", "heft"], "row 'heft' is not one of one-gpu, expert"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--budget", "soon"], "'soon' is not a budget"),
-    ],
-)
-def test_wrong_arguments_are_named(script, given, said, capsys):
-    with pytest.raises(SystemExit) as left:
-        script.main(given)
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 def _rows(text):
     return text.split("---: |\n")[1].strip().splitlines()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dovetail.errors import StreamRaceError
-from dovetail.runtime.played_cuda import PlayedCuda
+from tests.support.played_cuda import PlayedCuda
 
 
 @pytest.fixture
@@ -211,11 +211,11 @@ def test_a_capture_refuses_to_wait_for_an_event_from_before(cuda):
 
 def test_a_function_is_one_work(cuda):
     first, second = cuda.Stream(), cuda.Stream()
-    run = cuda.as_one_work("code", lambda value: [value * 2])
+    run = cuda.at_work(lambda value: [value * 2])
     given = torch.ones(4)
     with cuda.stream(first):
         (made,) = run(given)
-    with cuda.stream(second), pytest.raises(StreamRaceError, match="reads what code"):
+    with cuda.stream(second), pytest.raises(StreamRaceError, match="reads what compiled code"):
         run(made)
     cuda.synchronize()
     graph = cuda.CUDAGraph()

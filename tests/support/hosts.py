@@ -24,6 +24,7 @@ from dovetail.pipeline.requests import PlanRequest
 from dovetail.runtime.ranks import Ranks, place_of_ranks
 from tests.support.listening import _bound, _inodes
 from tests.support.placing import plan_for, random_order, random_placement
+from tests.support.played_cuda import played
 from tests.support.played_gpus import cpu, gpu
 
 STEPS = 3
@@ -175,6 +176,7 @@ def gpu_machines():
     }
 
 
+@played()
 def differing_on_gpus(captured, ranks):
     """Runs random placements on played GPUs of two hosts, also when launches are graphs. Returns
     what differs from the same plan in one process, on rank 0, and between how many pairs of GPUs
@@ -229,6 +231,7 @@ def resumed(captured, ranks, folder):
     return step, [i for i in range(2) if not found[i].equal(expected[i])], names
 
 
+@played()
 def until_lost(captured, ranks, fault, gpus=False):
     """Runs steps for ever on two or more ranks, of which rank 1 has a fault at the fifth; with
     `gpus` on two ranks of a played GPU each. Prints the processes of this rank first."""
@@ -268,6 +271,7 @@ def until_hung(captured, ranks, stops):
             network.step(*inputs, *targets)
 
 
+@played()
 def until_raised(captured, ranks):
     """Runs steps for ever on a played GPU of each of two ranks, of which rank 1's raises in the
     second step, when rank 0's waits for it."""

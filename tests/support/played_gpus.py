@@ -1,4 +1,4 @@
-"""Machines whose GPUs the CPU plays."""
+"""Machines whose GPUs the CPU plays, where `tests.support.played_cuda.played` is entered."""
 
 import os
 from itertools import permutations
@@ -10,7 +10,7 @@ RATES = {"float32": 1e10, "float64": 1e10}
 
 def gpu(number):
     name = f"gpu{number}"
-    return Device(name, "gpu", "test", 1 << 33, RATES, 1e10, 1e-6, torch_device="played:0")
+    return Device(name, "gpu", "test", 1 << 33, RATES, 1e10, 1e-6, torch_device="cuda:0")
 
 
 def cpu(number):

@@ -27,7 +27,7 @@ from dovetail.frontends.gpu_calls import on_gpu
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import Stream, add_seeded, make_runner
 from dovetail.machine.gpu_rates import GpuTimer, matrix_rates
-from dovetail.runtime.played_cuda import cuda_of, torch_device_of
+from dovetail.runtime.cuda import MakeCuda
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.timers import clock, summarise
@@ -39,7 +39,8 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def serve(channel: Channel) -> None:
-    """Answer messages until the other end closes. The first is ("set up", name of the GPU)."""
+    """Answer messages until the other end closes. The first is ("set up", name of the GPU, what
+    makes the CUDA by which it is reached)."""
     measuring: _MeasuredGpu | None = None
     with torch.inference_mode():
         while True:
@@ -62,8 +63,9 @@ def serve(channel: Channel) -> None:
 class _MeasuredGpu:
     """A GPU by the name that torch gives it, and the stream on which it is measured."""
 
-    def __init__(self, name: str) -> None:
-        self.cuda, self.device = cuda_of([name]), torch_device_of(name)
+    def __init__(self, name: str, make_cuda: MakeCuda) -> None:
+        self.cuda = make_cuda()
+        self.device = self.cuda.device(name)
         self.timer = GpuTimer(self.cuda, self.device)
 
     def time_step(self, step: TimedStep, _beside: tuple[int, ...] = ()) -> OpTimes | FailedCall:
@@ -124,7 +126,8 @@ class _MeasuredGpu:
         product of 4096 by dtype, bytes/s of a copy of 256 MB that is read and written, and the
         seconds of an op that does next to nothing."""
         flops = matrix_rates(self.timer, _DTYPES)
-        source = torch.rand(2**26 if self.device.type == "cuda" else 2**22, device=self.device)
+        # Numbers, of four bytes each.
+        source = torch.rand(self.cuda.copied_bytes, device=self.device)
         target, tiny = torch.empty_like(source), torch.ones(8, device=self.device)
         self.cuda.synchronize(self.device)
         return {
@@ -141,13 +144,12 @@ class _MeasuredGpu:
         """Median seconds of copies by size: "to" and "from" the GPU's memory and pinned memory of
         the host, and to each of these GPUs by name."""
         found: dict[str, dict[int, float]] = {}
-        pinned = self.device.type == "cuda"
         for size in COPIED_BYTES:
             here = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+            host = self.cuda.pinned(size).zero_()
             ends = {"to": (here, host), "from": (host, here)}
             for peer in peers:
-                there = torch.zeros(size, dtype=torch.uint8, device=torch_device_of(peer))
+                there = torch.zeros(size, dtype=torch.uint8, device=self.cuda.device(peer))
                 ends[peer] = (there, here)
             self.cuda.synchronize(self.device)
             for name, (target, source) in ends.items():

@@ -50,6 +50,7 @@ from dovetail.frontends.runners import Runner, Stream, make_runner, runner_kind
 from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
 from dovetail.machine.local import available_bytes
+from dovetail.runtime.cuda import cuda_maker
 from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.runtime.ranks import host_name
@@ -662,7 +663,7 @@ def start_worker(device: Device) -> Worker:
     """Start a worker for the device and tell it to set up. The caller receives its reply."""
     if device.torch_device:
         worker = launch("dovetail.costs.gpus:serve", name=device.name)
-        worker.send(("set up", device.torch_device))
+        worker.send(("set up", device.torch_device, cuda_maker()))
         return worker
     threads = device.op_threads
     entry = "dovetail.costs.measured:serve"

@@ -172,13 +172,15 @@ def _resident_threads(device: Device) -> int:
     known = [count for name, count in RESIDENT_THREADS.items() if name in words]
     if known:
         return known[0]
-    if not device.torch_device.startswith("cuda"):
+    if not device.torch_device:
         return 0
-    import torch
+    # Imported here, because analytic costs need no torch.
+    from dovetail.runtime.cuda import cuda_here
 
-    if not torch.cuda.is_available():
+    cuda = cuda_here()
+    if not cuda.is_available():
         return 0
-    card = torch.cuda.get_device_properties(device.torch_device)
+    card = cuda.get_device_properties(device.torch_device)
     return int(card.multi_processor_count * card.max_threads_per_multi_processor)
 
 

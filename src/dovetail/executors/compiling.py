@@ -36,6 +36,7 @@ from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
 from dovetail.machine.gpu_rates import GpuTimer
+from dovetail.runtime.cuda import cuda_here, cuda_maker, reach_gpus_by
 from dovetail.runtime.files import (
     compiled_folder,
     is_own,
@@ -44,7 +45,6 @@ from dovetail.runtime.files import (
     write_atomically,
 )
 from dovetail.runtime.native import has_compiler
-from dovetail.runtime.played_cuda import torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.timers import clock
@@ -75,16 +75,14 @@ class CompileTarget:
 
     @property
     def torch_device(self) -> torch.device:
-        return torch_device_of(self.gpu) if self.gpu else torch.device("cpu")
+        return cuda_here().device(self.gpu) if self.gpu else torch.device("cpu")
 
     @property
     def label(self) -> str:
         """What tells it from other targets, as a part of a file's name."""
         if not self.gpu:
             return str(self.threads)
-        card = ""
-        if self.torch_device.type == "cuda":
-            card = torch.cuda.get_device_name(self.torch_device)
+        card = cuda_here().get_device_name(self.torch_device)
         return re.sub("[^A-Za-z0-9]+", "-", f"{self.gpu} {card}").strip("-")
 
 
@@ -136,7 +134,7 @@ def compile_all(
         worker = launch(ENTRY, cores=cores, threads=target.threads, name="compiler")
         idle.append(worker)
         cores_of[worker] = cores
-        worker.send(target)
+        worker.send((target, cuda_maker()))
 
     try:
         for cores in places[: len(waiting)]:
@@ -167,8 +165,11 @@ def compile_all(
 
 
 def serve(channel: Channel) -> None:
-    """Compile each fused call that arrives. The first message is what for."""
-    target: CompileTarget = channel.receive()
+    """Compile each fused call that arrives. The first message is what for, and what makes the CUDA
+    by which a GPU is reached."""
+    target: CompileTarget
+    target, make_cuda = channel.receive()
+    reach_gpus_by(make_cuda)
     set_up(target.threads)
     with own_cache():
         while True:
@@ -210,7 +211,7 @@ def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
         examples = call.examples(device)
         share = _share
         if device.type == "cuda":
-            share = partial(_share_as_graphs, GpuTimer(torch.cuda, device))
+            share = partial(_share_as_graphs, GpuTimer(cuda_here(), device))
         calls = partial(call.on(device).bound, examples)
         if call.is_update:
             fused = call.with_fused_updates().bound(examples)
@@ -222,7 +223,7 @@ def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
         _write(path, inductor_source(call.on(device).module(), examples))
         code = _loaded(path, examples)
         _check_laid(code, call.on(device), examples)
-        # What plays a GPU watches the code as one work.
+        # A GPU gets the code as one work.
         by_runner = (
             not target.gpu and code.instructions is not None and _is_same_by_runner(code, call)
         )

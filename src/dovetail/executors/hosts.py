@@ -83,13 +83,13 @@ from dovetail.machine import Device, Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.machine.gpus import card_of
 from dovetail.plans import Plan, check
+from dovetail.runtime.cuda import cuda_here
 from dovetail.runtime.formats import to_file
 from dovetail.runtime.neighbours import Neighbours
-from dovetail.runtime.played_cuda import PLAYED
 from dovetail.runtime.ranks import Ranks
 from dovetail.runtime.shared import Block, Layout
 from dovetail.runtime.stopped import state_of
-from dovetail.runtime.torch_versions import broadcast, has_nccl
+from dovetail.runtime.torch_versions import broadcast
 from dovetail.runtime.waiting import ABORTED, SPIN_NS, address_of, barrier, publish, wait
 from dovetail.timeline import Timeline
 from dovetail.units import format_seconds
@@ -649,9 +649,8 @@ class HostsNetwork:
         cards = {int(device): str(card) for part in told for device, card in part.items()}
         found = {}
         for pair in pairs:
-            # NCCL does not connect a GPU with itself, and none with one that is played.
-            played = {devices[end].torch_device.startswith(PLAYED) for end in pair}
-            if len({cards[end] for end in pair if end in cards}) < 2 or len(played) > 1:
+            # NCCL does not connect a GPU with itself.
+            if len({cards[end] for end in pair if end in cards}) < 2:
                 continue
             source, destination = (devices[end].name for end in pair)
             found[pair] = self.ranks.numbered(f"nccl/{source}->{destination}")
@@ -954,7 +953,7 @@ def _may_be_direct(device: Device) -> bool:
     does not work, has its tensors go through memory."""
     if not device.torch_device or os.environ.get("DOVETAIL_NCCL") == "0":
         return False
-    return device.torch_device.startswith(PLAYED) or has_nccl()
+    return bool(cuda_here().can_reach_ranks())
 
 
 def _check_same(ranks: Ranks, plan: Plan, captured: Captured, seed: int) -> None:

@@ -55,10 +55,10 @@ from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import leaves, substitute
 from dovetail.machine import Machine
 from dovetail.plans import COMPILED, EAGER, REDUCED
+from dovetail.runtime.cuda import MakeCuda, cuda_maker
 from dovetail.runtime.files import own_cache
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
-from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel, Worker, launch
 from dovetail.runtime.setup import op_threads, rest_openmp
 from dovetail.runtime.timers import clock
@@ -83,6 +83,7 @@ class LoadPlain:
     seed: int
     torch_device: str
     default_dtype: torch.dtype
+    make_cuda: MakeCuda
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,8 @@ class ServedPlain:
         """Make the module of the parcel in the block of this descriptor, which is taken over."""
         self._load = request
         name = request.torch_device
-        self._cuda = cuda_of([name]) if name else None
-        self._device = torch_device_of(name) if name else None
+        self._cuda = request.make_cuda() if name else None
+        self._device = self._cuda.device(name) if self._cuda is not None else None
         # Code is compiled in the first steps.
         self._steps_in_cache = _STEPS_THAT_COMPILE if request.mode else 0
         with own_cache() if request.mode else nullcontext():
@@ -322,7 +323,14 @@ class PlainNetwork:
                 self._process.send(threads)
                 self._ask_ready()
             self._process.send(
-                LoadPlain(parcel, mode, seed, self.device.torch_device, torch.get_default_dtype())
+                LoadPlain(
+                    parcel,
+                    mode,
+                    seed,
+                    self.device.torch_device,
+                    torch.get_default_dtype(),
+                    cuda_maker(),
+                )
             )
             self._process.send_descriptor(self._block.descriptor)
             self._ask_ready()

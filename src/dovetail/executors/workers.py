@@ -19,6 +19,7 @@ from dovetail.errors import ProcessError, RunError, UsageError
 from dovetail.executors.worker import Load, ServedDevice, UseThreads
 from dovetail.machine import Device, Machine
 from dovetail.machine.gpus import check_gpu
+from dovetail.runtime.cuda import cuda_maker
 from dovetail.runtime.native import build_native
 from dovetail.runtime.neighbours import Spinning
 from dovetail.runtime.processes import Worker, launch
@@ -190,9 +191,7 @@ class Workers:
                 told: object
                 if device.torch_device:
                     worker = launch(GPUS_ENTRY, name="GPUs")
-                    told = tuple(
-                        name for d in self.devices if (name := self.machine.devices[d].torch_device)
-                    )
+                    told = cuda_maker()
                 else:
                     told = device.op_threads
                     worker = launch(

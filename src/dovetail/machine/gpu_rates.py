@@ -20,16 +20,11 @@ import torch
 from dovetail.errors import MachineError
 from dovetail.machine.gpus import GpuMeasurement, check_gpu
 from dovetail.machine.records import Device, Machine
-from dovetail.runtime.played_cuda import PLAYED, cuda_of, torch_device_of
+from dovetail.runtime.cuda import cuda_here
 from dovetail.runtime.timers import clock
-from dovetail.runtime.torch_versions import sleep_on_gpu
 
 SHOWN_DTYPES = ("float32", "bfloat16", "float64")
 """The dtypes of the products that `measure_gpus` measures."""
-_MATRIX_SIZE, _PLAYED_MATRIX_SIZE = 4096, 512
-"""Products of so many rows and columns fill a GPU. One that the CPU plays needs smaller ones."""
-_COPIED_BYTES, _PLAYED_COPIED_BYTES = 2**26, 2**22
-"""A copy of 64 MiB takes some 3 ms over PCIe 4.0, so the microseconds of its start do not count."""
 _WARM_UPS, _SAMPLES, _LEAST_SAMPLES, _SAMPLES_SECONDS = 3, 20, 3, 1.0
 """A work runs `_WARM_UPS` times before it counts, and then `_SAMPLES` times. After so many seconds
 `_LEAST_SAMPLES` are enough: products in float64 take half a second on a GPU without such units."""
@@ -40,18 +35,13 @@ _ISSUED, _SLEEP_CYCLES = 200, 10_000_000
 class GpuTimer:
     """Times works on one GPU.
 
-    cuda     `torch.cuda`, or the `PlayedCuda` of a GPU that the CPU plays
+    cuda     as `runtime.cuda.cuda_here` returns it
     device   the torch device that has the GPU's tensors
     """
 
     def __init__(self, cuda: Any, device: torch.device) -> None:
         self.cuda, self.device = cuda, device
         self.stream = cuda.Stream(device=device)
-
-    @property
-    def played(self) -> bool:
-        """True if the CPU plays the GPU."""
-        return self.device.type != "cuda"
 
     def median_seconds(self, work: Callable[[], Any]) -> float:
         """The median seconds of a work on the GPU, from when it begins to its end."""
@@ -74,8 +64,7 @@ class GpuTimer:
         spans = []
         with self.cuda.stream(self.stream):
             for first in range(0, len(items), _ISSUED):
-                if not self.played:
-                    sleep_on_gpu(_SLEEP_CYCLES)
+                self.cuda.sleep(_SLEEP_CYCLES)
                 begin = self._recorded()
                 for item in items[first : first + _ISSUED]:
                     work(item)
@@ -95,7 +84,7 @@ class GpuTimer:
 def matrix_rates(timer: GpuTimer, dtypes: Sequence[str]) -> dict[str, float]:
     """dtype -> FLOP/s of a product of two square matrices. A dtype is absent if the GPU has no such
     arithmetic. float32 is computed in float32 unless the user has allowed torch to use TF32."""
-    size = _PLAYED_MATRIX_SIZE if timer.played else _MATRIX_SIZE
+    size = timer.cuda.matrix_size
     rates = {}
     for name in dtypes:
         try:
@@ -117,14 +106,12 @@ def copy_rates(timer: GpuTimer) -> dict[tuple[str, str], float]:
     The driver copies pageable memory through pinned memory of its own, so the host works as well
     and such a copy takes longer.
     """
-    size = _PLAYED_COPIED_BYTES if timer.played else _COPIED_BYTES
+    size = timer.cuda.copied_bytes
     on_gpu = torch.zeros(size, dtype=torch.uint8, device=timer.device)
     rates = {}
     for memory in ("pinned", "pageable"):
-        # Without a driver there is no pinned memory; the CPU needs none to play a copy.
-        host = torch.empty(
-            size, dtype=torch.uint8, pin_memory=memory == "pinned" and not timer.played
-        )
+        is_pinned = memory == "pinned"
+        host = timer.cuda.pinned(size) if is_pinned else torch.empty(size, dtype=torch.uint8)
         # The system gives pages at the first write, which must not be timed.
         host.fill_(1)
         timer.cuda.synchronize(timer.device)
@@ -137,17 +124,11 @@ def copy_rates(timer: GpuTimer) -> dict[tuple[str, str], float]:
 
 
 def reached_peers(cuda: Any, name: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the GPUs `names` whose memory the GPU `name` reads and writes without the host.
-
-    GPUs that the CPU plays all have the memory of the CPU.
-    """
-    others = [other for other in names if other != name]
-    if name.startswith(PLAYED):
-        return tuple(others)
+    """Those of the GPUs `names` whose memory the GPU `name` reads and writes without the host."""
     return tuple(
         other
-        for other in others
-        if cuda.can_device_access_peer(torch.device(name), torch.device(other))
+        for other in names
+        if other != name and cuda.can_device_access_peer(cuda.device(name), cuda.device(other))
     )
 
 
@@ -155,7 +136,7 @@ def measure_gpus(machine: Machine, cuda: Any = None) -> tuple[GpuMeasurement, ..
     """What each GPU of the machine reaches now, one after the other. Several devices of one GPU
     are measured as one.
 
-    cuda   `torch.cuda` or a `PlayedCuda`; by default the one that has GPUs of these names
+    cuda   as `runtime.cuda.cuda_here` returns it; None: that
 
     Raises `MachineError` for a GPU that is not here, that is another one than the machine says, or
     that cannot be measured, for example because its memory is full.
@@ -164,10 +145,10 @@ def measure_gpus(machine: Machine, cuda: Any = None) -> tuple[GpuMeasurement, ..
     for device in machine.devices:
         if device.torch_device:
             sharing.setdefault(device.torch_device, []).append(device)
-    cuda = cuda or cuda_of(list(sharing))
+    cuda = cuda or cuda_here()
     for name, devices in sharing.items():
-        check_gpu(devices[0])
-        here = _hardware(cuda, name, devices)[0]
+        check_gpu(devices[0], cuda)
+        here = cuda.get_device_name(cuda.device(name))
         if here != devices[0].model:
             raise MachineError(
                 f"device {devices[0].name!r} is {devices[0].model!r}, but {name} here is {here!r}"
@@ -175,34 +156,21 @@ def measure_gpus(machine: Machine, cuda: Any = None) -> tuple[GpuMeasurement, ..
     rates = []
     for name, devices in sharing.items():
         try:
-            rates.append(_measure(cuda, name, devices, list(sharing)))
+            timer = GpuTimer(cuda, cuda.device(name))
+            # All of its memory, free or not.
+            _, memory_bytes = cuda.mem_get_info(timer.device)
+            with torch.inference_mode():
+                measured = GpuMeasurement(
+                    torch_device=name,
+                    devices=tuple(device.name for device in devices),
+                    model=cuda.get_device_name(timer.device),
+                    memory_bytes=memory_bytes,
+                    flops_per_second=matrix_rates(timer, SHOWN_DTYPES),
+                    copies=copy_rates(timer),
+                    peers=reached_peers(cuda, name, list(sharing)),
+                )
+            rates.append(measured)
         except RuntimeError as error:
             cause = str(error).strip().splitlines()[0]
             raise MachineError(f"device {devices[0].name!r} cannot be measured: {cause}") from error
     return tuple(rates)
-
-
-def _measure(
-    cuda: Any, name: str, devices: Sequence[Device], names: Sequence[str]
-) -> GpuMeasurement:
-    timer = GpuTimer(cuda, torch_device_of(name))
-    model, memory_bytes = _hardware(cuda, name, devices)
-    with torch.inference_mode():
-        return GpuMeasurement(
-            torch_device=name,
-            devices=tuple(device.name for device in devices),
-            model=model,
-            memory_bytes=memory_bytes,
-            flops_per_second=matrix_rates(timer, SHOWN_DTYPES),
-            copies=copy_rates(timer),
-            peers=reached_peers(cuda, name, names),
-        )
-
-
-def _hardware(cuda: Any, name: str, devices: Sequence[Device]) -> tuple[str, int]:
-    """(model, bytes of all memory, free or not) of a GPU. Of one that the CPU plays only the
-    machine knows."""
-    if name.startswith(PLAYED):
-        return devices[0].model, sum(device.memory_bytes for device in devices)
-    _, total_bytes = cuda.mem_get_info(torch.device(name))
-    return cuda.get_device_name(torch.device(name)), total_bytes

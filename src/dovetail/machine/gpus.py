@@ -1,9 +1,8 @@
 """The GPUs of the machine that the program runs on. `machine/gpu_rates.py` measures them."""
 
-import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dovetail.errors import MachineError
 from dovetail.machine.records import Device
@@ -71,24 +70,23 @@ def gpus_here(logical: int = 1) -> tuple[Device, ...]:
 
 
 def card_of(device: Device) -> str:
-    """What tells the hardware of a GPU from all other, also on other hosts. One that the CPU plays
-    is a piece of hardware of its own in each process."""
-    if device.torch_device.startswith("played:"):
-        return f"{device.torch_device} {os.getpid()} {socket.gethostname()}"
-    import torch
+    """What tells the hardware of a GPU from all other, also on other hosts."""
+    from dovetail.runtime.cuda import cuda_here
 
-    return str(torch.cuda.get_device_properties(device.torch_device).uuid)
+    return str(cuda_here().get_device_properties(device.torch_device).uuid)
 
 
-def check_gpu(device: Device) -> None:
-    """Raise `MachineError` unless torch sees the GPU here. One that the CPU plays is anywhere."""
-    if device.torch_device.startswith("played:"):
-        return
+def check_gpu(device: Device, cuda: Any = None) -> None:
+    """Raise `MachineError` unless the GPU is here.
+
+    cuda   as `runtime.cuda.cuda_here` returns it; None: that
+    """
     # Imported here, because the rest of a machine is described without torch.
-    import torch
+    from dovetail.runtime.cuda import cuda_here
 
+    cuda = cuda or cuda_here()
     number = int(device.torch_device.rpartition(":")[2])
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = cuda.device_count() if cuda.is_available() else 0
     if number >= count:
         seen = f"cuda:0 to cuda:{count - 1}" if count else "no GPU"
         raise MachineError(

@@ -41,8 +41,7 @@ class Device:
                     use; () for any other device
     threads         number of threads that an op uses, at most as many as cores; 0: one a core
     torch_device    for a GPU of the machine that the program runs on: what torch calls it, as
-                    "cuda:0", or "played:0" for one that the CPU plays. Devices of one name share
-                    a GPU
+                    "cuda:0". Devices of one name share a GPU
     host            of a machine of several hosts: name of the one that has the device
     efficiencies    prefix of kinds of op -> share of `flops_per_second` that these ops reach. The
                     longest prefix that fits counts, and "" fits every kind. If none fits, it is 1
@@ -80,7 +79,7 @@ class Device:
             if not np.isfinite(value) or value < 0 or (positive and value == 0):
                 raise MachineError(f"device {self.name!r}: {name} is {value}")
         if self.torch_device and (
-            self.kind != "gpu" or not re.fullmatch(r"(cuda|played):[0-9]{1,4}", self.torch_device)
+            self.kind != "gpu" or not re.fullmatch(r"cuda:[0-9]{1,4}", self.torch_device)
         ):
             raise MachineError(
                 f"device {self.name!r}: torch_device is {self.torch_device!r}; a gpu of this "
@@ -176,9 +175,6 @@ class Machine:
             )
         if len(set(names)) < len(names):
             raise MachineError(f"machine {self.name!r}: two devices share a name")
-        played = {d.torch_device.startswith("played:") for d in self.devices if d.torch_device}
-        if len(played) > 1:
-            raise MachineError(f"machine {self.name!r} mixes GPUs and played ones")
         linked: set[tuple[str, str]] = set()
         ends_of_links = (n for link in self.links for n in (link.source, link.destination))
         for name in dict.fromkeys((self.host, *ends_of_links)):

@@ -50,7 +50,7 @@ def with_segments(
     """
     devices = plan.machine.devices
     # GPUs need no compiler of C++.
-    compiles = has_compiler() or any(d.torch_device.startswith("cuda") for d in devices)
+    compiles = has_compiler() or any(d.torch_device for d in devices)
     if plan.schedules or not compiles:
         return plan, plan
     captured = planned(plan, step)

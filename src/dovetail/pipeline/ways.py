@@ -227,7 +227,7 @@ def _measured(
     eager   the module as it is, at work, by its numbers of threads
     """
     # On a GPU the mode that is most often the faster one comes first, within one limit.
-    on_gpu = machine.devices[0].torch_device.startswith("cuda")
+    on_gpu = bool(machine.devices[0].torch_device)
     modes = (REDUCED, COMPILED) if on_gpu else (COMPILED,)
     wanted = [_Way(mode, way.threads) for mode in modes for way in eager]
     notes: list[str] = []

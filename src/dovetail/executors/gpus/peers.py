@@ -22,9 +22,8 @@ from torch import Tensor
 
 from dovetail.executors.shares import BlockSlot
 from dovetail.frontends.runners import distinct
-from dovetail.runtime.played_cuda import PlayedNccl
-from dovetail.runtime.ranks import JOIN_SECONDS, RankPlace, connect_store, interface_of
-from dovetail.runtime.torch_versions import gloo_group, named_store, nccl_errors, nccl_group
+from dovetail.runtime.ranks import JOIN_SECONDS, RankPlace, connect_store
+from dovetail.runtime.torch_versions import named_store
 
 _NEVER = timedelta(days=30)
 """Who waits for a lost rank is ended by `runtime.ranks`."""
@@ -86,14 +85,10 @@ class Peer:
         is_aborted: Callable[[], bool] = bool,
     ) -> None:
         self._pair = pair
-        self._errors = nccl_errors() if cuda is torch.cuda else (RuntimeError,)
+        self._errors = cuda.peer_errors()
         store, end = named_store(pair.name, store), 0 if pair.sends else 1
         try:
-            if cuda is torch.cuda:
-                self._group = nccl_group(store, end, _NEVER)
-            else:
-                gloo = gloo_group(store, end, 2, interface_of(place), _NEVER)
-                self._group = PlayedNccl(cuda, gloo, is_aborted)
+            self._group = cuda.peer_group(store, end, place, _NEVER, is_aborted)
         except self._errors as error:
             raise PeerError(pair.other, str(error)) from error
 

@@ -69,19 +69,16 @@ from dovetail.frontends.gpu_calls import on_gpu
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call, distinct_refs
 from dovetail.frontends.runners import LAID, NEXT, Stream, add_seeded, distinct, make_runner
+from dovetail.runtime.cuda import MakeCuda, cuda_here, reach_gpus_by
 from dovetail.runtime.neighbours import SPIN_SECONDS
-from dovetail.runtime.played_cuda import cuda_of, torch_device_of
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
-from dovetail.runtime.torch_versions import GENERATED_CODE_ALIGNS
 from dovetail.runtime.user_code import line_of
 from dovetail.runtime.waiting import ABORTED, barrier, look, publish, wait
 from dovetail.units import GIB, KIB, MIB
 
 _SPIN_NS = round(SPIN_SECONDS * 1e9)
-_ALIGNMENT_BYTES = 16
-"""Inductor's kernels take inputs to begin at multiples of this, as `torch._inductor` has it."""
 _POLL_SECONDS = 5e-5
 """Time between two looks at what other ranks' GPUs have sent."""
 _CAPTURED_STEP = 3
@@ -131,12 +128,14 @@ class ReadSources:
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests until the channel closes. The first message is the names of the GPUs."""
-    names: tuple[str, ...] = channel.receive()
+    """Answer requests until the channel closes. The first message is what makes the CUDA by which
+    GPUs are reached."""
+    make_cuda: MakeCuda = channel.receive()
     # Compiled kernels are read from files. Inductor would start processes to compile others.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     set_up(1)
-    cuda = cuda_of(names)
+    reach_gpus_by(make_cuda)
+    cuda = cuda_here()
     loaded: dict[int, LoadedGpus] = {}
     program, calls = 0, dict[int, Call]()
     with torch.inference_mode():
@@ -179,7 +178,7 @@ class _LoadedGpu:
 
     def __init__(self, share: Share, name: str, cuda: Any, tensors: int) -> None:
         self.share = share
-        self.torch_device = torch_device_of(name)
+        self.torch_device = cuda.device(name)
         self.compute = cuda.Stream(device=self.torch_device)
         self.runner = make_runner(tensors)
         self.pool = cuda.graph_pool_handle()
@@ -245,7 +244,7 @@ class _Running:
 class LoadedGpus:
     """The shares of all GPUs, ready to run steps.
 
-    cuda   `torch.cuda`, or what plays it
+    cuda   as `runtime.cuda.cuda_here` returns it
     """
 
     def __init__(self, load: LoadGpus, calls: dict[int, Call], block: Block, cuda: Any) -> None:
@@ -254,9 +253,8 @@ class LoadedGpus:
         self.in_block: dict[tuple[BlockSlot, int], Tensor] = {}
         first = load.shares[0]
         self.abort = self.base + first.abort
-        self.unpin = _pinned(cuda, self.base, block.size_bytes)
-        if cuda is torch.cuda:
-            _limit_memory(load.limits)
+        self.unpin = cuda.pin(self.base, block.size_bytes)
+        cuda.limit_memory(load.limits)
         self.gpus = {
             share.device: _LoadedGpu(share, load.names[share.device], cuda, load.tensors)
             for share in load.shares
@@ -574,9 +572,10 @@ class LoadedGpus:
             self._end_span(begin, step.device, send.destination, running, step)
         running.events[send.flag] = event
         if there is None:
-            self._publisher(step.device, send.destination).publish(
-                event, self.base + send.flag, running.now
-            )
+            pair = step.device, send.destination
+            if pair not in self.publishers:
+                self.publishers[pair] = _Publisher(self.abort)
+            self.publishers[pair].publish(event, self.base + send.flag, running.now)
 
     def _send(self, step: PushTensor, slot: BlockSlot, running: _Running) -> None:
         """Send a tensor straight to a GPU of another rank."""
@@ -679,8 +678,12 @@ class LoadedGpus:
             event.record(stream)
             return event
         # Between two GPUs without access to each other, the last part of a copy of a tensor with
-        # gaps runs on the destination's current stream.
-        arriving = self._arriving_stream(destination)
+        # gaps runs on the destination's current stream. Copies from other GPUs end in one of its
+        # own.
+        pair = destination, destination
+        if pair not in self.copying:
+            self.copying[pair] = self.cuda.Stream(device=self.gpus[destination].torch_device)
+        arriving = self.copying[pair]
         with self.cuda.stream(arriving), self.cuda.stream(stream):
             _copy(into, value, slot)
         sent = self.cuda.Event()
@@ -688,13 +691,6 @@ class LoadedGpus:
         arriving.wait_event(sent)
         event.record(arriving)
         return event
-
-    def _arriving_stream(self, destination: int) -> Any:
-        """The stream of a GPU that copies from other GPUs end in."""
-        pair = destination, destination
-        if pair not in self.copying:
-            self.copying[pair] = self.cuda.Stream(device=self.gpus[destination].torch_device)
-        return self.copying[pair]
 
     def _begin_span(self, source: int, destination: int, running: _Running) -> Any:
         """In a timed step, an event before the next copy from one device to another."""
@@ -719,12 +715,6 @@ class LoadedGpus:
         event = self.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
-
-    def _publisher(self, source: int, destination: int) -> "_Publisher":
-        pair = source, destination
-        if pair not in self.publishers:
-            self.publishers[pair] = _Publisher(self.abort)
-        return self.publishers[pair]
 
     def _synchronize(self) -> None:
         for device in dict.fromkeys(gpu.torch_device for gpu in self.gpus.values()):
@@ -879,25 +869,9 @@ class LoadedGpus:
         """Compiled code, which stages with one key share."""
         gpu = self.gpus[device]
         if key not in gpu.codes:
-            code: Callable[..., Any] | None = load_code(key, gpu.target)
-            if code is not None and self.cuda is not torch.cuda:
-                code = self.cuda.as_one_work("compiled code", code)
-            elif code is not None:
-                # Loading has run the code once, on examples.
-                torch.cuda.empty_cache()
-                if not GENERATED_CODE_ALIGNS:
-                    code = _aligned(code)
-            gpu.codes[key] = code
+            code = load_code(key, gpu.target)
+            gpu.codes[key] = None if code is None else self.cuda.at_work(code)
         return gpu.codes[key]
-
-
-def _aligned(code: Callable[..., Any]) -> Callable[..., Any]:
-    """The code with copies of inputs that do not begin where its kernels expect them to."""
-
-    def run(*tensors: Tensor) -> Any:
-        return code(*(t.clone() if t.data_ptr() % _ALIGNMENT_BYTES else t for t in tensors))
-
-    return run
 
 
 def _fork(cuda: Any, compute: Any, lanes: Sequence[Any]) -> tuple[()]:
@@ -956,28 +930,8 @@ def _free_bytes(message: str) -> int:
     return max(0, min(free, allowed - torch.cuda.memory_reserved(number)))
 
 
-def _limit_memory(limits: dict[str, int]) -> None:
-    """Have torch's allocator take from each GPU no more than the machine's devices there have."""
-    for name, size_bytes in limits.items():
-        _, total = torch.cuda.mem_get_info(name)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), name)
-
-
 def _copy(into: Tensor, value: Tensor, slot: BlockSlot) -> None:
     distinct(into, slot.strides).copy_(distinct(value, slot.strides), non_blocking=True)
-
-
-def _pinned(cuda: Any, address: int, size_bytes: int) -> Callable[[], None]:
-    """Pin the block, so that copies to and from GPUs run beside the host; return what undoes it."""
-    if cuda is not torch.cuda:
-        return lambda: None
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
-        # Copies are slower then, and as right. The next kernel reports the error that is set.
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        return lambda: None
-    return lambda: runtime.cudaHostUnregister(address)
 
 
 class _Publisher:

@@ -13,41 +13,42 @@ for threads). Memory that is freed may be given to the next work of the stream t
 on, as by torch's allocator, so that work must know of all that touched it. The host
 knows what it has waited for. A race is found whatever the times of the works are, and raised as
 `StreamRaceError`.
+
+`played` hands it in, so that the GPUs of machines, cuda:0 and so on, are played by the CPU.
+`python -m tests.support.on_played_gpus COMMAND ...` runs a command so.
 """
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dovetail.errors import StreamRaceError
-from dovetail.runtime.torch_versions import TorchDispatchMode, pytree, storage_reference
+from dovetail.runtime.cuda import cuda_maker, reach_gpus_by
+from dovetail.runtime.ranks import RankPlace, interface_of
+from dovetail.runtime.torch_versions import (
+    TorchDispatchMode,
+    gloo_group,
+    pytree,
+    storage_reference,
+)
+
+MODEL, MEMORY_BYTES = "test", 1 << 33
+"""What the hardware of each GPU that the CPU plays is called, and how much memory it says it has.
+"""
 
 Clock = dict[int, int]
 """Number of a stream -> how many of its works have surely ended."""
-PLAYED = "played:"
-"""What the names of GPUs begin with that the CPU plays."""
-
-
-def cuda_of(names: Sequence[str]) -> Any:
-    """`torch.cuda` for devices that are called "cuda:0" and so on, and what plays it for those that
-    are called "played:0" and so on."""
-    if all(name.startswith(PLAYED) for name in names):
-        return PlayedCuda()
-    return torch.cuda
-
-
-def torch_device_of(name: str) -> torch.device:
-    """The torch device that has the tensors of a GPU of this name."""
-    return torch.device("cpu" if name.startswith(PLAYED) else name)
-
-
 _WAITS_FOR_RESULT = (
     torch.ops.aten.item.default,  # as it is called in inference mode
     torch.ops.aten._local_scalar_dense.default,
@@ -76,10 +77,13 @@ class _Memory:
 
 
 class PlayedCuda:
-    """Has the functions of `torch.cuda` that executors use.
+    """Has the functions of `runtime.cuda.TorchCuda` that the package uses.
 
     unwatched   True while ops run that are parts of one work, which is watched as a whole
     """
+
+    # The CPU needs smaller ones than a GPU.
+    matrix_size, copied_bytes = 512, 2**22
 
     def __init__(self) -> None:
         self.unwatched = False
@@ -88,6 +92,70 @@ class PlayedCuda:
         self._host: Clock = {}
         self._capturing: PlayedGraph | None = None
         self._current: PlayedStream = self.Stream()
+
+    # ---- The hardware ----
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        """More GPUs than a machine can have."""
+        return 10**4
+
+    def device(self, name: str) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_name(self, device: object) -> str:
+        return MODEL
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        """(free bytes, all of them)"""
+        return MEMORY_BYTES // 2, MEMORY_BYTES
+
+    def get_device_properties(self, device: object) -> Any:
+        """Each process has hardware of its own, which holds no known number of threads."""
+        return SimpleNamespace(
+            uuid=f"{device} {os.getpid()} {socket.gethostname()}",
+            multi_processor_count=0,
+            max_threads_per_multi_processor=0,
+        )
+
+    def can_device_access_peer(self, device: object, peer_device: object) -> bool:
+        """True, as all of them have the memory of the CPU."""
+        return True
+
+    def pinned(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None]:
+        return lambda: None
+
+    def limit_memory(self, limits: dict[str, int]) -> None:
+        pass
+
+    def sleep(self, cycles: int) -> None:
+        pass
+
+    # ---- Other ranks ----
+
+    def can_reach_ranks(self) -> bool:
+        return True
+
+    def peer_errors(self) -> tuple[type[BaseException], ...]:
+        return (RuntimeError,)
+
+    def peer_group(
+        self,
+        store: Any,
+        end: int,
+        place: RankPlace,
+        timeout: timedelta,
+        is_aborted: Callable[[], bool],
+    ) -> "PlayedNccl":
+        gloo = gloo_group(store, end, 2, interface_of(place), timeout)
+        return PlayedNccl(self, gloo, is_aborted)
+
+    # ---- Streams, events and graphs ----
 
     def synchronize(self, device: object = None) -> None:
         """The host waits for all streams."""
@@ -128,15 +196,16 @@ class PlayedCuda:
             )
         self._current = stream
 
-    def as_one_work(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def at_work(self, code: Callable[..., Any]) -> Callable[..., Any]:
         """A function of tensors, which returns new ones, as a work whose parts are not watched."""
+        name = "compiled code"
 
         def run(*tensors: Tensor) -> Any:
             if self._capturing is None:
-                return self.issue(name, lambda: self._unwatched(function, tensors), tensors, ())
-            made = _tensors(self._unwatched(function, tensors))
+                return self.issue(name, lambda: self._unwatched(code, tensors), tensors, ())
+            made = _tensors(self._unwatched(code, tensors))
             self._capturing.add_again(
-                name, self._current, lambda: function(*tensors), list(tensors), made
+                name, self._current, lambda: code(*tensors), list(tensors), made
             )
             return made
 
@@ -257,6 +326,17 @@ class PlayedCuda:
     def _refuse_in_capture(self, what: str) -> None:
         if self._capturing is not None:
             raise RuntimeError(f"CUDA does not {what} while it captures a graph")
+
+
+@contextmanager
+def played() -> Iterator[None]:
+    """GPUs are reached by the CUDA that the CPU plays, also from processes that are started."""
+    before = cuda_maker()
+    reach_gpus_by(PlayedCuda)
+    try:
+        yield
+    finally:
+        reach_gpus_by(before)
 
 
 class PlayedStream:
