@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.reports.kit import Page, Section, Table
+from dovetail.reports.kit import Section, Table
 
 NOTHING = "-"
 """What is shown where there is no value."""
@@ -45,7 +45,6 @@ class ResultColumn:
 class ResultTable:
     """A table of a paper's results.
 
-    columns   a text stands for a column of that name without a unit
     key       the name under which a README has the table; "" if none does
     note      what to know of it, above it on a page
     style     classes of the style sheet
@@ -62,7 +61,7 @@ class ResultTable:
 
     @classmethod
     def of(cls, columns: Iterable[str | ResultColumn], rows: Any, **more: Any) -> "ResultTable":
-        """A table of some columns that are named alone."""
+        """A table of these columns; a text stands for a column of that name and no more."""
         made = tuple(ResultColumn(c) if isinstance(c, str) else c for c in columns)
         return cls(made, [tuple(row) for row in rows], **more)
 
@@ -110,14 +109,14 @@ class ResultTable:
 class Outcome:
     """What a paper's command writes and prints.
 
-    page       (facts) -> the page
+    page       (facts) -> the page's text
     files      name of a CSV file -> its table
     printed    the terminal's tables, and `said` below them
     summary    the object that `--json` prints, without the files' names
     failures   task -> what failed in it: errors and tracebacks
     """
 
-    page: Callable[[Facts], Page]
+    page: Callable[[Facts], str]
     files: Mapping[str, ResultTable]
     printed: Sequence[Table]
     summary: Mapping[str, Any]
@@ -130,9 +129,9 @@ class PaperTable:
     """A paper's table as it is asked for.
 
     command   the command line that computes it again
-    warning   what is to be known of it before all else
     files     names of its CSV files
     compute   (tell(what is being done, share that is done), complain(text)) -> the outcome
+    warning   what is to be known of it before all else
     """
 
     out: Path
