@@ -135,8 +135,8 @@ def learned(name: str, rows: dict[str, CaseResult]) -> str:
     parts = [
         f"* {what}: **{figure}** ({remark})" for what, figure, remark in tables.verdicts(name, done)
     ]
-    for title, (head, lines) in tables.tables_of(name, done):
-        parts += ["", f"{title}:", "", table(head, lines)]
+    for found in tables.tables_of(name, done):
+        parts += ["", f"{found.title}:", "", table(found.head, found.cells)]
     return "\n".join(parts) or "Not run."
 
 

@@ -4,7 +4,7 @@ by side. It runs in a checkout of the project."""
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,12 +18,7 @@ from dovetail.interrupts import take_interrupts
 from dovetail.runtime.files import refuse_links, use_own_cache
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
-    from reproductions import CaseResult, Column
-    from reproductions.dos import DosSettings
-    from reproductions.table import BenchTable
-    from reproductions.thesis import ThesisSettings
+    from reproductions.results import PaperTable
 
 PAGE, CSV, TRAININGS = "index.html", "rows.csv", "trainings.csv"
 """The files that the command writes into its folder."""
@@ -142,22 +137,26 @@ def bench(  # noqa: PLR0917  one argument an option
     """
     from dovetail.pipeline.requests import check_seed
 
-    _check_options(context, paper)
+    for name, papers in PAPERS_OF.items():
+        source = context.get_parameter_source(name)
+        if paper not in papers and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{name}", f"does not go with {paper.value}")
     check_seed(seed)
     if paper is Paper.DOS:
         from dovetail.runtime.setup import spin_briefly
 
         # OpenMP reads its settings when torch is imported, so this comes before.
         spin_briefly()
+        from reproductions import dos_page
         from reproductions.dos import DosSettings
 
         devices = tuple(dict.fromkeys(filter(None, (part.strip() for part in device.split(",")))))
         networks = DosSettings(
             _folder(paper, out), devices, _numbers("--batch", batch), rounds, sampled, size, seed
         )
-        _bench_dos(networks, rows, fresh, as_json)
-        return
-    if paper is Paper.THESIS:
+        table = dos_page.paper_table(networks, rows=rows, fresh=fresh)
+    elif paper is Paper.THESIS:
+        from reproductions import thesis_page
         from reproductions.thesis import ThesisSettings
 
         grid = ThesisSettings(
@@ -170,67 +169,76 @@ def bench(  # noqa: PLR0917  one argument an option
             seeds=seeds,
             seed=seed,
         )
-        _bench_thesis(grid, jobs, fresh, as_json)
-        return
-    from dovetail.placers import parse_budget
-    from reproductions.cases import CASES
-    from reproductions.page import write_page
-    from reproductions.running import BenchSettings
-    from reproductions.table import matching, run_table
-    from reproductions.tables import write_csv, write_trainings
+        table = thesis_page.paper_table(grid, jobs=jobs, fresh=fresh)
+    else:
+        from dovetail.placers import parse_budget
+        from reproductions import page
+        from reproductions.cases import CASES
+        from reproductions.running import BenchSettings
+        from reproductions.tasks import matching
 
-    parse_budget(budget)
-    trials, trials_of = _learning(paper.value, learn)
-    matching(CASES[paper.value], rows)
-    folder = _folder(paper, out)
-    settings = BenchSettings(
-        paper.value,
-        folder,
-        budget,
-        seed,
-        learn=trials,
-        learn_of=trials_of,
-        seeds=seeds,
-        controllers=controllers,
-    )
-    settings.store(say)  # makes the folder
-    page, csv, trainings = folder / PAGE, folder / CSV, folder / TRAININGS
-    check_outputs(page, csv, trainings)
-    with progress_bar() as progress:
-        table = run_table(
-            settings,
-            rows=rows,
-            jobs=jobs,
-            fresh=fresh,
-            tell=lambda said, fraction: progress(said, fraction, None),
-            complain=say,
+        parse_budget(budget)
+        trials, trials_of = _learning(paper.value, learn)
+        matching(CASES[paper.value], rows)
+        settings = BenchSettings(
+            paper.value,
+            _folder(paper, out),
+            budget,
+            seed,
+            learn=trials,
+            learn_of=trials_of,
+            seeds=seeds,
+            controllers=controllers,
         )
-    asked = learn or '""'
-    facts = _facts(
-        f"python -m reproductions {paper.value} --budget {budget} --learn {asked} --seeds {seeds} "
-        f"--seed {seed} --jobs {jobs}" + (f" --controllers {controllers}" * (controllers > 1))
-    )
-    write_page(paper.value, table.cases, table.rows, table.towers, table.curves, page, facts=facts)
-    write_csv(paper.value, table.cases, table.rows, csv)
-    write_trainings(paper.value, table.done, trainings)
-    for written in (page, csv, trainings):
+        settings.store(say)  # so that a folder that cannot be used is told of before all else
+        asked = learn or '""'
+        command = (
+            f"python -m reproductions {paper.value} --budget {budget} --learn {asked} "
+            f"--seeds {seeds} --seed {seed} --jobs {jobs}"
+            f"{f' --controllers {controllers}' * (controllers > 1)}"
+        )
+        table = page.paper_table(settings, rows=rows, jobs=jobs, fresh=fresh, command=command)
+    _compute(table, as_json)
+
+
+def _compute(table: "PaperTable", as_json: bool) -> None:
+    """Compute a table, write its page and files, and print its tables or one JSON object."""
+    import os
+    from importlib.metadata import version
+
+    from dovetail.machine import local_machine
+    from dovetail.reports.kit import save_page
+    from dovetail.runtime.files import write_atomically
+
+    if table.warning:
+        say(f"warning: {table.warning}")
+    table.out.mkdir(parents=True, exist_ok=True)
+    page, files = table.out / PAGE, {name: table.out / name for name in table.files}
+    check_outputs(page, *files.values())
+    with progress_bar() as progress:
+        found = table.compute(lambda said, fraction: progress(said, fraction, None), say)
+    facts = [
+        ("command", table.command),
+        ("machine", f"{len(os.sched_getaffinity(0))} cores of {local_machine().devices[0].model}"),
+        ("versions", f"dovetail {version('dovetail')}, torch {version('torch')}"),
+    ]
+    save_page(found.page(facts), page)
+    for name, path in files.items():
+        write_atomically(path, found.files[name].csv_text())
+    for written in (page, *files.values()):
         say(f"wrote {written}")
-    for task, failure in table.failures.items():
+    for task, failure in found.failures.items():
         say(f"error: {task} failed:\n{failure}")
     if as_json:
-        show_json(_summary(paper.value, table, page, csv))
+        paths = {"page": str(page), "csv": str(files[CSV])}
+        show_json({**found.summary, "failures": found.failures, **paths})
     else:
-        show(_rows_table(table))
-    if table.failures:
+        for shown in found.printed:
+            show(shown)
+        if found.said:
+            say(found.said)
+    if found.failures:
         raise typer.Exit(1)
-
-
-def _check_options(context: typer.Context, paper: Paper) -> None:
-    """Raise `UsageError` for an option that was given and belongs to another table."""
-    for name, papers in PAPERS_OF.items():
-        source = context.get_parameter_source(name)
-        if paper not in papers and source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"--{name}", f"does not go with {paper.value}")
 
 
 def _folder(paper: Paper, out: Path | None) -> Path:
@@ -251,117 +259,6 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _bench_thesis(settings: "ThesisSettings", jobs: int, fresh: bool, as_json: bool) -> None:
-    """Compute the thesis' grid, write its files, and print its tables or one JSON object."""
-    from dataclasses import asdict
-
-    from reproductions.thesis import MNIST, run_grid
-    from reproductions.thesis_page import (
-        WARNING,
-        ordering,
-        tables_of,
-        write_thesis_csv,
-        write_thesis_page,
-    )
-
-    data = settings.load()
-    if data.name != MNIST:
-        say(f"warning: {WARNING}")
-    page, csv = settings.out / PAGE, settings.out / CSV
-    settings.out.mkdir(parents=True, exist_ok=True)
-    check_outputs(page, csv)
-    with progress_bar() as progress:
-        results, failures = run_grid(
-            settings,
-            jobs=jobs,
-            fresh=fresh,
-            tell=lambda said, fraction: progress(said, fraction, None),
-            complain=say,
-        )
-    write_thesis_page(settings, results, page, facts=_facts(_thesis_command(settings, jobs)))
-    write_thesis_csv(settings, results, csv)
-    for written in (page, csv):
-        say(f"wrote {written}")
-    for task, failure in failures.items():
-        say(f"error: {task} failed:\n{failure}")
-    if as_json:
-        cells = [asdict(cell) | asdict(result) for cell, result in results.items()]
-        files = {"page": str(page), "csv": str(csv)}
-        show_json(
-            {"table": "thesis", "data": data.name, "cells": cells, "failures": failures} | files
-        )
-    else:
-        for table in tables_of(settings, results):
-            show(table)
-        say(ordering(settings, results))
-    if failures:
-        raise typer.Exit(1)
-
-
-def _bench_dos(settings: "DosSettings", rows: str, fresh: bool, as_json: bool) -> None:
-    """Compute DOS's tables, write their files, and print the tables or one JSON object."""
-    from dovetail.reports.kit import Table
-    from reproductions.dos import OTHER_SIZE, run_rows
-    from reproductions.dos_page import tables_of, write_dos_csv, write_dos_page
-    from reproductions.table import matching
-
-    matching(settings.rows, rows)
-    warning = "" if settings.size is None else OTHER_SIZE
-    if warning:
-        say(f"warning: {warning}")
-    page, csv = settings.out / PAGE, settings.out / CSV
-    settings.out.mkdir(parents=True, exist_ok=True)
-    check_outputs(page, csv)
-    with progress_bar() as progress:
-        found = run_rows(
-            settings,
-            rows=rows,
-            fresh=fresh,
-            tell=lambda said, fraction: progress(said, fraction, None),
-            complain=say,
-        )
-    facts = _facts(_dos_command(settings))
-    write_dos_page(found.lines, page, missing=found.missing, warning=warning, facts=facts)
-    write_dos_csv(found.lines, csv)
-    for written in (page, csv):
-        say(f"wrote {written}")
-    for task, failure in found.failures.items():
-        say(f"error: {task} failed:\n{failure}")
-    if as_json:
-        show_json({
-            "table": "dos", "lines": found.lines, "missing": found.missing,
-            "tasks": found.computed, "failures": found.failures, "page": str(page),
-            "csv": str(csv),
-        })  # fmt: skip
-    else:
-        for shown in tables_of(found.lines):
-            show(Table(shown.head, shown.rows, title=shown.title))
-    if found.failures:
-        raise typer.Exit(1)
-
-
-def _dos_command(settings: "DosSettings") -> str:
-    words = [
-        "python -m reproductions dos",
-        f"--device {','.join(settings.devices)}",
-        f"--batch {','.join(map(str, settings.batches))}",
-        f"--rounds {settings.rounds} --sampled {settings.sampled}",
-        *([f"--size {settings.size}"] if settings.size else []),
-        f"--seed {settings.seed}",
-    ]
-    return " ".join(words)
-
-
-def _thesis_command(settings: "ThesisSettings", jobs: int) -> str:
-    numbers = {"workers": settings.workers, "windows": settings.windows}
-    lists = [f"--{name} {','.join(map(str, values))}" for name, values in numbers.items()]
-    words = ["python -m reproductions thesis", *lists, f"--epochs {settings.epochs}"]
-    words += ["--data MNIST"] if settings.data else []
-    words += [f"--samples {settings.samples}"] if settings.samples else []
-    words += [f"--seeds {settings.seeds} --seed {settings.seed} --jobs {jobs}"]
-    return " ".join(words)
-
-
 def _learning(paper: str, text: str) -> tuple[int, dict[str, int]]:
     """Reads a text such as "5000e,hdp=1000e". Raises `UsageError`.
 
@@ -372,115 +269,17 @@ def _learning(paper: str, text: str) -> tuple[int, dict[str, int]]:
     trials, of = 0, dict[str, int]()
     for part in text.split(","):
         method, given, number = part.rpartition("=")
-        if not given:
-            trials = _trials(part)
-        elif method.strip() in LEARNED[paper]:
-            of[method.strip()] = _trials(number)
-        else:
+        if given and method.strip() not in LEARNED[paper]:
             methods = ", ".join(LEARNED[paper])
             raise UsageError("--learn", f"{method!r} is not one of {methods}, which learn here")
+        digits = number.strip().removesuffix("e") or "0"
+        if not (digits.isascii() and digits.isdigit()):
+            raise UsageError("--learn", f"{number!r} is no number of placements; write 3000e")
+        if given:
+            of[method.strip()] = int(digits)
+        else:
+            trials = int(digits)
     return trials, of
-
-
-def _trials(text: str) -> int:
-    """The placements of a training that "3000e" or "3000" names; 0 for "". Raises `UsageError`."""
-    digits = text.strip().removesuffix("e") or "0"
-    if not (digits.isascii() and digits.isdigit()):
-        raise UsageError("--learn", f"{text!r} is no number of placements; write 3000e")
-    return int(digits)
-
-
-def _facts(command: str) -> list[tuple[str, str]]:
-    """The lines of the page about how it was made."""
-    import os
-    from importlib.metadata import version
-
-    from dovetail.machine import local_machine
-
-    cores = len(os.sched_getaffinity(0))
-    return [
-        ("command", command),
-        ("machine", f"{cores} cores of {local_machine().devices[0].model}"),
-        ("versions", f"dovetail {version('dovetail')}, torch {version('torch')}"),
-    ]
-
-
-def _summary(paper: str, table: "BenchTable", page: Path, csv: Path) -> dict[str, Any]:
-    """The object that `bench --json` prints."""
-    return {
-        "table": paper,
-        "rows": [_row_summary(row) for row in table.rows],
-        "missing": sorted({case.key for case in table.cases} - {row.key for row in table.rows}),
-        "towers": [vars(tower) for tower in table.towers],
-        "tasks": table.computed,
-        "failures": table.failures,
-        "page": str(page),
-        "csv": str(csv),
-    }
-
-
-def _row_summary(row: "CaseResult") -> dict[str, Any]:
-    return {
-        "key": row.key,
-        "ops": row.ops,
-        "groups": row.groups,
-        "flops": row.flops,
-        "parameter_bytes": row.parameter_bytes,
-        "seconds": row.seconds,
-        "columns": {name: _column_summary(column) for name, column in row.columns.items()},
-    }
-
-
-def _column_summary(column: "Column") -> dict[str, Any]:
-    return {
-        "best": column.best or None,
-        "value": column.methods[column.best].seconds if column.best else None,
-        "lower_bound": column.bound,
-        "bound_proof": column.proof,
-        "methods": {name: found.seconds for name, found in column.methods.items()},
-        "learned": {
-            method: [
-                {
-                    "seed": run.seed,
-                    "seconds": run.found.seconds,
-                    "trials": run.trials,
-                    "controllers": run.controllers,
-                }
-                for run in runs
-            ]
-            for method, runs in column.learned.items()
-        },
-    }
-
-
-def _rows_table(table: "BenchTable") -> "RichTable":
-    """A table with a line for each row and column: the expert's value, the best one, the bound."""
-    from rich.table import Table as RichTable
-
-    from dovetail.units import format_seconds
-
-    shown = RichTable("row", "column", "ops", "expert", "best", "method", "bound", "took")
-    for column_head in shown.columns[1:]:
-        column_head.no_wrap = True
-    titles = {case.key: case.title for case in table.cases}
-    for row in table.rows:
-        for name, column in row.columns.items():
-            expert = column.methods.get("expert")
-            best = column.methods.get(column.best)
-            times = [
-                "-" if result is None or result.seconds is None else format_seconds(result.seconds)
-                for result in (expert, best)
-            ]
-            shown.add_row(
-                titles[row.key],
-                name,
-                str(row.ops),
-                *times,
-                column.best or "nothing fits",
-                format_seconds(column.bound),
-                format_seconds(row.seconds),
-            )
-    return shown
 
 
 def main() -> None:

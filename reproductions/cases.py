@@ -30,29 +30,7 @@ _LARGE = (
 _UNGIVEN = "GDP gives no sizes and no optimizer: "
 
 
-def _row(  # noqa: PLR0917  one argument a column of the table
-    network: str,
-    title: str,
-    model: str,
-    train: str,
-    gpus: int,
-    published: Published,
-    ours: str = "",
-    paper: str = "rl17",
-) -> Case:
-    return Case(
-        key=f"{network}-{gpus}gpu",
-        title=f"{title}, {gpus} GPUs",
-        model=model,
-        train=train,
-        machine=f"{paper}/{gpus}",
-        gpus=gpus,
-        published=published,
-        ours=ours,
-    )
-
-
-def _pair(
+def _rl17(
     network: str,
     title: str,
     model: str,
@@ -60,72 +38,48 @@ def _pair(
     published: Published,
     seconds: Mapping[int, tuple[float | None, ...]],
     ours: str = "",
-) -> tuple[Case, ...]:
+) -> list[Case]:
     """The rows of one network, one for each number of GPUs. `published` holds the figures that they
-    have in common; `seconds` holds, by number of GPUs, the columns from Scotch on."""
-    return tuple(
-        _row(
-            network,
-            title,
-            model,
-            train,
-            gpus,
+    have in common; `seconds` holds, by number of GPUs, the columns from Scotch on, if any."""
+    return [
+        Case(
+            f"{network}-{gpus}gpu", f"{title}, {gpus} GPUs", model, train, f"rl17/{gpus}", gpus,
             replace(
                 published,
-                seconds={**published.seconds, **dict(zip(RL17_COLUMNS[2:], more, strict=True))},
+                seconds={**published.seconds, **dict(zip(RL17_COLUMNS[2:], more, strict=False))},
             ),
             ours,
         )
         for gpus, more in seconds.items()
-    )
+    ]  # fmt: skip
 
 
 _RL17_ROWS: tuple[Case, ...] = (
-    *_pair(
-        "rnnlm",
-        "RNNLM",
-        "zoo:rnnlm?layers=2&hidden=2048&steps=40&batch=64",
-        "adam",
+    *_rl17(
+        "rnnlm", "RNNLM", "zoo:rnnlm?layers=2&hidden=2048&steps=40&batch=64", "adam",
         Published({"1 CPU": 6.89, "1 GPU": 1.57}, ops=8943, groups=188),
-        {2: (13.43, 11.94, 3.81, 1.57), 4: (11.52, 10.44, 4.46, 1.57)},
-        _VOCABULARY,
+        {2: (13.43, 11.94, 3.81, 1.57), 4: (11.52, 10.44, 4.46, 1.57)}, _VOCABULARY,
     ),
-    *_pair(
-        "nmt",
-        "NMT",
-        "zoo:nmt",
-        "adam",
+    *_rl17(
+        "nmt", "NMT", "zoo:nmt", "adam",
         Published({"1 CPU": 10.72, "1 GPU": None}, ops=22097, groups=280),
-        {2: (14.19, 11.54, 4.99, 4.04), 4: (11.23, 11.78, 4.73, 3.92)},
-        _ATTENTION,
+        {2: (14.19, 11.54, 4.99, 4.04), 4: (11.23, 11.78, 4.73, 3.92)}, _ATTENTION,
     ),
-    *_pair(
-        "inception-v3",
-        "Inception-V3",
-        "zoo:inception_v3?batch=32",
-        "rmsprop",
+    *_rl17(
+        "inception-v3", "Inception-V3", "zoo:inception_v3?batch=32", "rmsprop",
         Published({"1 CPU": 26.21, "1 GPU": 4.60}, ops=31180, groups=83),
         {2: (25.24, 22.88, 11.22, 4.60), 4: (23.41, 24.52, 10.65, 3.85)},
     ),
-    _row(
-        "rnnlm-large",
-        "RNNLM, batch 256, 4096 wide",
-        "zoo:rnnlm?layers=2&hidden=4096&steps=40&batch=256",
-        "adam",
-        4,
-        Published({"1 GPU": None, "expert": None, "RL": 33.46}),
-        _LARGE + _VOCABULARY,
+    *_rl17(
+        "rnnlm-large", "RNNLM, batch 256, 4096 wide",
+        "zoo:rnnlm?layers=2&hidden=4096&steps=40&batch=256", "adam",
+        Published({"1 GPU": None, "expert": None, "RL": 33.46}), {4: ()}, _LARGE + _VOCABULARY,
     ),
-    _row(
-        "nmt-large",
-        "NMT, batch 256, 2048 wide",
-        "zoo:nmt?hidden=2048&batch=256",
-        "adam",
-        4,
-        Published({"1 GPU": None, "expert": None, "RL": 35.84}),
-        _LARGE + _ATTENTION,
+    *_rl17(
+        "nmt-large", "NMT, batch 256, 2048 wide", "zoo:nmt?hidden=2048&batch=256", "adam",
+        Published({"1 GPU": None, "expert": None, "RL": 35.84}), {4: ()}, _LARGE + _ATTENTION,
     ),
-)
+)  # fmt: skip
 
 # ---- Rows of ours with little memory, where neither one GPU nor the expert's placement fits ----
 #
@@ -181,7 +135,7 @@ def with_gpu_memory(machine: Machine, memory_bytes: int) -> Machine:
     return replace(machine, devices=devices)
 
 
-def _gdp(  # noqa: PLR0917  as above
+def _gdp(  # noqa: PLR0917  one argument a column of the table
     network: str,
     title: str,
     model: str,
@@ -196,7 +150,8 @@ def _gdp(  # noqa: PLR0917  as above
         dict(zip(GDP_COLUMNS, seconds, strict=True)),
         hours={"GDP-one": f"{faster} times faster than HDP"},
     )
-    return _row(network, title, model, train, gpus, published, _UNGIVEN + ours, "gdp")
+    title, key = f"{title}, {gpus} GPUs", f"{network}-{gpus}gpu"
+    return Case(key, title, model, train, f"gdp/{gpus}", gpus, published, _UNGIVEN + ours)
 
 
 _RNNLM = f"2048 wide, 40 steps, batch 64 and Adam as in RL17; {_VOCABULARY}"

@@ -1,7 +1,7 @@
 """Computes the tables of DOS: schedules of four networks on one device, and elsewhere.
 
-    row ──► pipeline.scheduling.find_schedules ──► lines of figures ──► OUT/rows/ROW.json
-     │                                                              (what `dos_page` shows)
+    row ──► elsewhere.compare ──► lines of figures ──► OUT/rows/ROW.json
+     │                                                 (what `dos_page` shows)
      ├─ table5.NETWORK.DEVICE   sequential, greedy, merge, dos and ios at batch 1; random schedules
      │                          (figure 7); speed-ups of the parts of the network
      ├─ table1.NETWORK          the `dos` schedule made for each device, on every device
@@ -30,12 +30,13 @@ import torch
 from dovetail.errors import UsageError
 from dovetail.executors.stages.placing import require
 from dovetail.machine.local import local_machine
-from dovetail.pipeline.requests import CPU, ScheduleRequest, is_cuda, runs_here
-from dovetail.pipeline.scheduling import find_schedules, one_device
+from dovetail.pipeline.requests import CPU, is_cuda, runs_here
+from dovetail.pipeline.scheduling import one_device
 from dovetail.reports.schedules import launches_of, measured_of, noise_of
-from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate, Scheduled, Schedules
-from reproductions.store import SCHEDULED, Store, fingerprint
-from reproductions.table import BenchTask, matching, work_off
+from dovetail.schedulers.results import SEQUENTIAL, Schedules
+from reproductions.elsewhere import ComparisonRequest, compare
+from reproductions.store import SCHEDULED, Kept, Store, fingerprint
+from reproductions.tasks import BenchTask, matching, run_missing
 
 DOS = "dos"
 TABLE5, TABLE1, TABLE2 = "table5", "table1", "table2"
@@ -169,7 +170,7 @@ class DosRow:
 class DosSettings:
     """What is asked for. Raises `UsageError`, or `MachineError` for an unknown device.
 
-    devices   as in `ScheduleRequest`; table 1 has those of the paper as well
+    devices   as in `ComparisonRequest`; table 1 has those of the paper as well
     batches   of table 2 and figure 6. All else has batch 1
     rounds    of measuring
     sampled   random schedules of a network, for figure 7; 0: none
@@ -201,22 +202,50 @@ class DosSettings:
         rows += [DosRow(TABLE2, network, d) for network in SPECIALISED for d in self.devices]
         return rows
 
-    def request(self, row: DosRow) -> ScheduleRequest:
+    def request(self, row: DosRow) -> ComparisonRequest:
         """The request whose schedules the row shows."""
-        given = [row.device] if row.device else dict.fromkeys((*self.devices, *PAPER_DEVICES))
-        sampled = measured = row.table == TABLE5 and runs_here(row.device)
+        measured = row.table == TABLE5 and runs_here(row.device)
         schedulers = SCHEDULERS_OF[row.table]
         if measured and row.network in TOO_LONG:
             schedulers = tuple(name for name in schedulers if name != "ios")
-        return ScheduleRequest(
+        return ComparisonRequest(
             NETWORKS[row.network].sized(self.size),
-            tuple(given),
+            (row.device,) if row.device else tuple(dict.fromkeys((*self.devices, *PAPER_DEVICES))),
             schedulers,
             self.batches if row.table == TABLE2 else (1,),
             self.rounds,
-            self.sampled if sampled else 0,
-            DOS,
             self.seed,
+            sampled=self.sampled if measured else 0,
+            specialised=DOS,
+        )
+
+    def kept(self, store: Store, row: DosRow) -> Kept:
+        """The place of a row's lines in the store."""
+        request = self.request(row)
+        keys = []
+        for device in request.devices:
+            # Where a device is measured it is the device itself, so that another machine's figures
+            # do not count.
+            if is_cuda(device):
+                keys.append(torch.cuda.get_device_name(device))
+            elif device == CPU:
+                here = local_machine().devices[0]
+                keys.append(f"{here.model}, {len(here.cores)} threads")
+            else:
+                keys.append(device)
+        return Kept(
+            store,
+            row.key,
+            fingerprint(
+                SCHEDULED,
+                model=request.model,
+                devices=keys,
+                schedulers=request.schedulers,
+                batches=request.batches,
+                rounds=request.rounds,
+                sampled=request.sampled,
+                seed=request.seed,
+            ),
         )
 
 
@@ -257,17 +286,12 @@ def run_rows(
     tasks = [
         BenchTask(row.key, "reproductions.dos:run_row", (settings, row))
         for row in selected
-        if store.get(row.key, _fingerprint(settings, row)) is None
+        if settings.kept(store, row).get() is None
     ]
-    done = len(selected) - len(tasks)
-
-    def tell_share(task: str, text: str) -> None:
-        nonlocal done
-        done += text == "done"
-        tell(f"{task}: {text}", done / len(selected))
-
-    failures = work_off(tasks, 0, tell_share, complain)
-    kept = {row.key: store.get(row.key, _fingerprint(settings, row)) for row in settings.rows}
+    failures = run_missing(
+        tasks, len(selected), 0, lambda task, text, share: tell(f"{task}: {text}", share), complain
+    )
+    kept = {row.key: settings.kept(store, row).get() for row in settings.rows}
     return DosTables(
         [line for lines in kept.values() for line in lines or ()],
         failures,
@@ -283,37 +307,11 @@ def run_row(
     complain: Callable[[str], None],
 ) -> list[str]:
     """Compute one row and keep its lines. A `BenchTask`: it returns no failures of its own."""
-    request = settings.request(row)
-    found = find_schedules(request, progress=lambda doing, *_: tell(doing))
-    store = Store(settings.out / "rows", complain)
+    found = compare(settings.request(row), progress=lambda doing, *_: tell(doing))
     size = {} if settings.size is None else {"size": str(settings.size)}
-    lines = [line | size for line in _lines(row, request, found)]
-    store.put(row.key, _fingerprint(settings, row), lines)
+    lines = [line | size for line in _lines(settings, row, found)]
+    settings.kept(Store(settings.out / "rows", complain), row).put(lines)
     return []
-
-
-def _fingerprint(settings: DosSettings, row: DosRow) -> str:
-    request = settings.request(row)
-    return fingerprint(
-        SCHEDULED,
-        model=request.model,
-        devices=[_device_key(device) for device in request.devices],
-        schedulers=request.schedulers,
-        batches=request.batches,
-        rounds=request.rounds,
-        sampled=request.sampled,
-        seed=request.seed,
-    )
-
-
-def _device_key(device: str) -> str:
-    """The device itself where it is measured, so that another machine's figures do not count."""
-    if is_cuda(device):
-        return torch.cuda.get_device_name(device)
-    if device == CPU:
-        here = local_machine().devices[0]
-        return f"{here.model}, {len(here.cores)} threads"
-    return device
 
 
 # ---- Lines: flat records of text, as they stand in the CSV file ----
@@ -338,83 +336,71 @@ FIELDS = (
 it was asked for, and `name` the device's own."""
 
 
-def _lines(
-    row: DosRow, request: ScheduleRequest, found: list[Schedules]
-) -> Iterator[dict[str, str]]:
+def _lines(settings: DosSettings, row: DosRow, found: list[Schedules]) -> Iterator[dict[str, str]]:
+    def line(kind: str, **values: Any) -> dict[str, str]:
+        given = {"row": row.key, "network": row.network, "kind": kind, **values}
+        assert given.keys() <= set(FIELDS), "a field that the file does not have"
+        return {name: str(given[name]) for name in FIELDS if given.get(name) is not None}
+
+    def source(device: str) -> str:
+        return MEASURED if runs_here(device) else PREDICTED
+
     if row.table == TABLE1:
-        yield from _across_devices(row, request, found)
+        # There is one batch size, so the only matrix is that of the devices, the same on each.
+        devices, (matrix,) = settings.request(row).devices, found[0].specialisations
+        for device, name, of_row in zip(devices, matrix.rows, matrix.seconds, strict=True):
+            for made_for, seconds in zip(devices, of_row, strict=True):
+                yield line(
+                    ELSEWHERE, device=device, name=name, source=source(device),
+                    batch=found[0].results[0].batch, scheduler=DOS, made_for=made_for,
+                    seconds=seconds,
+                )  # fmt: skip
         return
     (on_device,) = found
-    line = partial(_line, row, device=row.device, name=on_device.device)
+    of_device = partial(line, device=row.device, name=on_device.device)
     for result in on_device.results:
         for candidate in result.candidates:
-            yield line(kind=SCHEDULE, **_schedule(result, candidate))
+            timing, effort = measured_of(candidate), candidate.effort
+            yield of_device(
+                SCHEDULE,
+                source=PREDICTED if timing is None else MEASURED,
+                batch=result.batch,
+                scheduler=candidate.scheduler,
+                chosen=candidate.scheduler == result.chosen,
+                seconds=candidate.step_seconds,
+                predicted_seconds=candidate.predicted_seconds,
+                spread=None if timing is None else timing.spread,
+                rounds=len(candidate.seconds),
+                kernels=len(result.kernels),
+                launches=launches_of(result, candidate),
+                # The paper counts a multiply-add once; ours are two FLOPs.
+                multiply_adds=sum(kernel.flops for kernel in result.kernels) / 2,
+                moved_bytes=sum(kernel.moved_bytes for kernel in result.kernels),
+                states=effort.states,
+                timed=effort.timed,
+                search_seconds=effort.search_seconds,
+                measuring_seconds=effort.measuring_seconds,
+            )
     sizes = [result.batch for result in on_device.results]
     for matrix in on_device.specialisations:
         for batch, of_row in zip(sizes, matrix.seconds, strict=True):
             for made_for, seconds in zip(sizes, of_row, strict=True):
-                yield line(
-                    kind=ELSEWHERE, source=_source(row.device), batch=batch, scheduler=DOS,
+                yield of_device(
+                    ELSEWHERE, source=source(row.device), batch=batch, scheduler=DOS,
                     made_for=made_for, seconds=seconds,
                 )  # fmt: skip
-    if row.table == TABLE5:
-        (result,) = on_device.results
-        noise = noise_of(result.candidates)
-        for predicted, seconds in result.sampled:
-            yield line(
-                kind=SAMPLE, source=MEASURED, batch=result.batch, seconds=seconds,
-                predicted_seconds=predicted, spread=noise,
+    if row.table != TABLE5:
+        return
+    (result,) = on_device.results
+    noise = noise_of(result.candidates)
+    for predicted, seconds in result.sampled:
+        yield of_device(
+            SAMPLE, source=MEASURED, batch=result.batch, seconds=seconds,
+            predicted_seconds=predicted, spread=noise,
+        )  # fmt: skip
+    for candidate in (result.candidate(SEQUENTIAL), result.candidate(DOS)):
+        for number, predicted in enumerate(candidate.block_seconds, 1):
+            yield of_device(
+                BLOCK, source=PREDICTED, batch=result.batch, scheduler=candidate.scheduler,
+                block=number, predicted_seconds=predicted, kernels=len(result.blocks[number - 1]),
             )  # fmt: skip
-        for candidate in (result.candidate(SEQUENTIAL), result.candidate(DOS)):
-            for number, predicted in enumerate(candidate.block_seconds, 1):
-                yield line(
-                    kind=BLOCK, source=PREDICTED, batch=result.batch,
-                    scheduler=candidate.scheduler, block=number, predicted_seconds=predicted,
-                    kernels=len(result.blocks[number - 1]),
-                )  # fmt: skip
-
-
-def _across_devices(
-    row: DosRow, request: ScheduleRequest, found: list[Schedules]
-) -> Iterator[dict[str, str]]:
-    # There is one batch size, so the only table is that of the devices, the same on each of them.
-    (matrix,) = found[0].specialisations
-    for device, name, of_row in zip(request.devices, matrix.rows, matrix.seconds, strict=True):
-        for made_for, seconds in zip(request.devices, of_row, strict=True):
-            yield _line(
-                row, kind=ELSEWHERE, device=device, name=name, source=_source(device),
-                batch=found[0].results[0].batch, scheduler=DOS, made_for=made_for, seconds=seconds,
-            )  # fmt: skip
-
-
-def _schedule(result: Scheduled, candidate: ScheduleCandidate) -> dict[str, Any]:
-    timing, effort = measured_of(candidate), candidate.effort
-    return {
-        "source": PREDICTED if timing is None else MEASURED,
-        "batch": result.batch,
-        "scheduler": candidate.scheduler,
-        "chosen": candidate.scheduler == result.chosen,
-        "seconds": candidate.step_seconds,
-        "predicted_seconds": candidate.predicted_seconds,
-        "spread": None if timing is None else timing.spread,
-        "rounds": len(candidate.seconds),
-        "kernels": len(result.kernels),
-        "launches": launches_of(result, candidate),
-        # The paper counts a multiply-add once; ours are two FLOPs.
-        "multiply_adds": sum(kernel.flops for kernel in result.kernels) / 2,
-        "moved_bytes": sum(kernel.moved_bytes for kernel in result.kernels),
-        "states": effort.states,
-        "timed": effort.timed,
-        "search_seconds": effort.search_seconds,
-        "measuring_seconds": effort.measuring_seconds,
-    }
-
-
-def _source(device: str) -> str:
-    return MEASURED if runs_here(device) else PREDICTED
-
-
-def _line(row: DosRow, **values: Any) -> dict[str, str]:
-    given = {"row": row.key, "network": row.network, **values}
-    assert given.keys() <= set(FIELDS), "a field that the file does not have"
-    return {name: str(given[name]) for name in FIELDS if given.get(name) is not None}

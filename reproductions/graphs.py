@@ -3,7 +3,6 @@
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from dovetail.errors import FileFormatError, InvalidError
 from dovetail.graph import Graph, group
 from dovetail.graph.files import load_graph, save_graph
 from reproductions.records import Case
-from reproductions.store import GRAPHS, Store, fingerprint
+from reproductions.store import GRAPHS, Kept, Store, fingerprint
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,17 @@ def name_of(case: Case) -> str:
     return "graph." + re.sub(r"[^a-z0-9]+", "-", f"{case.model} {case.train}".lower()).strip("-")
 
 
-def _fingerprint(case: Case) -> str:
-    return fingerprint(GRAPHS, model=case.model, train=case.train)
-
-
 def known(store: Store, case: Case) -> CapturedGraph | None:
     """The stored sizes of the case's graph; None if it must be captured."""
-    name = name_of(case)
-    value = store.get(name, _fingerprint(case))
-    if value is None or not _file(store, name).exists():
+    kept = _sizes_of(store, case)
+    value = kept.get()
+    if value is None or not (store.folder / f"{kept.name}.json.gz").exists():
         return None
     return CapturedGraph(**value)
+
+
+def _sizes_of(store: Store, case: Case) -> Kept:
+    return Kept(store, name_of(case), fingerprint(GRAPHS, model=case.model, train=case.train))
 
 
 def graph_for(store: Store, case: Case) -> Graph:
@@ -53,26 +52,22 @@ def graph_for(store: Store, case: Case) -> Graph:
 
     If the file cannot be read, or holds another graph than was written, the graph is captured anew.
     """
-    name, captured = name_of(case), known(store, case)
+    file, captured = store.folder / f"{name_of(case)}.json.gz", known(store, case)
     if captured is not None:
         try:
-            graph = load_graph(_file(store, name))
+            graph = load_graph(file)
         except (FileFormatError, InvalidError) as error:
             store.complain(f"{error}; it is captured anew")
         else:
             if graph.fingerprint == captured.graph:
                 return graph
-            store.complain(f"{_file(store, name)} holds another graph; it is captured anew")
-    return _capture(store, case, name)
-
-
-def _capture(store: Store, case: Case, name: str) -> Graph:
+            store.complain(f"{file} holds another graph; it is captured anew")
     # This imports torch, which only captures need.
     from dovetail.pipeline.sources import graph_of, resolve_model
 
     began = time.perf_counter()
     graph = graph_of(resolve_model(case.model, case.train))
-    save_graph(graph, _file(store, name))
+    save_graph(graph, file)
     parameters = np.array([kind == "parameter" for kind in graph.kinds])[graph.producers]
     captured = CapturedGraph(
         graph=graph.fingerprint,
@@ -82,9 +77,5 @@ def _capture(store: Store, case: Case, name: str) -> Graph:
         parameter_bytes=int(graph.tensor_bytes[parameters].sum()),
         seconds=time.perf_counter() - began,
     )
-    store.put(name, _fingerprint(case), vars(captured))
+    _sizes_of(store, case).put(vars(captured))
     return graph
-
-
-def _file(store: Store, name: str) -> Path:
-    return store.folder / f"{name}.json.gz"

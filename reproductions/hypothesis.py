@@ -54,7 +54,18 @@ class SharedVariables:
 
     def __init__(self, graph: Graph, cpu: int) -> None:
         self._cpu = cpu
-        variable_of = _variables(graph)
+        # [ops] the update op of the variable whose update or sum of gradients each op is; -1: none
+        variable_of = np.full(len(graph), -1, dtype=np.int32)
+        update_ops = np.flatnonzero(graph.phases == Phase.UPDATE)
+        variable_of[update_ops] = update_ops
+        sums = (graph.phases == Phase.BACKWARD) & (graph.gradient_of < 0)
+        sums &= np.array([kind.startswith(_SUMS) for kind in graph.kinds], dtype=bool)
+        # Readers come after producers, so going backwards all readers of an op are decided.
+        for op in np.flatnonzero(sums)[::-1].tolist():
+            outputs = graph.outputs_of(op)
+            readers = np.concatenate([graph.consumers_of(tensor) for tensor in outputs])
+            if len(readers) and (variable_of[readers] >= 0).all():
+                variable_of[op] = variable_of[readers[0]]
         producers = graph.producers[graph.input_tensors]
         updates = graph.residences[producers]
         reads = graph.is_source[producers] & (updates >= 0) & (variable_of[graph.readers] < 0)
@@ -76,18 +87,3 @@ class SharedVariables:
             homes = np.where(lowest == highest, lowest, self._cpu)
             settled[:, self._moved] = homes[:, self._variables]
         return settled
-
-
-def _variables(graph: Graph) -> NDArray[np.int32]:
-    """[ops] the update op of the variable whose update or sum of gradients each op is; -1: none."""
-    variable_of = np.full(len(graph), -1, dtype=np.int32)
-    updates = np.flatnonzero(graph.phases == Phase.UPDATE)
-    variable_of[updates] = updates
-    sums = (graph.phases == Phase.BACKWARD) & (graph.gradient_of < 0)
-    sums &= np.array([kind.startswith(_SUMS) for kind in graph.kinds], dtype=bool)
-    # Readers come after producers, so going backwards all readers of an op are decided.
-    for op in np.flatnonzero(sums)[::-1].tolist():
-        readers = np.concatenate([graph.consumers_of(tensor) for tensor in graph.outputs_of(op)])
-        if len(readers) and (variable_of[readers] >= 0).all():
-            variable_of[op] = variable_of[readers[0]]
-    return variable_of

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +54,7 @@ from reproductions.records import (
     PlanWork,
 )
 from reproductions.running import BenchSettings, Tell
-from reproductions.store import DRAWN, SEARCHED, Store, fingerprint
+from reproductions.store import DRAWN, SEARCHED, Kept, Store, fingerprint
 from reproductions.store import LEARNED as TRAINING
 from reproductions.tables import middle
 
@@ -76,15 +76,36 @@ _FINEST_SHARE = 2.0**-12
 
 def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[PlacementTask, str]:
     """(task, text on how its groups came about): the task on which a method is trained. One of
-    `AUTO_ON` has that of the method that it is compared with."""
+    `AUTO_ON` has that of the method that it is compared with.
+
+    GDP and HDP get at least `FEWEST_GROUPS` groups, as few as possible. If RL17's rule gives more
+    than `MOST_GROUPS`, its groups are joined by heavy edges. If it gives fewer than
+    `FEWEST_GROUPS`, it is applied with ever smaller groups. If even those are too few, every group
+    that colocation leaves is one.
+    """
     task, grouping = by_rule(name, graph, machine), _grouping_of(method)
+    groups = task.groups
     if AUTO_ON.get(method, method) == "seq2seq":
         return task, "RL17's rule"
     if grouping == "cells":
         return replace(task, groups=group_cells(graph)), "cells and branches"
+    colocated, everything = colocate(graph), "all that colocation leaves"
     if grouping == "ops":
-        return replace(task, groups=colocate(graph)), "all that colocation leaves"
-    groups, text = _size_groups(task)
+        return replace(task, groups=colocated), everything
+    if groups.count > MOST_GROUPS:
+        levels = coarsen(task.problem(threads=1), FEWEST_GROUPS)
+        counts = [int(level.max()) + 1 for level in levels]
+        of_group = levels[max(i for i, n in enumerate(counts) if n >= FEWEST_GROUPS)]
+        joined = Groups(of_group[groups.of_op], int(of_group.max()) + 1)
+        text = f"RL17's rule, {groups.count:,} groups, then joined by heavy edges"
+        return replace(task, groups=joined), text
+    share = 1 / 32
+    while groups.count < FEWEST_GROUPS and share > _FINEST_SHARE:
+        share /= 2
+        groups = merge_single_consumers(graph, colocated, largest_share=share)
+    if groups.count < FEWEST_GROUPS:
+        return replace(task, groups=colocated), everything
+    text = f"RL17's rule up to 1/{round(1 / share)} of the work a group"
     return replace(task, groups=groups), text
 
 
@@ -98,30 +119,6 @@ def by_rule(name: str, graph: Graph, machine: Machine) -> PlacementTask:
     return PlacementTask(
         name, graph, machine, analytic_costs(graph, machine), group(graph), ranked=True
     )
-
-
-def _size_groups(task: PlacementTask) -> tuple[Groups, str]:
-    """(groups, text on how they came about): at least `FEWEST_GROUPS` groups, as few as possible.
-
-    If RL17's rule gives more than `MOST_GROUPS`, its groups are joined by heavy edges. If it gives
-    fewer than `FEWEST_GROUPS`, it is applied with ever smaller groups. If even those are too few,
-    every group that colocation leaves is one.
-    """
-    graph, groups = task.graph, task.groups
-    if groups.count > MOST_GROUPS:
-        levels = coarsen(task.problem(threads=1), FEWEST_GROUPS)
-        counts = [int(level.max()) + 1 for level in levels]
-        of_group = levels[max(i for i, n in enumerate(counts) if n >= FEWEST_GROUPS)]
-        joined = Groups(of_group[groups.of_op], int(of_group.max()) + 1)
-        return joined, f"RL17's rule, {groups.count:,} groups, then joined by heavy edges"
-    colocated = colocate(graph)
-    share = 1 / 32
-    while groups.count < FEWEST_GROUPS and share > _FINEST_SHARE:
-        share /= 2
-        groups = merge_single_consumers(graph, colocated, largest_share=share)
-    if groups.count < FEWEST_GROUPS:
-        return colocated, "all that colocation leaves"
-    return groups, f"RL17's rule up to 1/{round(1 / share)} of the work a group"
 
 
 class Tally:
@@ -146,7 +143,10 @@ class Tally:
     def __call__(self, placements: NDArray[np.int32]) -> Trials:
         """The outcome of each placement [batch, groups]."""
         keys = [row.tobytes() for row in placements]
-        self._simulate({k: i for i, k in enumerate(keys) if k not in self._known}, placements)
+        unknown = {key: i for i, key in enumerate(keys) if key not in self._known}
+        if unknown:
+            spread = self.problem.spread(placements[list(unknown.values())])
+            self._learn(list(unknown), self.problem.evaluate(spread))
         self._enter_all(keys, placements)
         outcomes = [self._known[key] for key in keys]
         valid = np.array([fits for _, fits in outcomes], dtype=bool)
@@ -182,12 +182,6 @@ class Tally:
                 self.bests.append(BestSoFar(self.trials, self.distinct, seconds))
                 self.placement = row.copy()
         self._tell(self.trials, self.best_seconds)
-
-    def _simulate(self, rows: dict[bytes, int], placements: NDArray[np.int32]) -> None:
-        if rows:
-            problem = self.problem
-            spread = problem.spread(placements[list(rows.values())])
-            self._learn(list(rows), problem.evaluate(spread))
 
     def _learn(self, keys: Sequence[bytes], evaluated: BatchEvaluation) -> None:
         """Note the outcome of each key's placement."""
@@ -281,18 +275,6 @@ def propose(method: str, task: PlacementTask, tally: Tally, seed: int) -> None:
         tally(placements)
 
 
-def search(task: PlacementTask, method: str, tally: Tally, *, trials: int, seed: int) -> None:
-    """Have `auto` place the task's groups with `trials` evaluations, as a method of `AUTO_ON`.
-
-    Where these are all that colocation leaves, it begins with larger units, as it always does.
-    """
-    problem = tally.problem
-    if PLACERS[AUTO_ON[method]].grouping == "ops":
-        problem = splitting_problem(task.graph, task.machine, seed)
-    with suppress(InfeasibleError):
-        PLACERS["auto"](tally.watch(problem), Budget(evaluations=trials, threads=1))
-
-
 def views_of(tasks: Sequence[PlacementTask]) -> list["TaskView"]:
     """The tasks as a policy sees them."""
     from dovetail.placers.learned.features import look
@@ -353,13 +335,24 @@ def run_learned(
     """Train a method for at most `trials` trials: its record, and its best placement [groups], None
     if none fits. One of `SHIPPED` has as many trials as it proposes."""
     began = time.perf_counter()
-    tally = Tally(_settled(task.problem(seed=seed, threads=1), settle), tell)
+    problem = task.problem(seed=seed, threads=1)
+    evaluate, trace = problem.evaluate, problem.trace
+    settled = replace(
+        problem,
+        evaluate=lambda placements: evaluate(settle(placements)),
+        trace=None if trace is None else lambda placement: trace(settle(placement[None])[0]),
+    )
+    tally, updates = Tally(settled, tell), 0
+    controllers = _controllers(method, controllers)
     if method in SHIPPED:
         propose(method, task, tally, seed)
-        updates = 0
     elif method in AUTO_ON:
-        search(task, method, tally, trials=trials, seed=seed)
-        updates = 0
+        searched = settled
+        if PLACERS[AUTO_ON[method]].grouping == "ops":
+            # These are all that colocation leaves, so `auto` begins with larger units, as always.
+            searched = splitting_problem(task.graph, task.machine, seed)
+        with suppress(InfeasibleError):
+            PLACERS["auto"](tally.watch(searched), Budget(evaluations=trials, threads=1))
     elif controllers == 1:
         updates = train(method, (task,), (tally,), trials=trials, seed=seed)
     else:
@@ -367,22 +360,12 @@ def run_learned(
             method, task, tally, trials=trials, seed=seed, controllers=controllers
         )
     run = run_of(method, seed, grouping, tally, updates, time.perf_counter() - began)
-    return replace(run, controllers=_controllers(method, controllers)), tally.placement
+    return replace(run, controllers=controllers), tally.placement
 
 
 def _controllers(method: str, asked: int) -> int:
     """The controllers of a method; one for what trains nothing."""
     return 1 if method in SHIPPED or method in AUTO_ON else asked
-
-
-def _settled(problem: PlacementProblem, settle: Settle) -> PlacementProblem:
-    """The problem, whose placements are changed by `settle` before they are simulated."""
-    evaluate, trace = problem.evaluate, problem.trace
-    return replace(
-        problem,
-        evaluate=lambda placements: evaluate(settle(placements)),
-        trace=None if trace is None else lambda placement: trace(settle(placement[None])[0]),
-    )
 
 
 def run_of(
@@ -434,18 +417,69 @@ def trained_columns(case: Case, columns: Iterable[str]) -> tuple[str, ...]:
     return tuple(columns) if case.published is not None else (PLAIN,)
 
 
+@dataclass(frozen=True)
+class _StoredTraining:
+    """One training in the store, and the work of its best placement, each a file. `graph` is the
+    fingerprint of the row's graph."""
+
+    settings: BenchSettings
+    store: Store
+    case: Case
+    column: str
+    method: str
+    seed: int
+    graph: str = ""
+
+    @property
+    def _name(self) -> str:
+        controllers = _controllers(self.method, self.settings.controllers)
+        several = f".controllers-{controllers}" if controllers > 1 else ""
+        return f"{self.case.key}.{self.column}.{self.method}{several}.seed-{self.seed}"
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        machine = machine_to_dict(machine_of(self.case))
+        return {
+            "graph": self.graph, "machine": machine, "column": self.column, "method": self.method
+        }  # fmt: skip
+
+    @property
+    def training(self) -> Kept:
+        more = {
+            "grouping": _grouping_of(self.method),
+            "trials": self.settings.trials_of(self.method),
+            "seed": self.seed,
+            "controllers": _controllers(self.method, self.settings.controllers),
+        }
+        return Kept(self.store, self._name, fingerprint(_kind(self.method), **self._facts, **more))
+
+    def work(self, placement: list[int] | None) -> Kept:
+        key = fingerprint(DRAWN, **self._facts, placement=placement)
+        return Kept(self.store, f"{self._name}.work", key)
+
+
+def _kind(method: str) -> str:
+    """The kind of result: what code it rests on."""
+    return SEARCHED if method in AUTO_ON else TRAINING
+
+
 def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, str, int]]:
     """(column, method, seed) of the trainings that are not kept yet, or not drawn."""
-    captured = graphs.known(store, case)
-    return [
-        (column, method, seed)
-        for method, seed in trainings(settings)
-        for column in trained_columns(case, settings.columns)
-        if captured is None
-        or not _is_whole(
-            _StoredTraining(settings, store, case, column, captured.graph, method, seed)
-        )
-    ]
+    captured, lacking = graphs.known(store, case), []
+    for method, seed in trainings(settings):
+        for column in trained_columns(case, settings.columns):
+            stored = _StoredTraining(settings, store, case, column, method, seed)
+            is_whole = False
+            if captured is not None:
+                stored = replace(stored, graph=captured.graph)
+                kept = stored.training.get()
+                # If a placement fits, its work is kept too.
+                is_whole = kept is not None and (
+                    kept["placement"] is None or stored.work(kept["placement"]).get() is not None
+                )
+            if not is_whole:
+                lacking.append((column, method, seed))
+    return lacking
 
 
 def run_training(
@@ -467,7 +501,7 @@ def run_training(
     if column == HYPOTHESIS:
         machine, settle = under_hypothesis(graph, machine)
     task, grouping = task_of(case.key, graph, machine, method)
-    stored = _StoredTraining(settings, store, case, column, graph.fingerprint, method, seed)
+    stored = _StoredTraining(settings, store, case, column, method, seed, graph.fingerprint)
     name = f"{case.title}, {column}: {method}, seed {seed}"
     tell(name)
     limit, tenths = settings.trials_of(method), 0
@@ -478,26 +512,26 @@ def run_training(
             tenths = 10 * trials // limit
             tell(f"{name}: {trials:,} trials, {format_seconds(seconds)}")
 
-    kept = stored.get()
+    kept = stored.training.get()
     if kept is None:
         run, placement = run_learned(
             task, grouping, method, trials=limit, seed=seed, tell=tell_tenth, settle=settle,
             controllers=settings.controllers,
         )  # fmt: skip
         kept = {"run": asdict(run), "placement": None if placement is None else placement.tolist()}
-        stored.put(kept)
+        stored.training.put(kept)
     if kept["placement"] is not None:
         of_op = np.array(kept["placement"], dtype=np.int32)[task.groups.of_op]
         placed = normalise(settle(of_op[None])[0], graph, machine)
-        stored.put_work(asdict(work_of(graph, machine, task.costs, task.groups, placed)))
+        work = work_of(graph, machine, task.costs, task.groups, placed)
+        stored.work(kept["placement"]).put(asdict(work))
     return []
 
 
 def with_trainings(
     settings: BenchSettings, store: Store, case: Case, row: CaseResult
 ) -> CaseResult:
-    """The row with all kept trainings in its columns. The run of the median of each learned method
-    stands among the methods, and the work of its best run among what is shown."""
+    """The row with all kept trainings in its columns."""
     columns = {
         name: column_with_trainings(settings, store, case, name, column)
         for name, column in row.columns.items()
@@ -510,20 +544,23 @@ def with_trainings(
 def column_with_trainings(
     settings: BenchSettings, store: Store, case: Case, name: str, column: Column
 ) -> Column:
-    """The column with all its kept trainings; see `with_trainings`."""
+    """The column with all its kept trainings. The run of the median of each learned method stands
+    among the methods, and the work of its best run among what is shown."""
     runs: dict[str, list[LearnedRun]] = {}
     shown = dict(column.shown)
     for method, seed in trainings(settings):
         run = training_of(settings, store, case, method, seed, name)
         if run is not None:
             runs.setdefault(method, []).append(run)
+    graph = graphs.known(store, case)
     for method, of in runs.items():
-        if method in AUTO_ON or method in SHIPPED:
+        if method in AUTO_ON or method in SHIPPED or graph is None:
             continue
         best = min(of, key=lambda run: run.found.seconds or math.inf)
-        work = training_work(settings, store, case, method, best.seed, name)
+        stored = _StoredTraining(settings, store, case, name, method, best.seed, graph.graph)
+        work = stored.work(stored.training.get()["placement"]).get()
         if work is not None:
-            shown[method] = work
+            shown[method] = PlanWork(**work)
     medians = {method: middle(of).found for method, of in runs.items()}
     learned = {method: tuple(of) for method, of in runs.items()}
     return replace(column, methods={**column.methods, **medians}, learned=learned, shown=shown)
@@ -536,90 +573,19 @@ def training_of(
     graph = graphs.known(store, case)
     if graph is None:
         return None
-    kept = _StoredTraining(settings, store, case, column, graph.graph, method, seed).get()
-    return None if kept is None else _run(kept["run"])
-
-
-def training_work(
-    settings: BenchSettings, store: Store, case: Case, method: str, seed: int, column: str = PLAIN
-) -> PlanWork | None:
-    """The work of the best placement of one training, if it is kept."""
-    graph = graphs.known(store, case)
-    if graph is None:
+    stored = _StoredTraining(settings, store, case, column, method, seed, graph.graph)
+    kept = stored.training.get()
+    if kept is None:
         return None
-    kept = _StoredTraining(settings, store, case, column, graph.graph, method, seed).get_work()
-    return None if kept is None else PlanWork(**kept)
+    raw = kept["run"]
+    bests = tuple(BestSoFar(**best) for best in raw["bests"])
+    return LearnedRun(**{**raw, "found": MethodResult(**raw["found"]), "bests": bests})
 
 
 def forget_trainings(settings: BenchSettings, store: Store, case: Case) -> None:
     """Drop the kept trainings of a case that these settings ask for."""
     for method, seed in trainings(settings):
         for column in settings.columns:
-            _StoredTraining(settings, store, case, column, "", method, seed).drop()
-
-
-class _StoredTraining:
-    """One training in the store, and the work of its best placement, each a file."""
-
-    def __init__(
-        self,
-        settings: BenchSettings,
-        store: Store,
-        case: Case,
-        column: str,
-        graph: str,
-        method: str,
-        seed: int,
-    ) -> None:
-        controllers = _controllers(method, settings.controllers)
-        several = f".controllers-{controllers}" if controllers > 1 else ""
-        self._store, self._kind = store, _kind(method)
-        self._name = f"{case.key}.{column}.{method}{several}.seed-{seed}"
-        self._facts = {
-            "graph": graph,
-            "machine": machine_to_dict(machine_of(case)),
-            "column": column,
-            "method": method,
-            "grouping": _grouping_of(method),
-            "trials": settings.trials_of(method),
-            "seed": seed,
-            "controllers": controllers,
-        }
-
-    def get(self) -> Any:
-        return self._store.get(self._name, fingerprint(self._kind, **self._facts))
-
-    def put(self, value: dict[str, Any]) -> None:
-        self._store.put(self._name, fingerprint(self._kind, **self._facts), value)
-
-    def get_work(self) -> Any:
-        kept = self.get()
-        return None if kept is None else self._store.get(*self._work(kept["placement"]))
-
-    def put_work(self, value: dict[str, Any]) -> None:
-        self._store.put(*self._work(self.get()["placement"]), value)
-
-    def drop(self) -> None:
-        self._store.drop(self._name)
-        self._store.drop(self._work(None)[0])
-
-    def _work(self, placement: list[int] | None) -> tuple[str, str]:
-        """(name, fingerprint) of the work of a placement."""
-        facts = {key: self._facts[key] for key in ("graph", "machine", "column", "method")}
-        return f"{self._name}.work", fingerprint(DRAWN, **facts, placement=placement)
-
-
-def _kind(method: str) -> str:
-    """The kind of result: what code it rests on."""
-    return SEARCHED if method in AUTO_ON else TRAINING
-
-
-def _is_whole(stored: _StoredTraining) -> bool:
-    """True for a training that is kept, with the work of its placement if one fits."""
-    kept = stored.get()
-    return kept is not None and (kept["placement"] is None or stored.get_work() is not None)
-
-
-def _run(raw: dict[str, Any]) -> LearnedRun:
-    bests = tuple(BestSoFar(**best) for best in raw["bests"])
-    return LearnedRun(**{**raw, "found": MethodResult(**raw["found"]), "bests": bests})
+            stored = _StoredTraining(settings, store, case, column, method, seed)
+            stored.training.drop()
+            stored.work(None).drop()

@@ -127,6 +127,24 @@ def first_of(machine: Machine, kind: str) -> int:
     return kinds.index(kind)
 
 
+def _on_one(kind: str) -> Placer:
+    """A placer that puts everything on the first device of a kind, as in RL17's first two columns.
+    A group that may not be there goes to its fastest device."""
+
+    def place(problem: PlacementProblem, _budget: Budget) -> GroupPlacement:
+        return problem.settle(np.full(problem.groups.count, first_of(problem.machine, kind)))
+
+    return place
+
+
+_OURS: dict[str, Placer] = {
+    "1 CPU": _on_one("cpu"),
+    "1 GPU": _on_one("gpu"),
+    APART: expert_apart,
+}
+"""The methods that are no placers of the package."""
+
+
 def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Placement | None]:
     """Run a method: its result, and its placement [ops], with sources filled in; None if it refuses
     the problem.
@@ -136,12 +154,19 @@ def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Pl
     problem = ground.problem
     if name == SPLITTING:
         name, problem = "auto", ground.splitting
-    limit = _limit(name, budget)
+    limit = parse_budget(budget)
+    if limit.timed and name not in SEARCHES:
+        limit = Budget(seconds=max(CONSTRUCTIVE_SECONDS, limit.seconds))
     limit.ledger.prove(ground.bound.seconds, ground.bound.proof)
     began = time.perf_counter()
     try:
-        _refuse_exact(problem, name)
-        attempt(name, _placer(name), problem, limit)
+        if name == "exact" and len(problem.free) > MOST_EXACT_GROUPS:
+            # It would spend its budget for nothing. `auto` leaves it out in the same case.
+            raise InfeasibleError(
+                f"not tried: of {len(problem.free)} groups exact search proves and finds nothing "
+                f"for a step in time; {MOST_EXACT_GROUPS} are the limit"
+            )
+        attempt(name, _OURS.get(name) or PLACERS[name], problem, limit)
     except (InvalidError, InfeasibleError) as error:
         return MethodResult(None, str(error), search_seconds=time.perf_counter() - began), None
     score, placement = limit.ledger.results[name]
@@ -186,36 +211,3 @@ def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArra
         return ""
     name = machine.devices[device].name
     return f"OOM: {name} needs {format_bytes(needed)} of {format_bytes(available)}"
-
-
-def _placer(name: str) -> Placer:
-    of_bench = {"1 CPU": _on_one("cpu"), "1 GPU": _on_one("gpu"), APART: expert_apart}
-    return of_bench.get(name) or PLACERS[name]
-
-
-def _on_one(kind: str) -> Placer:
-    """A placer that puts everything on the first device of a kind, as in RL17's first two columns.
-    A group that may not be there goes to its fastest device."""
-
-    def place(problem: PlacementProblem, _budget: Budget) -> GroupPlacement:
-        return problem.settle(np.full(problem.groups.count, first_of(problem.machine, kind)))
-
-    return place
-
-
-def _limit(name: str, budget: str) -> Budget:
-    """The budget of a method; see `CONSTRUCTIVE_SECONDS`."""
-    limit = parse_budget(budget)
-    if limit.timed and name not in SEARCHES:
-        limit = Budget(seconds=max(CONSTRUCTIVE_SECONDS, limit.seconds))
-    return limit
-
-
-def _refuse_exact(problem: PlacementProblem, name: str) -> None:
-    """Raise `InfeasibleError` if the method is `exact` and there are so many groups that it would
-    spend its budget for nothing. `auto` leaves it out in the same case."""
-    if name == "exact" and len(problem.free) > MOST_EXACT_GROUPS:
-        raise InfeasibleError(
-            f"not tried: of {len(problem.free)} groups exact search proves and finds nothing for a "
-            f"step in time; {MOST_EXACT_GROUPS} are the limit"
-        )

@@ -12,7 +12,6 @@ of such cases. None of them is used to change a cost.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dovetail.machine import Device, Machine
@@ -130,17 +129,15 @@ def _pair(ground: _Ground, a: str, b: str) -> Ordering:
     if len(present) < 2 or lacking is not None:
         return Ordering(statement, published, "", None, lacking or "not run")
     our_seconds = [result.seconds for result in present]
-    text = " against ".join(format_step(seconds) for seconds in our_seconds)
-    names = f"{METHOD_OF[a]} against {METHOD_OF[b]}: "
+    ours = " against ".join(format_step(seconds) for seconds in our_seconds)
+    found = f"{METHOD_OF[a]} against {METHOD_OF[b]}: {ours}"
     if relation(*our_seconds) == expected:
-        return Ordering(statement, published, names + text, True, _remark(ground, a, b))
+        is_fitted = ground.name != HYPOTHESIS and ground.case.machine.startswith("rl17/")
+        remark = "both are what the machine was fitted to"
+        why = remark if is_fitted and (a, b) == ("1 GPU", "1 CPU") else ""
+        return Ordering(statement, published, found, True, why)
     oom = next((f"Ours: {result.reason}." for result in present if result.seconds is None), None)
-    return Ordering(statement, published, names + text, False, oom or _why(ground, a, b))
-
-
-def _remark(ground: _Ground, a: str, b: str) -> str:
-    fitted = ground.name != HYPOTHESIS and (a, b) == ("1 GPU", "1 CPU")
-    return "both are what the machine was fitted to" if fitted and _rl17(ground) else ""
+    return Ordering(statement, published, found, False, oom or _why(ground, a, b))
 
 
 def _memory(ground: _Ground, column: str) -> Ordering | None:
@@ -154,139 +151,101 @@ def _memory(ground: _Ground, column: str) -> Ordering | None:
     statement = (
         f"{column} fits into memory" if paper_seconds is not None else f"{column} is out of memory"
     )
+    printed = format_step(paper_seconds)
     if result is None or (result.seconds is None and not ours_oom):
-        reason = result.reason if result else "not run"
-        return Ordering(statement, format_step(paper_seconds), "", None, reason)
-    holds = (paper_seconds is None) == ours_oom
-    text = f"{METHOD_OF[column]}: " + (result.reason if ours_oom else _peak(ground, result))
-    why = "" if holds else _why_memory(ground, result)
-    return Ordering(statement, format_step(paper_seconds), text, holds, why)
-
-
-def _peak(ground: _Ground, result: MethodResult) -> str:
-    """The peak of the device that is fullest by share: "3.5 GiB of 11.2 GiB on k80:0"."""
+        return Ordering(statement, printed, "", None, result.reason if result else "not run")
+    # The peak of the device that is fullest by share: "3.5 GiB of 11.2 GiB on k80:0".
     capacities = {device.name: device.memory_bytes for device in ground.machine.devices}
     shares = {
         name: size / capacities[name]
         for name, size in result.peak_memory_bytes.items()
         if capacities.get(name)
     }
-    if not shares:
-        return format_step(result.seconds)
-    name = max(shares, key=lambda name: shares[name])
-    size, capacity = result.peak_memory_bytes[name], capacities[name]
-    return f"{format_bytes(size)} of {format_bytes(capacity)} on {name}"
+    peak = format_step(result.seconds)
+    if shares:
+        name = max(shares, key=lambda name: shares[name])
+        size, capacity = result.peak_memory_bytes[name], capacities[name]
+        peak = f"{format_bytes(size)} of {format_bytes(capacity)} on {name}"
+    found = f"{METHOD_OF[column]}: {result.reason if ours_oom else peak}"
+    if (paper_seconds is None) == ours_oom:
+        return Ordering(statement, printed, found, True, "")
+    sizes = f"Of its sizes: {ground.case.ours.rstrip('.')}. " if ground.case.ours else ""
+    if ours_oom:
+        why = (
+            f"Ours needs more than there is. {sizes}When an op runs, and with it how long its "
+            "tensors live, is our schedule's, not the paper's."
+        )
+    else:
+        why = (
+            f"By our count it needs {peak}. {sizes}Memory hangs most on two things that no paper "
+            "states: where variables live, and whether gradients are summed as they come or kept "
+            "until all are there. Ours are summed as autograd does, two by two, and a tensor is "
+            "freed after its last reader."
+        )
+    return Ordering(statement, printed, found, False, why)
 
 
 def _why(ground: _Ground, a: str, b: str) -> str:
-    reasons: dict[str, Callable[[_Ground, str, str], str]] = {
-        "1 GPU": _why_single,
-        "expert": _why_expert,
-        "Scotch": _why_partition,
-        "MinCut": _why_partition,
-        "METIS": _why_metis,
-        "RL": _why_single_learned if b == "1 GPU" else _why_learned,
-        "GDP-one": _why_learned,
-        "HDP": _why_learned,
-    }
-    return reasons[a](ground, a, b)
-
-
-def _why_single(ground: _Ground, a: str, b: str) -> str:
-    work = ground.work("expert")
-    moved = f" (the expert's plan: {_transfers(work)})" if work else ""
-    if ground.name == HYPOTHESIS:
-        return (
-            "A weight that several devices read is on the CPU: it is sent over a link at "
-            f"{format_bandwidth(ground.link_bytes_per_second)} to each of them, every gradient is "
-            f"sent back, and the CPU updates it{moved}. One GPU keeps all weights."
-        )
-    return f"{_step_of(ground)}."
-
-
-def _why_expert(ground: _Ground, a: str, b: str) -> str:
-    expert, single = _values(ground, a, b)
-    work = ground.work("expert")
-    text = f"Ours takes {_ratio(expert, single)} of the time of one GPU"
-    if work is not None:
-        text += f": {_describe_busy(work, expert)}, and {_transfers(work)}"
-    if expert < single:
-        wait = format_seconds(single - expert)
-        text += f". To be as slow as one GPU it would have to wait {wait} longer for transfers"
-        text += _why_shared(ground)
-    return text + "."
-
-
-def _why_partition(ground: _Ground, a: str, b: str) -> str:
-    cut, cpu = _values(ground, a, b)
-    text = f"Ours takes {_ratio(cut, cpu)} of the time of one CPU"
-    if cut < cpu:
-        rate = ground.link_bytes_per_second
-        moved = format_bytes((cpu - cut) * rate)
-        text += (
-            f". Even without any overlap, transfers would have to take {format_seconds(cpu - cut)} "
-            f"more to be slower: {moved} at {format_bandwidth(rate)}. Balancing loads without "
-            "a schedule costs a cut much against a search, but nothing in these costs puts it "
-            "behind one CPU"
-        )
-    return text + "."
-
-
-def _why_metis(ground: _Ground, a: str, b: str) -> str:
-    cut, expert = _values(ground, a, b)
-    return (
-        f"Ours takes {_ratio(cut, expert)} of the expert's time. METIS balances load and cuts few "
-        "bytes without a schedule; the paper does not say which loads and which devices it gave it."
-    )
-
-
-def _why_single_learned(ground: _Ground, a: str, b: str) -> str:
-    return f"{_against(ground, a, b)}{_why_shared(ground)}."
-
-
-def _why_learned(ground: _Ground, a: str, b: str) -> str:
-    """The reason for a learned method: its seconds against the other's, and against the best method
-    that does not learn."""
-    text = _against(ground, a, b)
-    best = ground.column.methods.get(ground.column.best)
-    if best is not None and best.seconds:
-        learned, _ = _values(ground, a, b)
-        text += (
-            f", and {_ratio(learned, best.seconds)} of {ground.column.best}'s, the best of ours "
-            "that does not learn"
-        )
-    return text + "."
-
-
-def _against(ground: _Ground, a: str, b: str) -> str:
-    learned, other = _values(ground, a, b)
-    whose = {"1 GPU": "one GPU", "HDP": "hdp"}.get(b, "the expert's plan")
-    return f"{METHOD_OF[a]} takes {_ratio(learned, other)} of the time of {whose}"
-
-
-def _why_memory(ground: _Ground, result: MethodResult) -> str:
-    if is_oom(result):
-        return (
-            "Ours needs more than there is. "
-            + (f"Of its sizes: {ground.case.ours.rstrip('.')}. " if ground.case.ours else "")
-            + "When an op runs, and with it how long its tensors live, is our schedule's, not the "
-            "paper's."
-        ).strip()
-    text = f"By our count it needs {_peak(ground, result)}. "
-    if ground.case.ours:
-        text += f"Of its sizes: {ground.case.ours.rstrip('.')}. "
-    return text + (
-        "Memory hangs most on two things that no paper states: where variables live, and whether "
-        "gradients are summed as they come or kept until all are there. Ours are summed as "
-        "autograd does, two by two, and a tensor is freed after its last reader."
-    )
-
-
-def _values(ground: _Ground, a: str, b: str) -> tuple[float, float]:
+    """Why an ordering of two columns does not hold; both have seconds."""
     first, second = ground.found(a), ground.found(b)
     assert first is not None and second is not None
     assert first.seconds is not None and second.seconds is not None
-    return first.seconds, second.seconds
+    seconds, other = first.seconds, second.seconds
+    work = ground.work("expert")
+    if a == "1 GPU":
+        moved = f" (the expert's plan: {_transfers(work)})" if work else ""
+        if ground.name == HYPOTHESIS:
+            return (
+                "A weight that several devices read is on the CPU: it is sent over a link at "
+                f"{format_bandwidth(ground.link_bytes_per_second)} to each of them, every gradient "
+                f"is sent back, and the CPU updates it{moved}. One GPU keeps all weights."
+            )
+        return f"{_step_of(ground)}."
+    if a == "expert":
+        text = f"Ours takes {_ratio(seconds, other)} of the time of one GPU"
+        if work is not None:
+            parts = [
+                f"{name} {100 * busy / seconds:.0f} %"
+                for name, busy in busy_seconds(work).items()
+                if busy > 0 and seconds > 0
+            ]
+            at_work = "at work are " + ", ".join(parts) if parts else "no device works"
+            text += f": {at_work}, and {_transfers(work)}"
+        if seconds < other:
+            wait = format_seconds(other - seconds)
+            text += f". To be as slow as one GPU it would have to wait {wait} longer for transfers"
+            text += _why_shared(ground)
+        return f"{text}."
+    if a in ("Scotch", "MinCut"):
+        text = f"Ours takes {_ratio(seconds, other)} of the time of one CPU"
+        if seconds < other:
+            rate = ground.link_bytes_per_second
+            moved = format_bytes((other - seconds) * rate)
+            text += (
+                f". Even without any overlap, transfers would have to take "
+                f"{format_seconds(other - seconds)} more to be slower: {moved} at "
+                f"{format_bandwidth(rate)}. Balancing loads without a schedule costs a cut much "
+                "against a search, but nothing in these costs puts it behind one CPU"
+            )
+        return f"{text}."
+    if a == "METIS":
+        return (
+            f"Ours takes {_ratio(seconds, other)} of the expert's time. METIS balances load and "
+            "cuts few bytes without a schedule; the paper does not say which loads and which "
+            "devices it gave it."
+        )
+    # What is left are learned methods, which stand beside the best that does not learn, too.
+    whose = {"1 GPU": "one GPU", "HDP": "hdp"}.get(b, "the expert's plan")
+    text = f"{METHOD_OF[a]} takes {_ratio(seconds, other)} of the time of {whose}"
+    best = ground.column.methods.get(ground.column.best)
+    if (a, b) == ("RL", "1 GPU"):
+        text += _why_shared(ground)
+    elif best is not None and best.seconds:
+        text += (
+            f", and {_ratio(seconds, best.seconds)} of {ground.column.best}'s, the best of ours "
+            "that does not learn"
+        )
+    return f"{text}."
 
 
 def _step_of(ground: _Ground) -> str:
@@ -307,22 +266,9 @@ def _why_shared(ground: _Ground) -> str:
     text = ""
     if ground.name != HYPOTHESIS:
         text = f". {_step_of(ground)}, which several GPUs share"
-    if _is_unrolled(ground):
+    if ground.case.model.startswith(("zoo:rnnlm", "zoo:nmt", "zoo:gnmt")):
         text += ". Layers of an unrolled network work on different steps at once"
     return text
-
-
-def _is_unrolled(ground: _Ground) -> bool:
-    return ground.case.model.startswith(("zoo:rnnlm", "zoo:nmt", "zoo:gnmt"))
-
-
-def _describe_busy(work: PlanWork, step_seconds: float) -> str:
-    parts = [
-        f"{name} {100 * busy / step_seconds:.0f} %"
-        for name, busy in busy_seconds(work).items()
-        if busy > 0 and step_seconds > 0
-    ]
-    return "at work are " + ", ".join(parts) if parts else "no device works"
 
 
 def _transfers(work: PlanWork) -> str:
@@ -348,10 +294,6 @@ def busy_seconds(work: PlanWork) -> dict[str, float]:
 
 def _ratio(a: float, b: float) -> str:
     return f"{100 * a / b:.0f} %"
-
-
-def _rl17(ground: _Ground) -> bool:
-    return ground.case.machine.startswith("rl17/")
 
 
 def format_step(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Draws the page of a paper's table: our results beside the paper's, row by row, and how we
+"""Draws the page of RL17's or GDP's table: our results beside the paper's, row by row, and how we
 computed them.
 
     cards       the number of rows that are done, and a few figures over all rows
@@ -11,17 +11,16 @@ The page has no script.
 
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from dovetail.machine import Machine, parse_machine
+from dovetail.machine import parse_machine
 from dovetail.machine.presets import FITTED
-from dovetail.reports.charts import Axes, Line, line_chart
+from dovetail.reports.charts import Axes, Line, key, line_chart, svg, svg_rect, svg_text
 from dovetail.reports.kit import (
     Card,
     Figure,
@@ -33,7 +32,6 @@ from dovetail.reports.kit import (
     drawing,
     remarked,
     render_page,
-    save_page,
 )
 from dovetail.units import (
     format_bandwidth,
@@ -58,7 +56,9 @@ from reproductions.records import (
     PlanWork,
     TowerResult,
 )
-from reproductions.tables import NOT_RUN, OOM, format_span
+from reproductions.results import Outcome, PaperTable, ResultColumn, ResultTable
+from reproductions.running import EXPERT, BenchSettings
+from reproductions.tables import NOT_RUN, OOM, Done, format_span, lines_of, training_lines
 
 CITATIONS = {
     "rl17": (
@@ -78,8 +78,6 @@ HYPOTHESIS_TEXT = (
 )
 COLUMN_TITLES = {PLAIN: "plain costs", HYPOTHESIS: "hypothesis"}
 """Maps our columns to their titles; any other column has its name as title."""
-EXPERT = "expert"
-"""The name of the method that splits a network as an expert would."""
 OUTCOMES = {
     True: Markup('<span class="yes">yes</span>'),
     False: Markup('<span class="no">no</span>'),
@@ -88,71 +86,87 @@ OUTCOMES = {
 """Maps whether an ordering holds to how the page says it; None: we have no figure for it."""
 NEAR_BOUND = 0.15
 """A card counts the rows whose best plan is within this share of its bound."""
+STEP = partial(ResultColumn, write=format_step)
+"""A column of seconds of a step."""
+COUNT = partial(ResultColumn, write="{:,}".format)
+SECONDS = partial(ResultColumn, write=format_seconds)
+RATIO = partial(ResultColumn, write="{:.3f} x".format)
 
 
-@dataclass(frozen=True)
-class _TableResults:
-    """A table's cases, and the rows that are done: key -> row."""
+def paper_table(
+    settings: BenchSettings, *, rows: str, jobs: int, fresh: bool, command: str
+) -> PaperTable:
+    """RL17's or GDP's table, as the command line asks for it."""
+    name, csv, trainings = settings.name, "rows.csv", "trainings.csv"
 
-    name: str
-    cases: tuple[Case, ...]
-    rows: Mapping[str, CaseResult]
+    def compute(tell: Callable[[str, float], None], complain: Callable[[str], None]) -> Outcome:
+        # This imports torch, which a page does not need.
+        from reproductions.tasks import run_table
 
-    @property
-    def done(self) -> list[tuple[Case, CaseResult]]:
-        """The cases that have a row, with it."""
-        return [(case, self.rows[case.key]) for case in self.cases if case.key in self.rows]
+        found = run_table(settings, rows=rows, jobs=jobs, fresh=fresh, tell=tell, complain=complain)
+        titles = {case.key: case.title for case in found.cases}
+        in_columns = [
+            (row, column_name, column)
+            for row in found.rows
+            for column_name, column in row.columns.items()
+        ]
+        printed = ResultTable.of(
+            ("row", "column", "ops", *map(SECONDS, ("expert", "best")), "method",
+             *map(SECONDS, ("bound", "took"))),
+            (
+                (titles[row.key], column_name, row.ops, _seconds_of(column, EXPERT),
+                 _seconds_of(column, column.best), column.best or "nothing fits", column.bound,
+                 row.seconds)
+                for row, column_name, column in in_columns
+            ),
+        )  # fmt: skip
+        sizes = ("key", "ops", "groups", "flops", "parameter_bytes", "seconds")
+        summaries: dict[str, dict[str, Any]] = {
+            row.key: {size: getattr(row, size) for size in sizes} | {"columns": {}}
+            for row in found.rows
+        }
+        for row, column_name, column in in_columns:
+            summaries[row.key]["columns"][column_name] = {
+                "best": column.best or None,
+                "value": _seconds_of(column, column.best),
+                "lower_bound": column.bound,
+                "bound_proof": column.proof,
+                "methods": {method: result.seconds for method, result in column.methods.items()},
+                "learned": {
+                    method: [
+                        {
+                            "seed": run.seed,
+                            "seconds": run.found.seconds,
+                            "trials": run.trials,
+                            "controllers": run.controllers,
+                        }
+                        for run in runs
+                    ]
+                    for method, runs in column.learned.items()
+                },
+            }
+        return Outcome(
+            page=lambda facts: render(
+                name, found.cases, found.rows, found.towers, found.curves, facts=facts
+            ),
+            files={
+                csv: ResultTable.of_records(tables.FIELDS, lines_of(name, found.cases, found.rows)),
+                trainings: ResultTable.of_records(
+                    tables.LEARNED_FIELDS, training_lines(name, found.done)
+                ),
+            },
+            printed=[printed],
+            summary={
+                "table": name,
+                "rows": list(summaries.values()),
+                "missing": sorted({case.key for case in found.cases} - summaries.keys()),
+                "towers": [vars(tower) for tower in found.towers],
+                "tasks": found.computed,
+            },
+            failures=found.failures,
+        )
 
-    @property
-    def columns(self) -> list[str]:
-        """The names of our columns, in the order in which rows have them."""
-        return list(dict.fromkeys(name for _, row in self.done for name in row.columns))
-
-    @property
-    def paper_columns(self) -> list[str]:
-        """The paper's columns that any case has, learned ones last."""
-        printed = [name for case in self.cases if case.published for name in case.published.seconds]
-        learned = LEARNED[self.name]
-        return sorted(dict.fromkeys(printed), key=lambda name: METHOD_OF[name] in learned)
-
-
-@dataclass(frozen=True)
-class _ColumnShown:
-    """One of our columns of a row; `holds` has an item for each ordering of the paper."""
-
-    name: str
-    holds: list[bool | None]
-    orderings: Part
-    plans: list[Part]
-    methods: Table
-
-
-@dataclass(frozen=True)
-class _CaseShown:
-    """A row that is done."""
-
-    title: str
-    columns: list[_ColumnShown]
-
-
-def write_page(
-    name: str,
-    cases: Sequence[Case],
-    rows: Sequence[CaseResult],
-    towers: Sequence[TowerResult],
-    curves: Sequence[LossCurve],
-    path: str | os.PathLike[str],
-    *,
-    facts: Sequence[tuple[str, str]] = (),
-) -> None:
-    """Write the page of table `name` to `path`, whole or not at all. Cases without a row are shown
-    as not yet run.
-
-    facts   (label, text) of how the run was made: the command, the machine that ran it
-
-    Raises `UnwritableError`.
-    """
-    save_page(render(name, cases, rows, towers, curves, facts=facts), path)
+    return PaperTable(settings.out, command, (csv, trainings), compute)
 
 
 def render(
@@ -164,32 +178,93 @@ def render(
     *,
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The page as text. See `write_page`."""
-    results = _TableResults(name, tuple(cases), {row.key: row for row in rows})
-    shown = [_shown_case(results, case, row) for case, row in results.done]
-    lines = [line for case in results.cases for line in _seconds_lines(results, case)]
-    seconds = Table(
-        ["", *results.paper_columns, "best of ours", "bound", "expert over best"],
-        [cells for _, cells in lines],
-        "scroll seconds",
-        marks={i: style for i, (style, _) in enumerate(lines)},
-    )
-    hypothesis = Markup("<p><em>{}</em></p>").format(HYPOTHESIS_TEXT)
-    learned: list[Part] = [
-        Section(title, [Table(*content)]) for title, content in tables.tables_of(name, results.done)
-    ]
-    bounds = _bounds(results)
-    lacking = "; ".join(case.title for case in results.cases if case.key not in results.rows)
+    """The page of table `name` as text. Cases without a row are shown as not yet run.
+
+    facts   (label, text) of how the run was made: the command, the machine that ran it
+    """
+    of_case = {row.key: row for row in rows}
+    done = [(case, of_case[case.key]) for case in cases if case.key in of_case]
+    columns = list(dict.fromkeys(column for _, row in done for column in row.columns))
+    lacking = "; ".join(case.title for case in cases if case.key not in of_case)
     missing = [f"Not yet run: {lacking}."] if lacking else []
+
+    def row_by_row(parts_of: Callable[[Case, str], Sequence[Part]], fold: str = "") -> list[Part]:
+        """A section for each row that is done, of a section for each column, in which the
+        hypothesis is set apart."""
+        shown: list[Part] = []
+        for case, row in done:
+            of_columns = [
+                Section(
+                    COLUMN_TITLES.get(column, column).capitalize(),
+                    parts_of(case, column),
+                    style="hypothesis-box" if column == HYPOTHESIS else "",
+                )
+                for column in row.columns
+            ]
+            shown.append(Section(case.title, of_columns, fold))
+        return [*shown, *missing]
+
+    ordered = {
+        (case.key, column): orderings_of(case, row, column, machine_of(case))
+        for case, row in done
+        for column in row.columns
+    }
+
+    def orderings(case: Case, column: str) -> list[Part]:
+        head = ("the paper's ordering", "its seconds", "ours", "holds", "why, or a remark")
+        lines = [
+            (each.statement, each.published, each.found, OUTCOMES[each.holds], each.why)
+            for each in ordered[case.key, column]
+        ]
+        if not lines:
+            return ["The paper has no figures to order."]
+        return [ResultTable.of(head, lines, style="scroll why").shown()]
+
+    def plans(case: Case, column: str) -> list[Part]:
+        of_column = of_case[case.key].columns[column]
+        shown = [_shown_plan(case, of_column, method) for method in of_column.shown]
+        return [*shown] or ["No plan fits."]
+
+    def methods(case: Case, column: str) -> list[Part]:
+        row = of_case[case.key]
+        to_train = LEARNED[name] if column in trained_columns(case, row.columns) else ()
+        return [_method_table(row.columns[column], to_train)]
+
+    cards: list[Card] = [("rows", f"{len(done)} of {len(cases)}", "those that are done")]
+    for column in columns:
+        holds = [
+            each.holds
+            for case, _ in done
+            for each in ordered.get((case.key, column), ())
+            if each.holds is not None
+        ]
+        if holds:
+            label = f"orderings that hold, {COLUMN_TITLES.get(column, column)}"
+            cards.append((label, f"{sum(holds)} of {len(holds)}", "the paper's, in our figures"))
+    plain = [row.columns[PLAIN] for _, row in done if PLAIN in row.columns]
+    gains = [gain for of in plain if (gain := _gain_over_expert(of)) is not None]
+    if (mean := tables.geometric_mean(gains)) is not None:
+        remark = f"geometric mean of {len(gains)} rows, {min(gains):.2f} to {max(gains):.2f}"
+        cards.append(("best over expert", f"{mean:.2f} x", remark))
+    if gaps := [gap for of in plain if (gap := _gap(of)) is not None]:
+        label = f"within {100 * NEAR_BOUND:.0f} % of the bound"
+        figure = f"{sum(gap <= NEAR_BOUND for gap in gaps)} of {len(gaps)}"
+        cards.append((label, figure, f"rows; {100 * min(gaps):.1f} % to {100 * max(gaps):.1f} %"))
+    hypothesis = Markup("<p><em>{}</em></p>").format(HYPOTHESIS_TEXT)
+    learned: list[Part] = [table.section() for table in tables.tables_of(name, done)]
+    bounds = _bounds(done)
     ours = [(case.title, case.ours) for case in cases if case.ours]
+    all_seconds = sum(row.seconds for row in rows)
+    made = dict(facts) or {"command": f"python -m reproductions {name}"}
+    made["all rows together"] = f"{format_seconds(all_seconds)} of computing, captures included"
     parts: list[Part] = [
         Section("Seconds of one step", [
             "The first line of a row has the paper's seconds. Below it stand ours, simulated, with "
             "their ratio to the paper's. OOM: out of memory. For a method that learns, we give the "
             "training of the median, and the range from the best training to the worst; best of "
             "ours is the best method that does not learn.",
-            *([hypothesis] if HYPOTHESIS in results.columns else []),
-            seconds,
+            *([hypothesis] if HYPOTHESIS in columns else []),
+            _seconds_table(name, cases, of_case).shown(),
         ]),
         Section("Learned methods", [
             HOW_LEARNED[name], *(learned or ["No training was run."])
@@ -197,33 +272,25 @@ def render(
         Section("Best, bound and expert", [
             "No placement of the graph on the machine takes less time than the bound, whatever is "
             "known of it. Best is the least of all methods that do not learn.",
-            bounds if bounds.rows else "Not yet run.",
+            bounds.shown() if bounds.rows else "Not yet run.",
         ]),
         Section("Ops and groups", [
             "A group is what is placed together. The paper counts ops of TensorFlow, ours are ops "
             "of ATen, an optimizer's update of one parameter being one op.",
-            _sizes(results),
+            _sizes(cases, of_case).shown(),
         ]),
         Section("Which of the paper's orderings hold", [
             "Two columns within 2 % of each other are as fast. Of a learned method the training of "
             "the median counts. Nothing was tuned to make an ordering hold.",
-            *(Section(case.title, [_of_column(c.name, [c.orderings]) for c in case.columns])
-              for case in shown),
-            *missing,
+            *row_by_row(orderings),
         ]),
         Section("Placements and loads", [
             "Each plan as a picture: rows are modules, cells groups of ops in the order of the "
             "data, colours devices; thin lines are the largest tensors between devices. Below it "
             "the seconds that each device computes, and that the busiest channels carry.",
-            *(Section(case.title, [_of_column(c.name, c.plans) for c in case.columns], "closed")
-              for case in shown),
-            *missing,
+            *row_by_row(plans, "closed"),
         ]),
-        Section("All methods", [
-            *(Section(case.title, [_of_column(c.name, [c.methods]) for c in case.columns], "closed")
-              for case in shown),
-            *missing,
-        ]),
+        Section("All methods", row_by_row(methods, "closed")),
     ]  # fmt: skip
     # Towers and curves are RL17's; another paper has the sections only if it has figures for them.
     is_rl17 = name == "rl17"
@@ -232,63 +299,26 @@ def render(
     if is_rl17 or curves:
         parts.append(Section("Loss against simulated time", _curves(curves)))
     not_given = "Sizes and choices that the paper does not give; these are ours."
+    parts += [
+        Section("The machine, and how it was fitted", _fit(name, cases)),
+        Section(
+            "What the paper does not say",
+            [not_given, Table(("row", "ours"), ours, "scroll left")]
+            if ours
+            else ["The paper gives all sizes."],
+        ),
+        Section("How this was made", [Table((), list(made.items()), "facts")]),
+    ]
     return render_page(
         Page(
             f"{name.upper()}'s table of device placement, and ours",
-            _cards(results, shown),
-            [
-                *parts,
-                Section("The machine, and how it was fitted", _fit(name, cases)),
-                Section(
-                    "What the paper does not say",
-                    [not_given, Table(("row", "ours"), ours, "scroll left")]
-                    if ours
-                    else ["The paper gives all sizes."],
-                ),
-                Section("How this was made", [_facts(name, rows, facts)]),
-            ],
+            [*cards, *tables.verdicts(name, done)],
+            parts,
             brand="python -m reproductions",
             lead=[CITATIONS[name]],
             more_style=STYLE.read_text("utf-8"),
         )
     )
-
-
-def _of_column(name: str, parts: Sequence[Part]) -> Section:
-    """What belongs to one of our columns; the hypothesis is set apart."""
-    title = COLUMN_TITLES.get(name, name).capitalize()
-    return Section(title, parts, style="hypothesis-box" if name == HYPOTHESIS else "")
-
-
-def _cards(results: _TableResults, shown: Sequence[_CaseShown]) -> list[Card]:
-    """The cards: how many rows are done, how many orderings hold, how far our best plans are from
-    the expert's and from the bound, and what learned methods reached."""
-    cards = [("rows", f"{len(results.done)} of {len(results.cases)}", "those that are done")]
-    for name in results.columns:
-        outcomes = [
-            holds
-            for case in shown
-            for column in case.columns
-            if column.name == name
-            for holds in column.holds
-            if holds is not None
-        ]
-        if outcomes:
-            label = f"orderings that hold, {COLUMN_TITLES.get(name, name)}"
-            figure = f"{sum(outcomes)} of {len(outcomes)}"
-            cards.append((label, figure, "the paper's, in our figures"))
-    plain = [row.columns[PLAIN] for _, row in results.done if PLAIN in row.columns]
-    gains = [gain for column in plain if (gain := _gain_over_expert(column)) is not None]
-    mean = tables.geometric_mean(gains)
-    if mean is not None:
-        remark = f"geometric mean of {len(gains)} rows, {min(gains):.2f} to {max(gains):.2f}"
-        cards.append(("best over expert", f"{mean:.2f} x", remark))
-    gaps = [gap for column in plain if (gap := _gap(column)) is not None]
-    if gaps:
-        label = f"within {100 * NEAR_BOUND:.0f} % of the bound"
-        figure = f"{sum(gap <= NEAR_BOUND for gap in gaps)} of {len(gaps)}"
-        cards.append((label, figure, f"rows; {100 * min(gaps):.1f} % to {100 * max(gaps):.1f} %"))
-    return [*cards, *tables.verdicts(results.name, results.done)]
 
 
 # ---- Results: seconds beside the paper's, bounds, sizes ----
@@ -313,54 +343,6 @@ def _seconds_of(column: Column, method: str) -> float | None:
     return None if result is None else result.seconds
 
 
-def _step_or(seconds: float | None, text: str) -> str:
-    """The seconds of a step as text; `text` if there are none."""
-    return text if seconds is None else format_step(seconds)
-
-
-def _seconds_lines(results: _TableResults, case: Case) -> list[tuple[str, list[str]]]:
-    """(style, cells) of the lines of a row: the paper's, and below it one for each of our
-    columns."""
-    names = results.paper_columns
-    lines = [("paper", [case.title, *(_paper_cell(case, name) for name in names), "", "", ""])]
-    row = results.rows.get(case.key)
-    if row is None:
-        return [*lines, ("ours", [NOT_RUN, *[""] * (len(names) + 3)])]
-    for column_name, column in row.columns.items():
-        title = COLUMN_TITLES.get(column_name)
-        cells = [_our_cell(case, column, name) for name in names]
-        style = f"ours {column_name}" if column_name == HYPOTHESIS else "ours"
-        head = f"ours, {title}" if title else column_name
-        lines.append((style, [head, *cells, *_last_cells(column)]))
-    return lines
-
-
-def _paper_cell(case: Case, name: str) -> str:
-    """The seconds that the paper prints in this column, and how long it searched."""
-    if case.published is None or name not in case.published.seconds:
-        return "-"
-    text = format_step(case.published.seconds[name])
-    hours = case.published.hours.get(name)
-    return remarked(text, f"search: {hours}") if hours else text
-
-
-def _our_cell(case: Case, column: Column, name: str) -> str:
-    """Our seconds for a column of the paper, with their ratio to the paper's."""
-    method = METHOD_OF[name]
-    result = column.methods.get(method)
-    if result is None or result.seconds is None:
-        return _why_missing(result)
-    published = case.published.seconds.get(name) if case.published else None
-    remarks = [f"{result.seconds / published:.2f} x"] if published else []
-    runs = column.learned.get(method, ())
-    if len(runs) > 1:
-        remarks.append(format_span(runs))
-    published_mode = column.methods.get(AS_PUBLISHED.get(method, ""))
-    if published_mode is not None:
-        remarks.append(f"as published {format_step(published_mode.seconds)}")
-    return remarked(format_step(result.seconds), *remarks)
-
-
 def _why_missing(result: MethodResult | None) -> str:
     """A word on why a method has no seconds."""
     if result is None:
@@ -368,46 +350,98 @@ def _why_missing(result: MethodResult | None) -> str:
     return OOM if is_oom(result) else "none"
 
 
-def _last_cells(column: Column) -> list[str]:
-    """The last cells of a line: best of ours, bound, expert over best."""
-    best = _seconds_of(column, column.best)
-    if best is None:
-        return ["nothing fits", format_step(column.bound), ""]
-    gain, gap = _gain_over_expert(column), _gap(column)
-    return [
-        remarked(format_step(best), column.best),
-        remarked(format_step(column.bound), *([] if gap is None else [f"{100 * gap:+.0f} %"])),
-        "" if gain is None else f"{gain:.2f} x",
-    ]
+def _step_or_why(result: MethodResult | None) -> str:
+    if result is None or result.seconds is None:
+        return _why_missing(result)
+    return format_step(result.seconds)
 
 
-def _bounds(results: _TableResults) -> Table:
+def _seconds_table(
+    name: str, cases: Sequence[Case], of_case: Mapping[str, CaseResult]
+) -> ResultTable:
+    """The paper's seconds of each row, how long it searched, and below them a line for each of our
+    columns: seconds with their ratio to the paper's, best of ours, bound, expert over best."""
+    printed = [column for case in cases if case.published for column in case.published.seconds]
+    # The paper's columns that any case has, learned ones last.
+    papers = sorted(dict.fromkeys(printed), key=lambda paper: METHOD_OF[paper] in LEARNED[name])
+    lines: list[tuple[str, list[str]]] = []  # (style, cells)
+    for case in cases:
+        published = case.published.seconds if case.published else {}
+        hours = case.published.hours if case.published else {}
+        cells = [case.title]
+        for paper in papers:
+            text = format_step(published[paper]) if paper in published else "-"
+            searched = [f"search: {hours[paper]}"] if text != "-" and hours.get(paper) else []
+            cells.append(remarked(text, *searched) if searched else text)
+        lines.append(("paper", [*cells, "", "", ""]))
+        if case.key not in of_case:
+            lines.append(("ours", [NOT_RUN, *[""] * (len(papers) + 3)]))
+            continue
+        for column_name, column in of_case[case.key].columns.items():
+            title = COLUMN_TITLES.get(column_name)
+            cells = [f"ours, {title}" if title else column_name]
+            for paper in papers:
+                method = METHOD_OF[paper]
+                result, runs = column.methods.get(method), column.learned.get(method, ())
+                if result is None or result.seconds is None:
+                    cells.append(_why_missing(result))
+                    continue
+                beside = published.get(paper)
+                remarks = [f"{result.seconds / beside:.2f} x"] if beside else []
+                remarks += [format_span(runs)] if len(runs) > 1 else []
+                as_published = column.methods.get(AS_PUBLISHED.get(method, ""))
+                if as_published is not None:
+                    remarks.append(f"as published {format_step(as_published.seconds)}")
+                cells.append(remarked(format_step(result.seconds), *remarks))
+            best, gain, gap = (
+                _seconds_of(column, column.best), _gain_over_expert(column), _gap(column)
+            )  # fmt: skip
+            if best is None:
+                cells += ["nothing fits", format_step(column.bound), ""]
+            else:
+                above = [] if gap is None else [f"{100 * gap:+.0f} %"]
+                cells += [
+                    remarked(format_step(best), column.best),
+                    remarked(format_step(column.bound), *above),
+                    "" if gain is None else f"{gain:.2f} x",
+                ]
+            lines.append((f"ours {column_name}" if column_name == HYPOTHESIS else "ours", cells))
+    return ResultTable.of(
+        ("", *papers, "best of ours", "bound", "expert over best"),
+        (cells for _, cells in lines),
+        style="scroll seconds",
+        marks={i: style for i, (style, _) in enumerate(lines)},
+    )
+
+
+def _bounds(done: Done) -> ResultTable:
     """The table of best, bound and expert of every row and column, with what proves the bound."""
-    rows = []
-    for case, row in results.done:
-        for name, column in row.columns.items():
-            best, expert = _seconds_of(column, column.best), _seconds_of(column, EXPERT)
-            gap, gain = _gap(column), _gain_over_expert(column)
-            rows.append((
+    return ResultTable.of(
+        ("row", "best method", STEP("best"), STEP("bound"), "above the bound", "expert",
+         "expert over best", "the bound is proven by"),
+        (
+            (
                 f"{case.title}, {COLUMN_TITLES.get(name, name)}",
                 column.best or "nothing fits",
-                _step_or(best, "-"),
-                format_step(column.bound),
-                "" if gap is None else f"{100 * gap:.1f} %",
-                _step_or(expert, _why_missing(column.methods.get(EXPERT))),
-                "" if gain is None else f"{gain:.2f} x",
+                _seconds_of(column, column.best),
+                column.bound,
+                "" if (gap := _gap(column)) is None else f"{100 * gap:.1f} %",
+                _step_or_why(column.methods.get(EXPERT)),
+                "" if (gain := _gain_over_expert(column)) is None else f"{gain:.2f} x",
                 column.proof,
-            ))  # fmt: skip
-    head = ("row", "best method", "best", "bound", "above the bound", "expert", "expert over best",
-            "the bound is proven by")  # fmt: skip
-    return Table(head, rows)
+            )
+            for case, row in done
+            for name, column in row.columns.items()
+        ),
+    )  # fmt: skip
 
 
-def _sizes(results: _TableResults) -> Table:
-    """The table of sizes: ops and groups beside the paper's. Each network stands once."""
+def _sizes(cases: Sequence[Case], of_case: Mapping[str, CaseResult]) -> ResultTable:
+    """The table of sizes: ops and groups beside the paper's. Each network stands once: its first
+    row stands for those of other numbers of GPUs."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
-    for case in results.cases:
-        published, row = case.published, results.rows.get(case.key)
+    for case in cases:
+        published, row = case.published, of_case.get(case.key)
         counts = (published.ops, published.groups) if published else (None, None)
         paper_ops, paper_groups = (f"{n:,}" if n is not None else "not given" for n in counts)
         ops, groups, flops, parameters = NOT_RUN, "", "", ""
@@ -415,47 +449,16 @@ def _sizes(results: _TableResults) -> Table:
             ops, groups = f"{row.ops:,}", f"{row.groups:,}"
             flops = format_count(row.flops, "FLOP")
             parameters = format_bytes(row.parameter_bytes)
-        # One network has a row for each number of GPUs, and its first row stands for all of them.
         title = case.title.removesuffix(f", {case.gpus} GPUs")
         cells = (title, paper_ops, ops, paper_groups, groups, flops, parameters,
                  f"{case.model} --train {case.train}")  # fmt: skip
         rows.setdefault((case.model, case.train), cells)
     head = ("network", "ops, paper", "ops, ours", "groups, paper", "groups, ours", "of a step",
             "parameters", "MODEL")  # fmt: skip
-    return Table(head, list(rows.values()))
+    return ResultTable.of(head, rows.values())
 
 
-# ---- Rows that are done: orderings, plans, methods ----
-
-
-def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseShown:
-    machine = machine_of(case)
-    to_train, trained = LEARNED[results.name], trained_columns(case, row.columns)
-    columns = []
-    for name, column in row.columns.items():
-        orderings = orderings_of(case, row, name, machine)
-        lines = [
-            (
-                ordering.statement,
-                ordering.published,
-                ordering.found,
-                OUTCOMES[ordering.holds],
-                ordering.why,
-            )
-            for ordering in orderings
-        ]
-        head = ("the paper's ordering", "its seconds", "ours", "holds", "why, or a remark")
-        plans: list[Part] = [_shown_plan(case, column, method) for method in column.shown]
-        columns.append(
-            _ColumnShown(
-                name,
-                [ordering.holds for ordering in orderings],
-                Table(head, lines, "scroll why") if lines else "The paper has no figures to order.",
-                plans or ["No plan fits."],
-                _method_table(column, to_train if name in trained else ()),
-            )
-        )
-    return _CaseShown(case.title, columns)
+# ---- Rows that are done: plans, methods ----
 
 
 def _shown_plan(case: Case, column: Column, method: str) -> Figures:
@@ -464,7 +467,7 @@ def _shown_plan(case: Case, column: Column, method: str) -> Figures:
     role = "expert" if method == EXPERT else f"best: {method}"
     if method == column.best == EXPERT:
         role = "expert, which is the best"
-    seconds = _step_or(_seconds_of(column, method), OOM)
+    seconds = format_step(_seconds_of(column, method))
     runs = column.learned.get(method, ())
     if runs:  # what is drawn is the best of the trainings, while the tables have their median
         role = f"learned: {method}"
@@ -478,14 +481,14 @@ def _shown_plan(case: Case, column: Column, method: str) -> Figures:
 def _method_table(column: Column, learned: Sequence[str]) -> Table:
     """The table of methods: seconds, memory, and how long each searched."""
     best = _seconds_of(column, column.best)
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for method, result in column.methods.items():
         peaks = result.peak_memory_bytes
         fullest = max(peaks, key=lambda name: peaks[name], default="")
         ratio = f"{result.seconds / best:.3f} x" if best and result.seconds is not None else ""
         rows.append((
             method + (" (best)" if method == column.best else ""),
-            _step_or(result.seconds, _why_missing(result)),
+            _step_or_why(result),
             ratio,
             f"{format_bytes(peaks[fullest])} on {fullest}" if fullest else "",
             format_seconds(result.search_seconds),
@@ -493,7 +496,7 @@ def _method_table(column: Column, learned: Sequence[str]) -> Table:
         ))  # fmt: skip
     rows += [(name, NOT_RUN, "", "", "", "") for name in learned if name not in column.methods]
     head = ("method", "seconds of a step", "to the best", "fullest device", "search took", "")
-    return Table(head, rows)
+    return ResultTable.of(head, rows).shown()
 
 
 # ---- Charts of the papers' figures as inline SVG. Colours come from the style sheet, by class ----
@@ -528,35 +531,21 @@ def load_chart(work: PlanWork, description: str) -> Markup:
     bars += [(name, [("transfer", seconds)]) for name, seconds in channels]
     longest = max((sum(s for _, s in parts) for _, parts in bars), default=0.0) or 1.0
     scale = (CHART_WIDTH - LABELS_WIDTH - VALUES_WIDTH) / longest
-    pitch = BAR_HEIGHT + BAR_SPACING
-    drawn = "".join(_bar(label, parts, scale, i * pitch) for i, (label, parts) in enumerate(bars))
-    keys = "".join(
-        f'<li><i class="{kind}"></i>{kind}</li>'
-        for kind in (*of_phases, *(["transfer"] if channels else []))
-    )
-    return Markup(
-        f'<svg class="load" viewBox="0 0 {CHART_WIDTH:.0f} {len(bars) * pitch:.0f}" role="img" '
-        f'aria-label="{escape(description)}">{drawn}</svg><ul class="key">{keys}</ul>'
-    )
-
-
-def _bar(label: str, parts: Sequence[tuple[str, float]], scale: float, y: float) -> str:
-    """The SVG of one bar: its label, its parts side by side, and the sum of their seconds."""
-    pieces, x = [], LABELS_WIDTH
-    for kind, seconds in parts:
-        if seconds > 0:
-            width = max(seconds * scale, 0.5)
-            pieces.append(
-                f'<rect class="{kind}" x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" '
-                f'height="{BAR_HEIGHT:.0f}"><title>{kind}: {format_seconds(seconds)}</title></rect>'
-            )
-            x += width
-    total = format_seconds(sum(seconds for _, seconds in parts))
-    text_y = f"{y + TEXT_BASELINE:.1f}"
-    return (
-        f'<text x="{LABELS_WIDTH - 8:.0f}" y="{text_y}" text-anchor="end">{escape(label)}</text>'
-        f'{"".join(pieces)}<text x="{x + 6:.1f}" y="{text_y}">{total}</text>'
-    )
+    drawn, y = [], 0.0
+    for label, parts in bars:
+        drawn.append(svg_text(LABELS_WIDTH - 8, y + TEXT_BASELINE, label, "end"))
+        x = LABELS_WIDTH
+        for kind, seconds in parts:
+            if seconds > 0:
+                width, said = max(seconds * scale, 0.5), f"{kind}: {format_seconds(seconds)}"
+                drawn.append(svg_rect(x, y, width, BAR_HEIGHT, kind, said))
+                x += width
+        total = format_seconds(sum(seconds for _, seconds in parts))
+        drawn.append(svg_text(x + 6, y + TEXT_BASELINE, total))
+        y += BAR_HEIGHT + BAR_SPACING
+    kinds = (*of_phases, *(["transfer"] if channels else []))
+    chart = svg(drawn, (CHART_WIDTH, y), "load", description)
+    return chart + key((kind, kind, "") for kind in kinds)
 
 
 def loss_chart(curves: Sequence[LossCurve], description: str) -> Markup:
@@ -570,7 +559,12 @@ def loss_chart(curves: Sequence[LossCurve], description: str) -> Markup:
     end = _shared_seconds(curves)
     lines = []
     for i, curve in enumerate(curves):
-        times, losses = _smoothed(curve)
+        # The mean of a run of steps is a difference of two sums from the first step on.
+        sums = np.cumsum(np.concatenate([[0.0], np.array(curve.losses, dtype=np.float64)]))
+        last = np.arange(1, len(curve.losses) + 1)
+        first = np.maximum(last - SMOOTHED_STEPS, 0)
+        losses = (sums[last] - sums[first]) / (last - first)
+        times = curve.step_seconds * (last - 1)  # [steps] at which each step begins
         inside = times <= end * (1 + 1e-9)
         took = f"{format_seconds(curve.step_seconds)} a step"
         lines.append(Line(curve.name, times[inside], losses[inside], i, remark=took))
@@ -586,17 +580,6 @@ def _usable(curves: Sequence[LossCurve]) -> list[LossCurve]:
 def _shared_seconds(curves: Sequence[LossCurve]) -> float:
     """The time at which the first of the curves ends."""
     return min(curve.step_seconds * len(curve.losses) for curve in curves)
-
-
-def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray]:
-    """(times, losses) [steps]: the time at which each step begins, and the mean loss of up to
-    `SMOOTHED_STEPS` steps that end with it."""
-    losses = np.array(curve.losses, dtype=np.float64)
-    # The mean of a run of steps is a difference of two sums from the first step on.
-    sums = np.cumsum(np.concatenate([[0.0], losses]))
-    last = np.arange(1, len(losses) + 1)
-    first = np.maximum(last - SMOOTHED_STEPS, 0)
-    return curve.step_seconds * (last - 1), (sums[last] - sums[first]) / (last - first)
 
 
 # ---- Notes: learning, towers, training curves, the machine's fit, how it was made ----
@@ -652,7 +635,9 @@ FIT_TEXT = {
 
 
 def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> list[Part]:
-    """The towers' steps, and sentences that compare them with planned steps."""
+    """The towers' steps, and sentences that repeat the paper's comparisons with our seconds: the
+    step of all examples (planned, learned, and the expert's) and asynchronous towers, each against
+    synchronous ones."""
     rows = [
         (
             tower.title,
@@ -664,76 +649,66 @@ def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> list[
         for tower in towers
     ]
     head = ("network", "towers", "replicas x batch", "seconds of a step", "examples per second")
-    table: Part = Table(head, rows) if rows else "Not yet run."
-    return [TOWERS_TEXT, table, *_against_towers(curves)]
-
-
-def _against_towers(curves: Sequence[LossCurve]) -> Iterator[str]:
-    """Yield sentences that repeat the paper's comparisons with our seconds: the step of all
-    examples (planned, learned, and the expert's) and asynchronous towers, each against synchronous
-    ones."""
+    parts: list[Part] = [
+        TOWERS_TEXT, ResultTable.of(head, rows).shown() if rows else "Not yet run."
+    ]  # fmt: skip
     step_seconds: dict[str, dict[str, float]] = {}  # title -> name of the curve -> seconds
     for curve in curves:
         step_seconds.setdefault(curve.title, {})[curve.name] = curve.step_seconds
     for title, seconds in step_seconds.items():
-        if SYNCHRONOUS not in seconds:
-            continue
         for name in ("planned", *LEARNED["rl17"], EXPERT, ASYNCHRONOUS):
-            if name in seconds:
-                change = 100 * (1 - seconds[name] / seconds[SYNCHRONOUS])
-                yield (
-                    f"{title}, ours: a step of {'' if name == ASYNCHRONOUS else 'all examples, '}"
-                    f"{name}, takes {format_seconds(seconds[name])}, {abs(change):.1f} % "
-                    f"{'less' if change >= 0 else 'more'} than synchronous towers."
+            if {name, SYNCHRONOUS} <= seconds.keys():
+                examples = "" if name == ASYNCHRONOUS else "all examples, "
+                change = _change(seconds[name], seconds[SYNCHRONOUS])
+                parts.append(
+                    f"{title}, ours: a step of {examples}{name}, takes "
+                    f"{format_seconds(seconds[name])}, {change} than synchronous towers."
                 )
+    return parts
 
 
-def _against_experts(curves: Sequence[LossCurve]) -> Iterator[str]:
-    """Yield sentences that compare the steps of a network with those of each of its experts."""
-    seconds = {curve.name: curve.step_seconds for curve in curves}
-    for expert in (EXPERT, APART):
-        for name in ("planned", *LEARNED["rl17"]):
-            if {expert, name} <= seconds.keys():
-                change = 100 * (1 - seconds[name] / seconds[expert])
-                yield (
-                    f"A step of {name} takes {abs(change):.1f} % "
-                    f"{'less' if change >= 0 else 'more'} than that of the {expert}."
-                )
+def _change(seconds: float, other_seconds: float) -> str:
+    """The difference as a share of the other seconds: "19.7 % less"."""
+    change = 100 * (1 - seconds / other_seconds)
+    return f"{abs(change):.1f} % {'less' if change >= 0 else 'more'}"
 
 
 def _curves(curves: Sequence[LossCurve]) -> list[Part]:
-    """The training curves of each network, with a table and sentences if any was run."""
+    """The training curves of each network. Below them, if any was run: each one's loss when the
+    first curve ends, and at its own end; its step beside those of each of the network's experts;
+    and how both kinds of towers converge."""
     parts: list[Part] = []
     for title in dict.fromkeys(curve.title for curve in curves):
         of_network = [curve for curve in curves if curve.title == title]
         usable = _usable(of_network)
-        compared = " ".join([*_against_experts(usable), _convergence(usable)]).strip()
-        of_title: list[Part] = [loss_chart(of_network, f"{title}: loss")]
-        of_title += [_losses(usable)] if usable else []
-        parts.append(Section(title, [*of_title, *([compared] if compared else [])]))
+        shown: list[Part] = [loss_chart(of_network, f"{title}: loss")]
+        if usable:
+            end, rows = _shared_seconds(usable), []
+            for curve in usable:
+                # The steps that this curve has done by then, at least one; a quotient that is a
+                # whole number may come out slightly less.
+                steps = math.floor(end / curve.step_seconds * (1 + 1e-9))
+                steps = min(len(curve.losses), max(1, steps))
+                means = _last_mean(curve.losses[:steps]), _last_mean(curve.losses)
+                rows.append((curve.name, curve.step_seconds, steps, *means, len(curve.losses)))
+            three = partial(ResultColumn, write="{:.3f}".format)
+            head = (
+                "", SECONDS("seconds of a step"), COUNT(f"steps in {format_seconds(end)}"),
+                three("loss then"), three("loss after all steps"), COUNT("all steps"),
+            )  # fmt: skip
+            shown.append(ResultTable.of(head, rows).shown())
+        seconds = {curve.name: curve.step_seconds for curve in usable}
+        sentences = [
+            f"A step of {name} takes {_change(seconds[name], seconds[expert])} than that of the "
+            f"{expert}."
+            for expert in (EXPERT, APART)
+            for name in ("planned", *LEARNED["rl17"])
+            if {expert, name} <= seconds.keys()
+        ]
+        if compared := " ".join([*sentences, _convergence(usable)]).strip():
+            shown.append(compared)
+        parts.append(Section(title, shown))
     return [CURVES_TEXT, *(parts or ["Not yet run."])]
-
-
-def _losses(curves: Sequence[LossCurve]) -> Table:
-    """The table of the curves: each one's loss when the first curve ends, and at its own end."""
-    end = _shared_seconds(curves)
-    rows = []
-    for curve in curves:
-        # The steps that this curve has done by then, at least one; a quotient that is a whole
-        # number may come out slightly less.
-        steps = math.floor(end / curve.step_seconds * (1 + 1e-9))
-        steps = min(len(curve.losses), max(1, steps))
-        rows.append((
-            curve.name,
-            format_seconds(curve.step_seconds),
-            f"{steps:,}",
-            f"{_last_mean(curve.losses[:steps]):.3f}",
-            f"{_last_mean(curve.losses):.3f}",
-            f"{len(curve.losses):,}",
-        ))  # fmt: skip
-    head = ("", "seconds of a step", f"steps in {format_seconds(end)}", "loss then",
-            "loss after all steps", "all steps")  # fmt: skip
-    return Table(head, rows)
 
 
 def _convergence(curves: Sequence[LossCurve]) -> str:
@@ -765,8 +740,15 @@ def _last_mean(losses: Sequence[float]) -> float:
 
 
 def _fit(name: str, cases: Sequence[Case]) -> list[Part]:
-    """Which rates of the machines were fitted, the residuals, and the table's largest machine."""
-    fit = _fit_of(name)
+    """Which rates of the machines were fitted, the residuals, and the rates of the table's largest
+    machine: a line for each model of device, and one for each pair of models that links join, with
+    the rates of the last of these links."""
+    try:
+        fits = json.loads(FITTED.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        fits = {}
+    fit = fits.get(name) if isinstance(fits, dict) else None
+    fit = fit if isinstance(fit, dict) else {}
     parts: list[Part] = [FIT_TEXT[name]]
     if fit.get("provisional"):
         parts.append(Markup("<p><b>Provisional: the fit has not been made yet.</b></p>"))
@@ -779,57 +761,13 @@ def _fit(name: str, cases: Sequence[Case]) -> list[Part]:
     if fit.get("command"):
         parts.append(Markup("<p>Made by <code>{}</code>.</p>").format(str(fit["command"])))
     largest = max(cases, key=lambda case: case.gpus, default=None)
-    if largest is not None:
-        machine = parse_machine(largest.machine)
-        parts.append(Section(machine.name, _rates(machine)))
-    return parts
-
-
-def _fit_of(name: str) -> dict[str, Any]:
-    """A paper's entry in the file of fits; {} if there is none that can be read."""
-    try:
-        fits = json.loads(FITTED.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    fit = fits.get(name) if isinstance(fits, dict) else None
-    return fit if isinstance(fit, dict) else {}
-
-
-def _residuals(fit: Mapping[str, Any]) -> list[Part]:
-    """The published seconds that a fit used, beside the seconds simulated with it, and the number
-    of its parameters; nothing if it names no figures."""
-    figures, parameters = fit.get("figures"), fit.get("parameters")
-    if not figures:
-        return []
-    text = f"{len(figures)} figures met {parameters} parameters." if parameters else ""
-    if parameters == len(figures):
-        text += (
-            " As many of one as of the other: the fit is exact, and says nothing of how good the "
-            "model is. What it predicts are the other columns."
-        )
-    rows = [
-        (
-            str(figure["model"]),
-            str(figure["machine"]),
-            str(figure["column"]),
-            format_seconds(figure["published_seconds"]),
-            format_seconds(figure["simulated_seconds"]),
-            f"{figure['simulated_seconds'] / figure['published_seconds']:.3f} x",
-        )
-        for figure in figures
-    ]
-    head = ("network", "machine", "column", "paper", "simulated", "ratio")
-    return [text, Table(head, rows)]
-
-
-def _rates(machine: Machine) -> list[Table]:
-    """The tables of a machine's rates: a line for each model of device, and one for each pair of
-    models that links join, with the rates of the last of these links."""
+    if largest is None:
+        return parts
+    machine = parse_machine(largest.machine)
     models = {device.model: device for device in machine.devices}
-    counts = {model: sum(d.model == model for d in machine.devices) for model in models}
-    rows = [
+    devices = [
         (
-            f"{counts[model]} x {model}",
+            f"{sum(other.model == model for other in machine.devices)} x {model}",
             format_capacity(device.memory_bytes),
             ", ".join(
                 f"{dtype} {format_count(rate, 'FLOP/s')}"
@@ -844,7 +782,6 @@ def _rates(machine: Machine) -> list[Table]:
         )
         for model, device in models.items()
     ]
-    head = ("device", "memory", "peak", "reached", "memory bandwidth", "per op")
     model_of = {device.name: device.model for device in machine.devices}
     links = {
         f"{model_of[link.source]} to {model_of[link.destination]}": (
@@ -853,13 +790,35 @@ def _rates(machine: Machine) -> list[Table]:
         )
         for link in machine.links
     }
-    link_rows = [(name, *rates) for name, rates in links.items()]
-    return [Table(head, rows), Table(("link", "bandwidth", "latency"), link_rows)]
+    head = ("device", "memory", "peak", "reached", "memory bandwidth", "per op")
+    rows = ((name, *rates) for name, rates in links.items())
+    rates = [ResultTable.of(head, devices), ResultTable.of(("link", "bandwidth", "latency"), rows)]
+    parts.append(Section(machine.name, [table.shown() for table in rates]))
+    return parts
 
 
-def _facts(name: str, rows: Sequence[CaseResult], facts: Sequence[tuple[str, str]]) -> Table:
-    """The table of facts on the run: the command, and how long the rows took."""
-    lines = dict(facts) or {"command": f"python -m reproductions {name}"}
-    row_seconds = sum(row.seconds for row in rows)
-    lines["all rows together"] = f"{format_seconds(row_seconds)} of computing, captures included"
-    return Table((), list(lines.items()), "facts")
+def _residuals(fit: Mapping[str, Any]) -> list[Part]:
+    """The published seconds that a fit used, beside the seconds simulated with it, and the number
+    of its parameters; nothing if it names no figures."""
+    figures, parameters = fit.get("figures"), fit.get("parameters")
+    if not figures:
+        return []
+    text = f"{len(figures)} figures met {parameters} parameters." if parameters else ""
+    if parameters == len(figures):
+        text += (
+            " As many of one as of the other: the fit is exact, and says nothing of how good the "
+            "model is. What it predicts are the other columns."
+        )
+    head = (
+        "network", "machine", "column", SECONDS("paper"), SECONDS("simulated"), RATIO("ratio")
+    )  # fmt: skip
+    rows = (
+        (
+            *(figure[name] for name in ("model", "machine", "column")),
+            figure["published_seconds"],
+            figure["simulated_seconds"],
+            figure["simulated_seconds"] / figure["published_seconds"],
+        )
+        for figure in figures
+    )
+    return [text, ResultTable.of(head, rows).shown()]

@@ -7,7 +7,7 @@ capture ──► ground ──► bound
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,17 @@ from dovetail.machine.files import machine_to_dict
 from reproductions import graphs
 from reproductions.cases import AUTO_ON, machine_of
 from reproductions.figures import work_of
-from reproductions.methods import (
-    HYPOTHESIS,
-    METHODS,
-    PLAIN,
-    SEARCHES,
-    Ground,
-    lay_ground,
-    run_method,
-)
+from reproductions.methods import HYPOTHESIS, METHODS, PLAIN, SEARCHES, lay_ground, run_method
 from reproductions.records import Case, CaseResult, Column, MethodResult, PlanWork
-from reproductions.store import GRAPHS, PLANNED, Store, all_code, code_fingerprint, fingerprint
+from reproductions.store import (
+    GRAPHS,
+    PLANNED,
+    Kept,
+    Store,
+    all_code,
+    code_fingerprint,
+    fingerprint,
+)
 
 COLUMNS: dict[str, tuple[str, ...]] = {"rl17": (PLAIN, HYPOTHESIS), "gdp": (PLAIN,)}
 """Maps each table to its columns. The hypothesis is about RL17's figures alone."""
@@ -86,11 +86,38 @@ class BenchSettings:
 
 
 @dataclass(frozen=True)
-class _ColumnPart:
-    """One kept value: its name in the store, and the fingerprint of what it must come from."""
+class _StoredColumn:
+    """One column of a row in the store; `graph` is the fingerprint of the row's graph."""
 
-    name: str
-    fingerprint: str
+    settings: BenchSettings
+    store: Store
+    case: Case
+    column: str
+    graph: str = ""
+
+    def part(self, part: str) -> Kept:
+        """The place of a part: the bound, a method, or the works that are shown."""
+        settings, more = self.settings, {}
+        # What a part depends on beside graph, machine and column: the pictures on the placements
+        # that they show, a method on its seed, and on the budget if that can end it.
+        if part == WORK:
+            values = self.values()
+            more = {name: values[name]["placement"] for name in shown_of(values)}
+        elif part != BOUND:
+            timed = settings.budget if part in SEARCHES or settings.budget.endswith("e") else ""
+            more = {"method": part, "budget": timed, "seed": settings.seed}
+        machine = machine_to_dict(machine_of(self.case))
+        facts = {"graph": self.graph, "machine": machine, "column": self.column}
+        return Kept(self.store, self.name(part), fingerprint(PLANNED, **facts, **more))
+
+    def name(self, part: str) -> str:
+        return f"{self.case.key}.{self.column}.{part.lower().replace(' ', '-')}"
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """method -> its kept value, in the order of the table."""
+        methods = self.settings.methods_of(self.column)
+        kept = {method: self.part(method).get() for method in methods}
+        return {method: value for method, value in kept.items() if value is not None}
 
 
 def missing(settings: BenchSettings, store: Store, case: Case) -> dict[str, list[str]]:
@@ -101,8 +128,8 @@ def missing(settings: BenchSettings, store: Store, case: Case) -> dict[str, list
     for column in settings.columns:
         parts = [BOUND, *settings.methods_of(column), WORK]
         if captured is not None:
-            kept = _StoredParts(settings, store, case, column, captured.graph)
-            parts = [part for part in parts if kept.get(part) is None]
+            kept = _StoredColumn(settings, store, case, column, captured.graph)
+            parts = [part for part in parts if kept.part(part).get() is None]
         if parts:
             lacking[column] = parts
     return lacking
@@ -126,22 +153,35 @@ def run_column(
     store = settings.store(complain)
     graph = graphs.graph_for(store, case)
     began = time.perf_counter()
-    kept = _StoredParts(settings, store, case, column, graph.fingerprint)
+    kept = _StoredColumn(settings, store, case, column, graph.fingerprint)
     ground = lay_ground(graph, machine_of(case), column, settings.seed)
-    if kept.get(BOUND) is None:
+    if kept.part(BOUND).get() is None:
         bound = {"seconds": ground.bound.seconds, "proof": ground.bound.proof}
-        kept.put(BOUND, bound | {"wall_seconds": time.perf_counter() - began})
+        kept.part(BOUND).put(bound | {"wall_seconds": time.perf_counter() - began})
     failures = []
     for method in settings.methods_of(column):
-        if kept.get(method) is None:
+        if kept.part(method).get() is None:
             tell(f"{case.title}, {column}: {method}")
+            began = time.perf_counter()
             try:
-                kept.put(method, _run(ground, method, settings.budget))
+                result, placement = run_method(ground, method, settings.budget)
+                kept.part(method).put({
+                    "found": asdict(result),
+                    "placement": None if placement is None else placement.tolist(),
+                    "wall_seconds": time.perf_counter() - began,
+                })  # fmt: skip
             except Exception:
                 failures.append(f"{case.key}, {column}, {method}:\n{traceback.format_exc()}")
-    if kept.get(WORK) is None:
+    works = kept.part(WORK)
+    if works.get() is None:
         tell(f"{case.title}, {column}: pictures")
-        kept.put(WORK, {"shown": dict(_collect_works(ground, kept))})
+        values, problem, shown = kept.values(), ground.problem, {}
+        for name in shown_of(values):
+            placement = np.array(values[name]["placement"], dtype=np.int32)
+            shown[name] = asdict(
+                work_of(problem.graph, problem.machine, problem.costs, problem.groups, placement)
+            )
+        works.put({"shown": shown})
     return failures
 
 
@@ -157,7 +197,9 @@ def read_row(settings: BenchSettings, store: Store, case: Case) -> CaseResult | 
         if column is None:
             return None
         columns[name] = column
-        seconds += _StoredParts(settings, store, case, name, captured.graph).wall_seconds()
+        kept = _StoredColumn(settings, store, case, name, captured.graph)
+        parts = [kept.part(part).get() or {} for part in (BOUND, WORK)] + [*kept.values().values()]
+        seconds += sum(part.get("wall_seconds", 0.0) for part in parts)
     return CaseResult(
         key=case.key,
         ops=captured.ops,
@@ -174,7 +216,19 @@ def read_column(settings: BenchSettings, store: Store, case: Case, name: str) ->
     captured = graphs.known(store, case)
     if captured is None:
         return None
-    return _StoredParts(settings, store, case, name, captured.graph).column()
+    kept = _StoredColumn(settings, store, case, name, captured.graph)
+    bound, values = kept.part(BOUND).get(), kept.values()
+    if bound is None or not values:
+        return None
+    methods = {method: MethodResult(**value["found"]) for method, value in values.items()}
+    work = kept.part(WORK).get() or {"shown": {}}
+    return Column(
+        methods=methods,
+        best=best_of(methods),
+        bound=bound["seconds"],
+        proof=bound["proof"],
+        shown={method: PlanWork(**shown) for method, shown in work["shown"].items()},
+    )
 
 
 def forget(settings: BenchSettings, store: Store, case: Case) -> None:
@@ -182,64 +236,7 @@ def forget(settings: BenchSettings, store: Store, case: Case) -> None:
     store.drop(graphs.name_of(case))
     for column in settings.columns:
         for part in (BOUND, *settings.methods_of(column), WORK):
-            store.drop(_name(case, column, part))
-
-
-class _StoredParts:
-    """The parts of one column in the store."""
-
-    def __init__(
-        self, settings: BenchSettings, store: Store, case: Case, column: str, graph: str
-    ) -> None:
-        self._settings, self._store, self._case, self._column = settings, store, case, column
-        machine = machine_to_dict(machine_of(case))
-        self._ground = {"graph": graph, "machine": machine, "column": column}
-
-    def get(self, part: str) -> Any:
-        stored = self._part(part)
-        return self._store.get(stored.name, stored.fingerprint)
-
-    def put(self, part: str, value: dict[str, Any]) -> None:
-        stored = self._part(part)
-        self._store.put(stored.name, stored.fingerprint, value)
-
-    def values(self) -> dict[str, dict[str, Any]]:
-        """method -> its kept value, in the order of the table."""
-        methods = self._settings.methods_of(self._column)
-        kept = {method: self.get(method) for method in methods}
-        return {method: value for method, value in kept.items() if value is not None}
-
-    def column(self) -> Column | None:
-        bound, values = self.get(BOUND), self.values()
-        if bound is None or not values:
-            return None
-        methods = {name: MethodResult(**value["found"]) for name, value in values.items()}
-        work = self.get(WORK) or {"shown": {}}
-        return Column(
-            methods=methods,
-            best=best_of(methods),
-            bound=bound["seconds"],
-            proof=bound["proof"],
-            shown={name: PlanWork(**shown) for name, shown in work["shown"].items()},
-        )
-
-    def wall_seconds(self) -> float:
-        """The wall-clock seconds of all parts."""
-        parts = [self.get(BOUND) or {}, self.get(WORK) or {}, *self.values().values()]
-        return float(sum(part.get("wall_seconds", 0.0) for part in parts))
-
-    def _part(self, part: str) -> _ColumnPart:
-        settings, more = self._settings, {}
-        # What a part depends on beside graph, machine and column: the pictures on the placements
-        # that they show, a method on its seed, and on the budget if that can end it.
-        if part == WORK:
-            values = self.values()
-            more = {name: values[name]["placement"] for name in shown_of(values)}
-        elif part != BOUND:
-            timed = settings.budget if part in SEARCHES or settings.budget.endswith("e") else ""
-            more = {"method": part, "budget": timed, "seed": settings.seed}
-        name = _name(self._case, self._column, part)
-        return _ColumnPart(name, fingerprint(PLANNED, **self._ground, **more))
+            store.drop(_StoredColumn(settings, store, case, column).name(part))
 
 
 def best_of(methods: dict[str, MethodResult]) -> str:
@@ -255,29 +252,3 @@ def shown_of(values: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     results = {name: MethodResult(**value["found"]) for name, value in values.items()}
     names = dict.fromkeys((EXPERT, best_of(results)))
     return tuple(name for name in names if name in results and results[name].seconds is not None)
-
-
-def _name(case: Case, column: str, part: str) -> str:
-    return f"{case.key}.{column}.{part.lower().replace(' ', '-')}"
-
-
-def _run(ground: Ground, method: str, budget: str) -> dict[str, Any]:
-    began = time.perf_counter()
-    result, placement = run_method(ground, method, budget)
-    return {
-        "found": asdict(result),
-        "placement": None if placement is None else placement.tolist(),
-        "wall_seconds": time.perf_counter() - began,
-    }
-
-
-def _collect_works(ground: Ground, kept: _StoredParts) -> Iterator[tuple[str, dict[str, Any]]]:
-    values, problem = kept.values(), ground.problem
-    for name in shown_of(values):
-        placement = np.array(values[name]["placement"], dtype=np.int32)
-        yield (
-            name,
-            asdict(
-                work_of(problem.graph, problem.machine, problem.costs, problem.groups, placement)
-            ),
-        )

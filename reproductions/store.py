@@ -10,6 +10,7 @@ the value must come. A value of other settings counts as absent and is written o
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -48,13 +49,14 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
         "reproductions/hypothesis.py",
     ),
     DRAWN: (
-        *_SHARED, "reports/pictures.py", "reproductions/figures.py", "reproductions/hypothesis.py",
+        *_SHARED, "reports/pictures.py", "reports/charts.py", "reproductions/figures.py",
+        "reproductions/hypothesis.py",
     ),
     TRAINED: ("runtime", "training", "reproductions/thesis.py"),
     SCHEDULED: (
         "runtime", "graph", "machine", "costs", "networks", "frontends", "schedulers",
         "executors/stages", "pipeline/scheduling.py", "reports/schedules.py",
-        "reproductions/dos.py",
+        "reproductions/dos.py", "reproductions/elsewhere.py",
     ),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is
@@ -63,8 +65,9 @@ _NOT = {
     SEARCHED: ("placers/learned",),
     PLANNED: (
         "placers/learned", "reproductions/learned.py", "reproductions/page.py",
-        "reproductions/tables.py", "reproductions/orderings.py", "reproductions/thesis.py",
-        "reproductions/thesis_page.py", "reproductions/dos.py", "reproductions/dos_page.py",
+        "reproductions/tables.py", "reproductions/results.py", "reproductions/orderings.py",
+        "reproductions/thesis.py", "reproductions/thesis_page.py", "reproductions/dos.py",
+        "reproductions/dos_page.py", "reproductions/elsewhere.py",
     ),
 }  # fmt: skip
 """Maps kinds of result to code that is left out of `_RESTS_ON`, because it only shows results or
@@ -128,6 +131,24 @@ class Store:
             return  # missing, or broken, so that it is written anew
         if isinstance(raw, dict) and raw.get("format") == FORMAT:
             path.unlink()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The place of one value in a store: its name, and the fingerprint that it must have."""
+
+    store: Store
+    name: str
+    fingerprint: str
+
+    def get(self) -> Any:
+        return self.store.get(self.name, self.fingerprint)
+
+    def put(self, value: Any) -> None:
+        self.store.put(self.name, self.fingerprint, value)
+
+    def drop(self) -> None:
+        self.store.drop(self.name)
 
 
 def fingerprint(kind: str, /, **parts: Any) -> str:

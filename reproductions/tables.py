@@ -1,29 +1,20 @@
-"""Writes a table as CSV, and compares trainings of learned methods.
+"""The result tables of RL17 and GDP: every method's seconds, every training, and what they show.
 
-The CSV has one line for each row, column and method, with the paper's figure beside ours.
+Search effort compares GDP with HDP in evaluated placements, for two runs of one seed: the number
+of placements up to HDP's best, over the number up to a placement of GDP that is at least as good.
 """
 
-import csv
-import io
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dovetail.runtime.files import write_atomically
 from dovetail.units import format_seconds
 from reproductions.cases import AS_PUBLISHED, AUTO_ON, LEARNED, LIKELIEST, METHOD_OF, PROPOSALS
 from reproductions.methods import PLAIN
 from reproductions.orderings import format_step
-from reproductions.records import (
-    BestSoFar,
-    Case,
-    CaseResult,
-    Column,
-    LearnedRun,
-    MethodResult,
-    Published,
-)
+from reproductions.records import BestSoFar, Case, CaseResult, Column, LearnedRun, MethodResult
+from reproductions.results import NOTHING, ResultTable
 
 OOM = "OOM"
 NOT_RUN = "not yet run"
@@ -34,120 +25,113 @@ FIELDS = (
     "search_seconds", "ops", "paper_ops", "groups", "paper_groups", "flops", "parameter_bytes",
     "sizes_of_ours",
 )  # fmt: skip
-Line = dict[str, str | int | float]
+LEARNED_FIELDS = (
+    "row", "column", "method", "seed", "controllers", "seconds", "reason", "groups", "grouping",
+    "trials", "distinct", "updates", "invalid_share", "trials_to_best", "distinct_to_best",
+    "wall_seconds", "curve",
+)  # fmt: skip
+Line = dict[str, Any]
+"""A line of a CSV file: field -> value; one without a value is absent or None."""
+Done = Sequence[tuple[Case, CaseResult]]
+Trained = list[tuple[Case, Column]]
+"""Rows with one of their columns in which methods were trained."""
 
 
-def write_csv(
-    name: str, cases: Sequence[Case], rows: Sequence[CaseResult], path: str | os.PathLike[str]
-) -> None:
-    """Write the lines of table `name`, whole or not at all. Raises `UnwritableError`.
+# ---- The lines of the CSV files ----
+
+
+def lines_of(name: str, cases: Sequence[Case], rows: Sequence[CaseResult]) -> Iterator[Line]:
+    """Yield a line for each row, column and method, with the paper's figure beside ours.
 
     A method that no column of the paper corresponds to has an empty `paper_column`; one with two
     such columns has a line for each. A case without a row has one line that says so, and so has a
     learned method that was not run. A learned method that was run has the training of the median.
-    Seconds are in full precision.
     """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, FIELDS, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines_of(name, cases, rows))
-    write_atomically(path, text.getvalue().encode("utf-8", "replace"))
-
-
-def lines_of(name: str, cases: Sequence[Case], rows: Sequence[CaseResult]) -> Iterator[Line]:
-    """Every line of the file, in the order of cases, columns and methods."""
     of_case = {row.key: row for row in rows}
     for case in cases:
-        head = _head(name, case)
+        published = case.published
+        printed = published.seconds if published else {}
+        line: Line = {
+            "table": name,
+            "row": case.key,
+            "title": case.title,
+            "model": case.model,
+            "optimizer": case.train,
+            "machine": case.machine,
+            "gpus": case.gpus,
+            "gpu_memory_bytes": case.gpu_memory_bytes,
+            "paper_ops": published.ops if published else None,
+            "paper_groups": published.groups if published else None,
+            "sizes_of_ours": case.ours,
+        }
         row = of_case.get(case.key)
         if row is None:
-            yield head | {"reason": NOT_RUN}
+            yield line | {"reason": NOT_RUN}
             continue
-        head |= {
-            "ops": row.ops,
-            "groups": row.groups,
-            "flops": row.flops,
-            "parameter_bytes": row.parameter_bytes,
-        }
+        sizes = ("ops", "groups", "flops", "parameter_bytes")
+        line |= {size: getattr(row, size) for size in sizes}
         for column_name, column in row.columns.items():
-            of = head | {"column": column_name}
-            yield from _lines(of, case.published, column)
-            yield from _not_run(of, case.published, column, LEARNED[name])
+            line["column"] = column_name
+            bound = {"bound_seconds": column.bound, "bound_proof": column.proof}
+            for method, result in column.methods.items():
+                peaks = result.peak_memory_bytes
+                ours = {
+                    "method": method,
+                    "seconds": result.seconds,
+                    "reason": result.reason,
+                    "peak_memory_bytes": max(peaks.values(), default=None),
+                    "peak_memory_by_device_bytes": ";".join(f"{d}={n}" for d, n in peaks.items()),
+                    "search_seconds": result.search_seconds,
+                }
+                for paper in [each for each in printed if method in _methods_of(each)] or [""]:
+                    yield line | bound | ours | _beside(printed, paper, result)
+            for paper in printed:
+                for method in _methods_of(paper):
+                    if method in LEARNED[name] and method not in column.methods:
+                        lacks = {"method": method, "reason": NOT_RUN}
+                        yield line | lacks | _beside(printed, paper, None)
 
 
-def _head(name: str, case: Case) -> Line:
-    published = case.published
-    return {
-        "table": name,
-        "row": case.key,
-        "title": case.title,
-        "model": case.model,
-        "optimizer": case.train,
-        "machine": case.machine,
-        "gpus": case.gpus,
-        "gpu_memory_bytes": _or_empty(case.gpu_memory_bytes),
-        "paper_ops": _or_empty(published.ops if published else None),
-        "paper_groups": _or_empty(published.groups if published else None),
-        "sizes_of_ours": case.ours,
-    }
-
-
-def _lines(head: Line, published: Published | None, column: Column) -> Iterator[Line]:
-    given = published.seconds if published else {}
-    head = head | {"bound_seconds": column.bound, "bound_proof": column.proof}
-    for method, result in column.methods.items():
-        beside = [paper for paper in given if method in methods_of(paper)] or [""]
-        for paper in beside:
-            yield (
-                head | {"method": method} | _our_cells(result) | _paper_cells(given, paper, result)
-            )
-
-
-def _not_run(
-    head: Line, published: Published | None, column: Column, learned: Sequence[str]
-) -> Iterator[Line]:
-    given = published.seconds if published else {}
-    for paper in given:
-        for method in methods_of(paper):
-            if method in learned and method not in column.methods:
-                cells = _paper_cells(given, paper, None)
-                yield head | {"method": method, "reason": NOT_RUN} | cells
-
-
-def methods_of(paper_column: str) -> tuple[str, ...]:
+def _methods_of(paper_column: str) -> tuple[str, ...]:
     """Our methods for a column of a paper: ours, and of one that learns the same as published."""
     method = METHOD_OF[paper_column]
     return (method, AS_PUBLISHED[method]) if method in AS_PUBLISHED else (method,)
 
 
-def _our_cells(result: MethodResult) -> Line:
-    peaks = result.peak_memory_bytes
-    return {
-        "seconds": _or_empty(result.seconds),
-        "reason": result.reason,
-        "peak_memory_bytes": max(peaks.values(), default=""),
-        "peak_memory_by_device_bytes": ";".join(f"{device}={n}" for device, n in peaks.items()),
-        "search_seconds": result.search_seconds,
-    }
-
-
-def _paper_cells(given: dict[str, float | None], paper: str, result: MethodResult | None) -> Line:
-    seconds = given.get(paper)
-    line: Line = {"paper_column": paper}
-    line["paper_seconds"] = (OOM if seconds is None else seconds) if paper in given else ""
+def _beside(
+    printed: dict[str, float | None], paper_column: str, result: MethodResult | None
+) -> Line:
+    """The paper's figure in a column, or that it has none, with the ratio of ours to it."""
+    seconds = printed.get(paper_column)
+    line: Line = {"paper_column": paper_column}
+    if paper_column in printed:
+        line["paper_seconds"] = OOM if seconds is None else seconds
     if seconds and result is not None and result.seconds is not None:
         line["ratio_to_paper"] = result.seconds / seconds
     return line
 
 
-def _or_empty(value: float | int | None) -> str | int | float:
-    return "" if value is None else value
+def training_lines(name: str, done: Done) -> Iterator[Line]:
+    """Yield a line for each training of a row, column, method and seed. `curve` is
+    "trial:distinct:seconds" of every placement that was better than all before it."""
+    for case, row in done:
+        for column_name, column in row.columns.items():
+            for run in (run for m in LEARNED[name] for run in column.learned.get(m, ())):
+                last = run.bests[-1] if run.bests else None
+                curve = (f"{best.trial}:{best.distinct}:{best.seconds!r}" for best in run.bests)
+                yield vars(run) | {
+                    "row": case.key,
+                    "column": column_name,
+                    "seconds": run.found.seconds,
+                    "reason": run.found.reason,
+                    "trials_to_best": last.trial if last else None,
+                    "distinct_to_best": last.distinct if last else None,
+                    "wall_seconds": run.found.search_seconds,
+                    "curve": ";".join(curve),
+                }
 
 
 # ---- Trainings of learned methods: the run of the median, search effort, targets ----
-#
-# Search effort compares GDP with HDP in evaluated placements, for two runs of one seed: the number
-# of placements up to HDP's best, over the number up to a placement of GDP that is at least as good.
 
 CLOSE = 1 + 1e-9
 """Seconds of at most this many times others count as no more than those."""
@@ -171,6 +155,11 @@ def span(runs: Sequence[LearnedRun]) -> tuple[float, float]:
 
 def _seconds(run: LearnedRun) -> float:
     return math.inf if run.found.seconds is None else run.found.seconds
+
+
+def format_span(runs: Sequence[LearnedRun]) -> str:
+    """The seconds from the best run to the worst, as text: "0.298 s to 0.305 s"."""
+    return " to ".join(format_step(s if math.isfinite(s) else None) for s in span(runs))
 
 
 def reached(run: LearnedRun, seconds: float) -> BestSoFar | None:
@@ -254,32 +243,24 @@ class LearningTarget:
 
 def target_of(case: Case, column: Column) -> LearningTarget | None:
     """The target of a row; None if no baseline of ours fits, or `auto` was not run."""
-    baseline_seconds = {
-        name: result.seconds
-        for name in BASELINES
-        if (result := column.methods.get(METHOD_OF[name])) is not None
-        and result.seconds is not None
-    }
+    ours = {METHOD_OF[name]: _median(column, METHOD_OF[name]) for name in BASELINES}
+    baseline_seconds = {name: seconds for name, seconds in ours.items() if seconds is not None}
     # The head room is of the same groups and as many placements, where that was run.
     auto = column.methods.get("auto@seq2seq") or column.methods.get("auto")
     if not baseline_seconds or auto is None or auto.seconds is None:
         return None
     baseline = min(baseline_seconds, key=lambda name: baseline_seconds[name])
     head_room = max(0.0, baseline_seconds[baseline] / auto.seconds - 1)
-    margin = _margin(case)
-    gain = HEAD_ROOM_SHARE * head_room
-    gain = gain if margin is None else min(gain, margin)
-    return LearningTarget(
-        METHOD_OF[baseline], baseline_seconds[baseline], auto.seconds, head_room, margin,
-        baseline_seconds[baseline] / (1 + gain),
-    )  # fmt: skip
-
-
-def _margin(case: Case) -> float | None:
     printed = case.published.seconds if case.published else {}
     given = [seconds for name in BASELINES if (seconds := printed.get(name)) is not None]
     learned = printed.get("RL")
-    return max(0.0, min(given) / learned - 1) if given and learned else None
+    margin = max(0.0, min(given) / learned - 1) if given and learned else None
+    gain = HEAD_ROOM_SHARE * head_room
+    gain = gain if margin is None else min(gain, margin)
+    return LearningTarget(
+        baseline, baseline_seconds[baseline], auto.seconds, head_room, margin,
+        baseline_seconds[baseline] / (1 + gain),
+    )  # fmt: skip
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
@@ -288,38 +269,35 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
 
-# ---- Results of learned methods as tables of text, for the page and README; trainings as CSV ----
+# ---- Tables on learned methods, for page and README, and the figures that sum them up ----
 #
 #     rl17   seq2seq against the best baseline, and against its `LearningTarget`
 #     gdp    GDP-one and HDP against human and `auto` on the same groups; how much less GDP
 #            evaluates than HDP
 #     both   each method beside the same as published; of GDP what the shipped policy proposes
 
-
-Done = Sequence[tuple[Case, CaseResult]]
-TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""A table of text: its head and its rows."""
 PAPER_HOURS = "12 to 27 hours"
-LEARNED_FIELDS = (
-    "row", "column", "method", "seed", "controllers", "seconds", "reason", "groups", "grouping",
-    "trials", "distinct", "updates", "invalid_share", "trials_to_best", "distinct_to_best",
-    "wall_seconds", "curve",
-)  # fmt: skip
-NOTHING = "-"
+_AUTO = "auto@gdp"
 
 
-def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
-    """(title, table) of every table on learned methods that has rows: those of the plain column,
-    then those of the others, whose titles name them."""
+def tables_of(name: str, done: Done) -> list[ResultTable]:
+    """Every table on learned methods that has rows: those of the plain column, then those of the
+    others, whose titles name them."""
     columns = dict.fromkeys(column for _, row in done for column in row.columns)
-    return [
-        (title if column == PLAIN else f"{title}, {column}", table)
-        for column in sorted(columns, key=lambda column: column != PLAIN)
-        for title, table in _tables_of(name, _trained(done, column))
-    ]
+    found = []
+    for column in sorted(columns, key=lambda column: column != PLAIN):
+        trained = _trained(done, column)
+        if name == "rl17":
+            tables = [_against_baselines(trained)]
+        else:
+            tables = [_against_human(trained), _search_effort(trained)]
+        tables += [_as_published(name, trained), _how_trained(name, trained)]
+        more = "" if column == PLAIN else f", {column}"
+        found += [replace(table, title=table.title + more) for table in tables if table.rows]
+    return found
 
 
-def _trained(done: Done, column: str) -> "_Trained":
+def _trained(done: Done, column: str) -> Trained:
     return [
         (case, row.columns[column])
         for case, row in done
@@ -327,53 +305,87 @@ def _trained(done: Done, column: str) -> "_Trained":
     ]
 
 
-def _tables_of(name: str, trained: "_Trained") -> list[tuple[str, TextTable]]:
-    titled = [("How they were trained", _trainings(name, trained))]
-    if name == "rl17":
-        titled.insert(0, ("Against the best baseline", _rl17(trained)))
-    else:
-        titled.insert(0, ("Against human, HDP and auto", _gdp(trained)))
-        titled.insert(1, ("Search effort", _efforts(trained)))
-    titled.insert(-1, ("As published, and ours", _as_published(name, trained)))
-    return [(title, table) for title, table in titled if table[1]]
-
-
-def verdicts(name: str, done: Done) -> list[tuple[str, str, str]]:
-    """(label, figure, remark) of the cards that sum up all rows with trainings."""
-    columns = _trained(done, PLAIN)
-    return list(_rl17_verdicts(columns) if name == "rl17" else _gdp_verdicts(columns))
-
-
-_Trained = list[tuple[Case, Column]]
-
-
-def _rl17(trained: _Trained) -> TextTable:
+def _against_baselines(trained: Trained) -> ResultTable:
+    rows = []
+    for case, column in trained:
+        target, runs = target_of(case, column), column.learned.get("seq2seq")
+        if target is not None and runs:
+            seconds = middle(runs).found.seconds
+            gain = None if seconds is None else _percent(target.baseline_seconds / seconds - 1)
+            rows.append((
+                case.title,
+                f"{format_step(target.baseline_seconds)} ({target.baseline})",
+                format_step(target.auto_seconds),
+                _percent(target.head_room),
+                None if target.margin is None else _percent(target.margin),
+                format_step(target.seconds),
+                format_step(seconds),
+                format_span(runs),
+                gain,
+                "yes" if _at_most(seconds, target.seconds) else "no",
+            ))  # fmt: skip
     head = (
         "row", "best baseline", "auto", "head room", "the paper's margin", "to reach", "seq2seq",
         "best to worst", "over baseline", "reached",
     )  # fmt: skip
-    rows: list[tuple[str, ...]] = []
+    return ResultTable.of(head, rows, title="Against the best baseline")
+
+
+def _against_human(trained: Trained) -> ResultTable:
+    rows = []
     for case, column in trained:
-        target, runs = target_of(case, column), column.learned.get("seq2seq")
-        if target is None or not runs:
-            continue
-        seconds = middle(runs).found.seconds
+        seconds = {name: _median(column, name) for name in ("gdp", "hdp", "expert", _AUTO)}
+        gdp_seconds, printed = seconds["gdp"], case.published.seconds if case.published else {}
+        paper, within = printed.get("GDP-one"), middle_within(column, "gdp", "hdp")
         rows.append((
             case.title,
-            f"{format_step(target.baseline_seconds)} ({target.baseline})",
-            format_step(target.auto_seconds),
-            _percent(target.head_room),
-            NOTHING if target.margin is None else _percent(target.margin),
-            format_step(target.seconds),
-            format_step(seconds),
-            format_span(runs),
-            NOTHING if seconds is None else _percent(target.baseline_seconds / seconds - 1),
-            _yes_or_no(_meets(target, seconds)),
+            *_median_and_span(column, "gdp"),
+            format_step(within) if "hdp" in column.learned else None,
+            *_median_and_span(column, "hdp"),
+            *(format_step(seconds[name]) for name in ("expert", _AUTO)),
+            _ratio(within, seconds["hdp"]),
+            *(_ratio(gdp_seconds, seconds[name]) for name in ("expert", _AUTO)),
+            *(_ratio(paper, printed.get(name)) for name in ("HDP", "human")),
         ))  # fmt: skip
-    return head, rows
+    head = (
+        "row", "GDP-one", "best to worst", "in as many placements as HDP", "HDP", "best to worst",
+        "human", "auto, same groups", "to HDP, in as many", "to human", "to auto",
+        "the paper to HDP", "the paper to human",
+    )  # fmt: skip
+    return ResultTable.of(head, rows, title="Against human, HDP and auto")
 
 
-def _as_published(name: str, trained: _Trained) -> TextTable:
+def _search_effort(trained: Trained) -> ResultTable:
+    rows = []
+    for case, column in trained:
+        of_seed = efforts(column)
+        if not of_seed:
+            continue
+        seeds = {run.seed for run in column.learned["gdp"]}
+        hdp_runs = [run for run in column.learned["hdp"] if run.seed in seeds]
+        hdp_trials = [run.bests[-1].trial if run.bests else run.trials for run in hdp_runs]
+        gdp_trials = [
+            f"{'not in ' * (each.limit == 'at most')}{trials / each.ratio:,.0f}"
+            for trials, each in zip(hdp_trials, of_seed, strict=True)
+        ]
+        hours = case.published.hours.get("GDP-one", "") if case.published else ""
+        distinct = geometric_mean(max(each.distinct_ratio, 1e-9) for each in of_seed)
+        rows.append((
+            case.title,
+            ", ".join(f"{n:,}" for n in hdp_trials),
+            ", ".join(gdp_trials),
+            f"{geometric_mean(each.ratio for each in of_seed):.1f} x",
+            f"{distinct:.1f} x",
+            hours.replace(" times faster than HDP", " x"),
+        ))  # fmt: skip
+    head = (
+        "row", "HDP's placements to its best", "GDP's to one as good", "times fewer",
+        "different ones", "the paper, of time",
+    )  # fmt: skip
+    return ResultTable.of(head, rows, title="Search effort")
+
+
+def _as_published(name: str, trained: Trained) -> ResultTable:
     """Each method of the table as its paper has it, beside ours; of rows that have one of them. The
     last columns compare with the expert, and have the paper's own ratio."""
     pairs = [(ours, AS_PUBLISHED[ours]) for ours in LEARNED[name] if ours in AS_PUBLISHED]
@@ -386,14 +398,14 @@ def _as_published(name: str, trained: _Trained) -> TextTable:
     head += [f"shipped policy: {method}" for method in shipped] + ["expert"]
     head += [f"{published} to expert" for _, published in pairs]
     head += [f"the paper's {ours}" for ours, _ in pairs]
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for case, column in trained:
         if not column.learned.keys() & {*AS_PUBLISHED.values(), *shipped}:
             continue
         printed = case.published.seconds if case.published else {}
         human = printed.get("expert", printed.get("human"))
         of_paper = {METHOD_OF[paper]: seconds for paper, seconds in printed.items()}
-        cells = [case.title]
+        cells: list[str | None] = [case.title]
         for ours, published in pairs:
             cells += _median_and_span(column, published)
             if (auto := f"auto@{published}") in AUTO_ON:
@@ -401,96 +413,90 @@ def _as_published(name: str, trained: _Trained) -> TextTable:
             cells += [_median_and_span(column, ours)[0]]
         cells += [_median_and_span(column, method)[0] for method in shipped]
         expert = _median(column, "expert")
-        cells += [format_step(expert) if "expert" in column.methods else NOTHING]
+        cells += [format_step(expert) if "expert" in column.methods else None]
         cells += [_ratio(_median(column, published), expert) for _, published in pairs]
         cells += [_ratio(of_paper.get(ours), human) for ours, _ in pairs]
-        rows.append(tuple(cells))
-    return tuple(head), rows
+        rows.append(cells)
+    return ResultTable.of(head, rows, title="As published, and ours")
 
 
-def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
-    rows = [
-        (target, middle(column.learned["seq2seq"]).found.seconds)
-        for case, column in trained
-        if (target := target_of(case, column)) and "seq2seq" in column.learned
-    ]
-    if not rows:
-        return
-    better = sum(_at_most(seconds, target.baseline_seconds) for target, seconds in rows)
-    met = sum(_meets(target, seconds) for target, seconds in rows)
-    yield "seq2seq at or below the best baseline", f"{better} of {len(rows)}", "rows, by median"
-    yield (
-        "seq2seq reaches its target", f"{met} of {len(rows)}",
-        "the paper's margin, or 80 % of the head room if that is less",
-    )  # fmt: skip
-    runs = [run for _, column in trained for run in column.learned.get("seq2seq", ())]
-    longest = max(run.found.search_seconds for run in runs)
-    most = max(run.trials for run in runs)
-    yield (
-        "the longest training", format_seconds(longest),
-        f"at most {most:,} simulated placements; the paper's took {PAPER_HOURS}",
-    )  # fmt: skip
-
-
-_AUTO = "auto@gdp"
-
-
-def _gdp(trained: _Trained) -> TextTable:
-    head = (
-        "row", "GDP-one", "best to worst", "in as many placements as HDP", "HDP", "best to worst",
-        "human", "auto, same groups", "to HDP, in as many", "to human", "to auto",
-        "the paper to HDP", "the paper to human",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = []
+def _how_trained(name: str, trained: Trained) -> ResultTable:
+    rows = []
     for case, column in trained:
-        seconds = {name: _median(column, name) for name in ("gdp", "hdp", "expert", _AUTO)}
-        gdp_seconds, printed = seconds["gdp"], case.published.seconds if case.published else {}
-        paper, cut = printed.get("GDP-one"), middle_within(column, "gdp", "hdp")
-        rows.append((
-            case.title,
-            *_median_and_span(column, "gdp"),
-            format_step(cut) if "hdp" in column.learned else NOTHING,
-            *_median_and_span(column, "hdp"),
-            *(format_step(seconds[name]) for name in ("expert", _AUTO)),
-            _ratio(cut, seconds["hdp"]),
-            *(_ratio(gdp_seconds, seconds[name]) for name in ("expert", _AUTO)),
-            *(_ratio(paper, printed.get(name)) for name in ("HDP", "human")),
-        ))  # fmt: skip
-    return head, rows
+        for method in LEARNED[name]:
+            if runs := column.learned.get(method):
+                run = middle(runs)
+                rows.append((
+                    case.title,
+                    method,
+                    f"{run.groups:,}",
+                    run.grouping,
+                    len(runs),
+                    run.controllers,
+                    f"{run.trials:,}",
+                    f"{run.distinct:,}",
+                    f"{run.bests[-1].trial:,}" if run.bests else None,
+                    f"{run.updates:,}",
+                    _percent(run.invalid_share),
+                    format_seconds(run.found.search_seconds),
+                ))  # fmt: skip
+    head = (
+        "row", "method", "groups", "how they came about", "trainings", "controllers",
+        "placements each", "different ones", "to the best", "updates", "does not fit",
+        "a training took",
+    )  # fmt: skip
+    return ResultTable.of(head, rows, title="How they were trained")
 
 
-def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
-    for name, label, remark in (
+def verdicts(name: str, done: Done) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, figure, remark) of the cards that sum up all rows with trainings."""
+    trained = _trained(done, PLAIN)
+    if name == "rl17":
+        rows = [
+            (target, middle(column.learned["seq2seq"]).found.seconds)
+            for case, column in trained
+            if (target := target_of(case, column)) and "seq2seq" in column.learned
+        ]
+        if not rows:
+            return
+        better = sum(_at_most(seconds, target.baseline_seconds) for target, seconds in rows)
+        met = sum(_at_most(seconds, target.seconds) for target, seconds in rows)
+        runs = [run for _, column in trained for run in column.learned.get("seq2seq", ())]
+        longest = max(run.found.search_seconds for run in runs)
+        most = max(run.trials for run in runs)
+        yield "seq2seq at or below the best baseline", f"{better} of {len(rows)}", "rows, by median"
+        yield (
+            "seq2seq reaches its target", f"{met} of {len(rows)}",
+            "the paper's margin, or 80 % of the head room if that is less",
+        )  # fmt: skip
+        yield (
+            "the longest training", format_seconds(longest),
+            f"at most {most:,} simulated placements; the paper's took {PAPER_HOURS}",
+        )  # fmt: skip
+        return
+    for other, label, remark in (
         ("hdp", "HDP", "rows, by median, in as many placements as HDP"),
         ("expert", "human", "rows, by median"),
     ):
-        columns = [column for _, column in trained if {"gdp", name} <= column.methods.keys()]
+        columns = [column for _, column in trained if {"gdp", other} <= column.methods.keys()]
+        count = 0
+        for column in columns:
+            within = middle_within(column, "gdp", "hdp") if other == "hdp" else None
+            ours = within if other == "hdp" else _median(column, "gdp")
+            count += _at_most(ours, _median(column, other))
         if columns:
-            at_most = sum(
-                _at_most(
-                    middle_within(column, "gdp", name) if name == "hdp" else _median(column, "gdp"),
-                    _median(column, name),
-                )
-                for column in columns
-            )
-            yield f"GDP-one at or below {label}", f"{at_most} of {len(columns)}", remark
-    to_auto = [
-        gdp_seconds / auto_seconds
-        for _, column in trained
-        if (gdp_seconds := _median(column, "gdp")) and (auto_seconds := _median(column, _AUTO))
-    ]
-    mean = geometric_mean(to_auto)
-    if mean is not None:
+            yield f"GDP-one at or below {label}", f"{count} of {len(columns)}", remark
+    pairs = [(_median(column, "gdp"), _median(column, _AUTO)) for _, column in trained]
+    to_auto = [gdp / auto for gdp, auto in pairs if gdp and auto]
+    if (mean := geometric_mean(to_auto)) is not None:
         yield (
             "GDP-one over auto", f"{mean:.3f} x",
             f"geometric mean of {len(to_auto)} rows; auto does not learn, on the same groups",
         )  # fmt: skip
-    of_rows = [row_efforts for _, column in trained if (row_efforts := efforts(column))]
-    mean = geometric_mean(of_row(row_efforts) for row_efforts in of_rows)
-    if mean is not None:
-        limited = sum(
-            effort.limit == "at most" for row_efforts in of_rows for effort in row_efforts
-        )
+    of_rows = [of_seed for _, column in trained if (of_seed := efforts(column))]
+    ratios = [geometric_mean(each.ratio for each in of_seed) or math.nan for of_seed in of_rows]
+    if (mean := geometric_mean(ratios)) is not None:
+        limited = sum(each.limit == "at most" for of_seed in of_rows for each in of_seed)
         yield (
             "less search than HDP", f"{mean:.1f} x",
             f"evaluated placements up to HDP's best, geometric mean of {len(of_rows)} rows"
@@ -498,130 +504,14 @@ def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
         )  # fmt: skip
 
 
-def _efforts(trained: _Trained) -> TextTable:
-    head = (
-        "row", "HDP's placements to its best", "GDP's to one as good", "times fewer",
-        "different ones", "the paper, of time",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = []
-    for case, column in trained:
-        of_seed = efforts(column)
-        if not of_seed:
-            continue
-        seeds = {run.seed for run in column.learned["gdp"]}
-        hdp_runs = [run for run in column.learned["hdp"] if run.seed in seeds]
-        hdp_trials = [run.bests[-1].trial if run.bests else run.trials for run in hdp_runs]
-        gdp_trials = [
-            trials / effort.ratio for trials, effort in zip(hdp_trials, of_seed, strict=True)
-        ]
-        hours = case.published.hours.get("GDP-one", "") if case.published else ""
-        distinct = geometric_mean(max(effort.distinct_ratio, 1e-9) for effort in of_seed)
-        pairs = zip(gdp_trials, of_seed, strict=True)
-        rows.append((
-            case.title,
-            ", ".join(f"{n:,}" for n in hdp_trials),
-            ", ".join(_format_trials(n, effort) for n, effort in pairs),
-            f"{of_row(of_seed):.1f} x",
-            f"{distinct:.1f} x",
-            hours.replace(" times faster than HDP", " x"),
-        ))  # fmt: skip
-    return head, rows
-
-
-def of_row(row_efforts: Sequence[EffortAgainstHDP]) -> float:
-    """The geometric mean of the efforts over the seeds of a row; nan if there are none."""
-    return geometric_mean(effort.ratio for effort in row_efforts) or math.nan
-
-
-def _format_trials(trials: float, effort: EffortAgainstHDP) -> str:
-    return f"not in {trials:,.0f}" if effort.limit == "at most" else f"{trials:,.0f}"
-
-
-def _trainings(name: str, trained: _Trained) -> TextTable:
-    head = (
-        "row", "method", "groups", "how they came about", "trainings", "controllers",
-        "placements each",
-        "different ones", "to the best", "updates", "does not fit", "a training took",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = []
-    for case, column in trained:
-        for method in LEARNED[name]:
-            runs = column.learned.get(method)
-            if not runs:
-                continue
-            run = middle(runs)
-            rows.append((
-                case.title,
-                method,
-                f"{run.groups:,}",
-                run.grouping,
-                str(len(runs)),
-                str(run.controllers),
-                f"{run.trials:,}",
-                f"{run.distinct:,}",
-                f"{run.bests[-1].trial:,}" if run.bests else NOTHING,
-                f"{run.updates:,}",
-                _percent(run.invalid_share),
-                format_seconds(run.found.search_seconds),
-            ))  # fmt: skip
-    return head, rows
-
-
-def write_trainings(name: str, done: Done, path: str | os.PathLike[str]) -> None:
-    """Write one line for each training of a row, column, method and seed. `curve` is
-    "trial:distinct:seconds" of every placement that was better than all before it. Raises
-    `UnwritableError`."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, LEARNED_FIELDS, restval="", lineterminator="\n")
-    writer.writeheader()
-    for case, row in done:
-        for column_name, column in row.columns.items():
-            for method in LEARNED[name]:
-                for run in column.learned.get(method, ()):
-                    writer.writerow(_line(case, column_name, run))
-    write_atomically(path, text.getvalue().encode("utf-8", "replace"))
-
-
-def _line(case: Case, column: str, run: LearnedRun) -> dict[str, str | int | float]:
-    last = run.bests[-1] if run.bests else None
-    return {
-        "row": case.key,
-        "column": column,
-        "method": run.method,
-        "seed": run.seed,
-        "controllers": run.controllers,
-        "seconds": "" if run.found.seconds is None else run.found.seconds,
-        "reason": run.found.reason,
-        "groups": run.groups,
-        "grouping": run.grouping,
-        "trials": run.trials,
-        "distinct": run.distinct,
-        "updates": run.updates,
-        "invalid_share": run.invalid_share,
-        "trials_to_best": last.trial if last else "",
-        "distinct_to_best": last.distinct if last else "",
-        "wall_seconds": run.found.search_seconds,
-        "curve": ";".join(f"{best.trial}:{best.distinct}:{best.seconds!r}" for best in run.bests),
-    }
-
-
 def _median(column: Column, method: str) -> float | None:
     result = column.methods.get(method)
     return None if result is None else result.seconds
 
 
-def _median_and_span(column: Column, method: str) -> tuple[str, str]:
+def _median_and_span(column: Column, method: str) -> tuple[str | None, str | None]:
     runs = column.learned.get(method)
-    return (format_step(_median(column, method)), format_span(runs)) if runs else (NOTHING, NOTHING)
-
-
-def format_span(runs: Sequence[LearnedRun]) -> str:
-    """The seconds from the best run to the worst, as text: "0.298 s to 0.305 s"."""
-    return " to ".join(format_step(s if math.isfinite(s) else None) for s in span(runs))
-
-
-def _meets(target: LearningTarget, seconds: float | None) -> bool:
-    return _at_most(seconds, target.seconds)
+    return (format_step(_median(column, method)), format_span(runs)) if runs else (None, None)
 
 
 def _at_most(seconds: float | None, other_seconds: float | None) -> bool:
@@ -636,7 +526,3 @@ def _ratio(seconds: float | None, other_seconds: float | None) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"

@@ -23,7 +23,7 @@ import math
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import pairwise, product
@@ -41,8 +41,8 @@ from dovetail.training.request import TrainRequest
 from dovetail.training.rules import make_rule
 from dovetail.training.step_times import StepTimes
 from dovetail.training.trainer import train
-from reproductions.store import TRAINED, Store, fingerprint
-from reproductions.table import BenchTask, work_off
+from reproductions.store import TRAINED, Kept, Store, fingerprint
+from reproductions.tasks import BenchTask, run_missing
 
 RULES = {"agn": "AGN", "adag": "ADAG", "aeasgd": "AEASGD", "downpour": "DOWNPOUR"}
 """The rules of the grid, by their names in `training.rules`, with the thesis' names."""
@@ -221,15 +221,12 @@ def read_mnist(path: Path) -> ThesisData:
             raise FileFormatError(str(path), f"{shapes} are no pictures of 28 x 28 and labels")
         if not len(labels) or labels.min() < 0 or labels.max() >= CLASSES:
             raise FileFormatError(str(path), "its labels are not 0 to 9")
-    inputs, labels, test_inputs, test_labels = parts
-    return ThesisData(
-        MNIST, _scaled(inputs), labels.astype(np.int64), _scaled(test_inputs),
-        test_labels.astype(np.int64),
-    )  # fmt: skip
-
-
-def _scaled(pictures: NDArray[np.generic]) -> NDArray[np.float32]:
-    return (pictures.reshape(len(pictures), -1).astype(np.float32) / np.float32(255)).copy()
+    scaled = [
+        (pictures.reshape(len(pictures), -1).astype(np.float32) / np.float32(255)).copy()
+        for pictures in parts[::2]
+    ]
+    labels, test_labels = (each.astype(np.int64) for each in parts[1::2])
+    return ThesisData(MNIST, scaled[0], labels, scaled[1], test_labels)
 
 
 def _read_npz(path: Path) -> list[NDArray[Any]]:
@@ -246,7 +243,11 @@ def _read_npz(path: Path) -> list[NDArray[Any]]:
 def _read_idx(path: Path) -> NDArray[np.uint8]:
     """[...] unsigned bytes of an idx file: two zero bytes, type, axes, a big-endian size each."""
     try:
-        content = path.read_bytes() if path.exists() else _unzipped(path)
+        if path.exists():
+            content = path.read_bytes()
+        else:
+            with gzip.open(path.with_name(f"{path.name}.gz")) as file:
+                content = file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise FileFormatError(str(path), "neither it nor its .gz can be read") from error
     if len(content) < 4 or content[:3] != bytes([0, 0, _IDX_UNSIGNED_BYTE]):
@@ -259,11 +260,6 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
     if values.size != shape.prod():
         raise FileFormatError(str(path), f"it holds {values.size} bytes, not {shape.prod()}")
     return values.reshape(shape)
-
-
-def _unzipped(path: Path) -> bytes:
-    with gzip.open(path.with_name(f"{path.name}.gz")) as file:
-        return file.read()
 
 
 @cache
@@ -303,14 +299,17 @@ class ThesisSettings:
         return _load(self.data, self.samples)
 
     @property
+    def grid(self) -> list[tuple[int, int]]:
+        """Every (workers, window), by workers."""
+        return list(product(self.workers, self.windows))
+
+    @property
     def cells(self) -> list["ThesisCell"]:
         """Every cell of the grid: by seed, then by workers, window and rule."""
-        seeds = range(self.seed, self.seed + self.seeds)
         return [
             ThesisCell(rule, workers, window, seed)
-            for seed, workers, window, rule in product(
-                seeds, self.workers, self.windows, self.rules
-            )
+            for seed in range(self.seed, self.seed + self.seeds)
+            for (workers, window), rule in product(self.grid, self.rules)
         ]
 
 
@@ -361,9 +360,22 @@ def perceptron(sizes: Sequence[int], seed: int) -> nn.Sequential:
     return nn.Sequential(*parts[:-1])
 
 
-def request_of(settings: ThesisSettings, cell: ThesisCell) -> TrainRequest:
-    """How a cell is trained."""
-    return TrainRequest(
+def run_cell(
+    settings: ThesisSettings,
+    cell: ThesisCell,
+    tell: Callable[[str], None],
+    complain: Callable[[str], None],
+) -> list[str]:
+    """Run a cell and keep its result. Returns no failures: a run that diverges is a result."""
+    tell(f"{RULES[cell.rule]}, {cell.workers} workers, window {cell.window}, seed {cell.seed}")
+    threads = torch.get_num_threads()
+    # Sums over several threads would differ in their last bits.
+    torch.set_num_threads(1)
+    seconds, commits, diverged = 0.0, 0, ""
+    staleness: float | None = None
+    figures: dict[str, float | None] = {"validation": None, "training": None}
+    data = settings.load()
+    request = TrainRequest(
         perceptron(settings.sizes, cell.seed),
         nn.functional.cross_entropy,
         partial(torch.optim.Adam, lr=RATE),
@@ -377,36 +389,9 @@ def request_of(settings: ThesisSettings, cell: ThesisCell) -> TrainRequest:
         seed=cell.seed,
         backend_options={"times": StepTimes("jitter", spread=JITTER)},
     )
-
-
-def run_cell(
-    settings: ThesisSettings,
-    cell: ThesisCell,
-    tell: Callable[[str], None],
-    complain: Callable[[str], None],
-) -> list[str]:
-    """Run a cell and keep its result. Returns no failures: a run that diverges is a result."""
-    tell(f"{RULES[cell.rule]}, {cell.workers} workers, window {cell.window}, seed {cell.seed}")
-    threads = torch.get_num_threads()
-    # Sums over several threads would differ in their last bits.
-    torch.set_num_threads(1)
-    try:
-        result = _result(settings, cell)
-    finally:
-        torch.set_num_threads(threads)
-    _store(settings, complain).put(cell.name, _fingerprint(settings, cell), asdict(result))
-    return []
-
-
-def _result(settings: ThesisSettings, cell: ThesisCell) -> ThesisResult:
-    data, request = settings.load(), request_of(settings, cell)
     began = time.perf_counter()
-    training = torch.from_numpy(data.inputs), torch.from_numpy(data.labels)
-    seconds, commits, diverged = 0.0, 0, ""
-    staleness: float | None = None
-    figures: dict[str, float | None] = {"validation": None, "training": None}
     try:
-        history = train(request, training)
+        history = train(request, (torch.from_numpy(data.inputs), torch.from_numpy(data.labels)))
     except DivergedError as error:
         diverged = error.detail
     else:
@@ -419,7 +404,9 @@ def _result(settings: ThesisSettings, cell: ThesisCell) -> ThesisResult:
             "training": (data.inputs[:MOST_TRAINING], data.labels[:MOST_TRAINING]),
         }
         figures = {name: evaluate(judged, part)["accuracy"] for name, part in parts.items()}
-    return ThesisResult(
+    finally:
+        torch.set_num_threads(threads)
+    result = ThesisResult(
         **figures,
         seconds=seconds,
         staleness=staleness,
@@ -427,6 +414,29 @@ def _result(settings: ThesisSettings, cell: ThesisCell) -> ThesisResult:
         diverged=diverged,
         wall_seconds=time.perf_counter() - began,
     )
+    kept_result(settings, Store(settings.out / "rows", complain), cell).put(asdict(result))
+    return []
+
+
+def kept_result(settings: ThesisSettings, store: Store, cell: ThesisCell) -> Kept:
+    """The place of a cell's result in the store."""
+    return Kept(
+        store,
+        cell.name,
+        fingerprint(
+            TRAINED,
+            cell=asdict(cell),
+            options=dict(make_rule(cell.rule).options),
+            data=_digest(settings.data, settings.samples),
+            epochs=settings.epochs,
+            sizes=list(settings.sizes),
+        ),
+    )
+
+
+@cache
+def _digest(path: str, samples: int | None) -> str:
+    return _load(path, samples).digest()
 
 
 def run_grid(
@@ -446,67 +456,29 @@ def run_grid(
 
     Raises `UsageError` for a grid that the data are too small for.
     """
-    _check(settings)
-    store = _store(settings, complain)
-    if fresh:
-        for cell in settings.cells:
-            store.drop(cell.name)
-    missing = [cell for cell in settings.cells if _read(settings, store, cell) is None]
-    tasks = [
-        BenchTask(
-            cell.name,
-            "reproductions.thesis:run_cell",
-            (settings, cell),
-            alone=cell.workers > CROWD,
-        )
-        for cell in missing
-    ]
-    done = len(settings.cells) - len(missing)
-
-    def tell_share(_task: str, text: str) -> None:
-        nonlocal done
-        done += text == "done"
-        tell(text, done / len(settings.cells))
-
-    failures = work_off(tasks, jobs, tell_share, complain)
-    kept = ((cell, _read(settings, store, cell)) for cell in settings.cells)
-    return {cell: result for cell, result in kept if result is not None}, failures
-
-
-def _check(settings: ThesisSettings) -> None:
-    samples = len(settings.load().labels)
-    most = max(settings.workers)
+    samples, most = len(settings.load().labels), max(settings.workers)
     if samples < most:
         raise UsageError("--workers", f"{most} workers have no sample each of {samples}")
-
-
-def _store(settings: ThesisSettings, complain: Callable[[str], None]) -> Store:
-    return Store(settings.out / "rows", complain)
-
-
-@cache
-def _digest(path: str, samples: int | None) -> str:
-    return _load(path, samples).digest()
-
-
-def _fingerprint(settings: ThesisSettings, cell: ThesisCell) -> str:
-    return fingerprint(
-        TRAINED,
-        cell=asdict(cell),
-        options=dict(make_rule(cell.rule).options),
-        data=_digest(settings.data, settings.samples),
-        epochs=settings.epochs,
-        sizes=list(settings.sizes),
+    store = Store(settings.out / "rows", complain)
+    kept = {cell: kept_result(settings, store, cell) for cell in settings.cells}
+    for result in kept.values() if fresh else ():
+        result.drop()
+    tasks = [
+        BenchTask(
+            cell.name, "reproductions.thesis:run_cell", (settings, cell), alone=cell.workers > CROWD
+        )
+        for cell, result in kept.items()
+        if result.get() is None
+    ]
+    failures = run_missing(
+        tasks, len(kept), jobs, lambda _, text, share: tell(text, share), complain
     )
-
-
-def _read(settings: ThesisSettings, store: Store, cell: ThesisCell) -> ThesisResult | None:
-    value = store.get(cell.name, _fingerprint(settings, cell))
-    return None if value is None else ThesisResult(**value)
+    values = ((cell, result.get()) for cell, result in kept.items())
+    return {cell: ThesisResult(**value) for cell, value in values if value is not None}, failures
 
 
 def by_setting(
-    results: dict[ThesisCell, ThesisResult],
+    results: Mapping[ThesisCell, ThesisResult],
 ) -> dict[tuple[str, int, int], list[ThesisResult]]:
     """(rule, workers, window) -> the results of its seeds, in the order of the cells."""
     found: dict[tuple[str, int, int], list[ThesisResult]] = {}

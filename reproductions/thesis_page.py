@@ -3,10 +3,8 @@
 Wherever figures stand that are of the stand-in and not of MNIST, it says so.
 """
 
-import csv
-import io
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -16,14 +14,12 @@ from dovetail.reports.kit import (
     Figure,
     Figures,
     Page,
-    Part,
     Section,
     Table,
     render_page,
-    save_page,
     strong,
 )
-from dovetail.runtime.files import write_atomically
+from reproductions.results import Outcome, PaperTable, ResultTable
 from reproductions.thesis import (
     MNIST,
     RULES,
@@ -33,6 +29,7 @@ from reproductions.thesis import (
     by_setting,
     mean_and_spread,
     published,
+    run_grid,
 )
 
 Results = Mapping[ThesisCell, ThesisResult]
@@ -47,38 +44,79 @@ WARNING = (
 )
 
 
-def tables_of(settings: ThesisSettings, results: Results) -> list[Table]:
+def paper_table(settings: ThesisSettings, *, jobs: int, fresh: bool) -> PaperTable:
+    """The thesis' grid, as the command line asks for it."""
+    data = settings.load()
+    numbers = {"workers": settings.workers, "windows": settings.windows}
+    lists = (f"--{name} {','.join(map(str, values))}" for name, values in numbers.items())
+    command = (
+        f"python -m reproductions thesis {' '.join(lists)} --epochs {settings.epochs}"
+        f"{' --data MNIST' if settings.data else ''}"
+        f"{f' --samples {settings.samples}' if settings.samples else ''}"
+        f" --seeds {settings.seeds} --seed {settings.seed} --jobs {jobs}"
+    )
+
+    def compute(tell: Callable[[str, float], None], complain: Callable[[str], None]) -> Outcome:
+        results, failures = run_grid(settings, jobs=jobs, fresh=fresh, tell=tell, complain=complain)
+        cells = [asdict(cell) | asdict(result) for cell, result in results.items()]
+        return Outcome(
+            page=lambda facts: render(settings, results, facts=facts),
+            files={"rows.csv": lines_of(settings, results)},
+            printed=[table.shown() for table in tables_of(settings, results)],
+            summary={"table": "thesis", "data": data.name, "cells": cells},
+            failures=failures,
+            said=ordering(settings, results),
+        )
+
+    warning = "" if data.name == MNIST else WARNING
+    return PaperTable(settings.out, command, ("rows.csv",), compute, warning)
+
+
+def lines_of(settings: ThesisSettings, results: Results) -> ResultTable:
+    """A line for each cell that is done, in full precision."""
+    data, printed = settings.load(), published()
+    lines = []
+    for cell, result in results.items():
+        line = vars(cell) | vars(result)
+        line["data"], line["training_samples"] = data.name, len(data.labels)
+        line["epochs"], line["virtual_seconds"] = settings.epochs, result.seconds
+        line["wall_seconds"] = round(result.wall_seconds, 3)
+        if paper := printed.get((cell.rule, cell.workers, cell.window)):
+            line |= {f"thesis_{name}": value for name, value in vars(paper).items()}
+        lines.append(line)
+    return ResultTable.of_records(FIELDS, lines)
+
+
+def tables_of(settings: ThesisSettings, results: Results) -> list[ResultTable]:
     """The tables of validation and training accuracy: a row for each n and lambda, our columns,
     then the thesis'. Cells are % with half the seeds' range."""
     data = settings.load().name
-    of_setting = by_setting(dict(results))
-    printed = published()
+    named = data if data == MNIST else f"the {data} (the thesis: on MNIST)"
+    of_setting, printed = by_setting(results), published()
     beside = [rule for rule in settings.rules if (rule, 10, 10) in printed]
     head = ("n", "lambda", *(RULES[r] for r in settings.rules),
             *(f"{RULES[r]}, thesis" for r in beside))  # fmt: skip
     shown = []
     for figure in ("validation", "training"):
         rows = []
-        for workers in settings.workers:
-            for window in settings.windows:
-                runs = [of_setting.get((rule, workers, window), []) for rule in settings.rules]
-                ours = [_accuracy([getattr(run, figure) for run in of_rule]) for of_rule in runs]
-                theirs = [printed.get((rule, workers, window)) for rule in beside]
-                cells = ["-" if p is None else f"{100 * getattr(p, figure):.2f}" for p in theirs]
-                rows.append([str(workers), str(window), *ours, *cells])
-        title = f"{figure.capitalize()} accuracy, %, on {_named(data)}"
-        shown.append(Table(head, rows, title=title))
+        for workers, window in settings.grid:
+            cells: list[str | None] = []
+            for rule in settings.rules:
+                runs = of_setting.get((rule, workers, window), ())
+                cells.append(_accuracy([getattr(run, figure) for run in runs]))
+            for rule in beside:
+                paper = printed.get((rule, workers, window))
+                cells.append(None if paper is None else f"{100 * getattr(paper, figure):.2f}")
+            rows.append((workers, window, *cells))
+        title = f"{figure.capitalize()} accuracy, %, on {named}"
+        shown.append(ResultTable.of(head, rows, title=title))
     return shown
 
 
-def _named(data: str) -> str:
-    return data if data == MNIST else f"the {data} (the thesis: on MNIST)"
-
-
-def _accuracy(values: Sequence[float | None]) -> str:
+def _accuracy(values: Sequence[float | None]) -> str | None:
     found = mean_and_spread(values)
     if found is None:
-        return "-"
+        return None
     mean, spread = found
     text = f"{100 * mean:.2f}" + (f" ± {100 * spread:.2f}" if len(values) > 1 else "")
     lost = sum(value is None for value in values)
@@ -87,132 +125,40 @@ def _accuracy(values: Sequence[float | None]) -> str:
 
 def ordering(settings: ThesisSettings, results: Results) -> str:
     """In how many settings AGN's validation accuracy is above AEASGD's, here and in the thesis."""
-    of_setting, printed = by_setting(dict(results)), published()
+    of_setting, printed = by_setting(results), published()
     ours = theirs = both = count = 0
-    for workers in settings.workers:
-        for window in settings.windows:
-            pair = [
-                mean_and_spread(r.validation for r in of_setting.get((x, workers, window), ()))
-                for x in ("agn", "aeasgd")
-            ]
-            if pair[0] is None or pair[1] is None:
-                continue
-            count += 1
-            ours += pair[0][0] > pair[1][0]
-            paper = [printed.get((rule, workers, window)) for rule in ("agn", "aeasgd")]
-            if paper[0] is not None and paper[1] is not None:
-                both += 1
-                theirs += paper[0].validation > paper[1].validation
+    for setting in settings.grid:
+        keys = [(rule, *setting) for rule in ("agn", "aeasgd")]
+        agn, aeasgd = (
+            mean_and_spread(run.validation for run in of_setting.get(key, ())) for key in keys
+        )
+        if agn is None or aeasgd is None:
+            continue
+        count += 1
+        ours += agn[0] > aeasgd[0]
+        paper_agn, paper_aeasgd = map(printed.get, keys)
+        if paper_agn is not None and paper_aeasgd is not None:
+            both += 1
+            theirs += paper_agn.validation > paper_aeasgd.validation
     if not count:
         return ""
     text = f"AGN's validation accuracy is above AEASGD's in {ours} of {count} settings"
     return text + (f"; in the thesis in {theirs} of the {both} that it has" if both else "")
 
 
-def write_thesis_csv(
-    settings: ThesisSettings, results: Results, path: str | os.PathLike[str]
-) -> None:
-    """Write a line for each cell that is done, in full precision. Raises `UnwritableError`."""
-    data, printed = settings.load(), published()
-    text = io.StringIO()
-    writer = csv.DictWriter(text, FIELDS, restval="", lineterminator="\n")
-    writer.writeheader()
-    for cell, result in results.items():
-        paper = printed.get((cell.rule, cell.workers, cell.window))
-        writer.writerow({
-            "data": data.name,
-            "training_samples": len(data.labels),
-            "epochs": settings.epochs,
-            "rule": cell.rule,
-            "workers": cell.workers,
-            "window": cell.window,
-            "seed": cell.seed,
-            "validation": "" if result.validation is None else result.validation,
-            "training": "" if result.training is None else result.training,
-            "virtual_seconds": result.seconds,
-            "staleness": "" if result.staleness is None else result.staleness,
-            "commits": result.commits,
-            "diverged": result.diverged,
-            "wall_seconds": round(result.wall_seconds, 3),
-            "thesis_validation": "" if paper is None else paper.validation,
-            "thesis_training": "" if paper is None else paper.training,
-            "thesis_seconds": "" if paper is None else paper.seconds,
-        })  # fmt: skip
-    write_atomically(path, text.getvalue())
-
-
-def write_thesis_page(
-    settings: ThesisSettings,
-    results: Results,
-    path: str | os.PathLike[str],
-    *,
-    facts: Sequence[tuple[str, str]] = (),
-) -> None:
-    """Write the page to `path`, whole or not at all.
-
-    facts   (label, text) of how the run was made
-
-    Raises `UnwritableError`.
-    """
-    save_page(render_thesis(settings, results, facts=facts), path)
-
-
-def render_thesis(
+def render(
     settings: ThesisSettings, results: Results, *, facts: Sequence[tuple[str, str]] = ()
 ) -> str:
     """The page as text."""
-    data = settings.load()
-    cells = len(settings.cells)
+    data, of_setting = settings.load(), by_setting(results)
     cards: list[Card] = [
         ("data", data.name, f"{len(data.labels):,} to train on, {len(data.test_labels):,} to test"),
-        ("cells", f"{len(results):,} of {cells:,}", f"{settings.seeds} seeds each"),
+        ("cells", f"{len(results):,} of {len(settings.cells):,}", f"{settings.seeds} seeds each"),
         ("epochs", str(settings.epochs), "of 40 in the thesis"),
     ]
     text = ordering(settings, results)
-    head = ("n", "lambda", *(RULES[rule] for rule in settings.rules))
-    parts: list[Part] = [
-        Section("Accuracy", [
-            "J. Hermans, On Scalable Deep Learning and Parallelizing Gradient Descent, 2017, "
-            "chapter Accumulated Gradient Normalization, last table: n workers, lambda local steps "
-            "between commits, a perceptron of 784-1000-2000-1000-10. A cell is the mean of the "
-            "seeds, and half the way from the lowest to the highest. The thesis' training accuracy "
-            "is the workers' on their last batches; ours is the center's.",
-            *([f"{text}."] if text else []),
-            *(Section(table.title, [table]) for table in tables_of(settings, results)),
-        ])
-    ]  # fmt: skip
-    if charts := _charts(settings, results):
-        parts.append(Section("More workers", [Figures(charts)]))
-    parts += [
-        Section("Virtual time", [
-            "Steps of one worker until the run ended, and in brackets the mean staleness of the "
-            "commits. The thesis' seconds are those of a cluster.",
-            Table(head, _times(settings, results)),
-        ]),
-        Section("How this was made", [Table((), facts, "scroll left")]),
-    ]  # fmt: skip
-    return render_page(
-        Page(
-            "Workers and windows: the thesis' grid, and ours" + _marked(data.name),
-            cards,
-            parts,
-            brand="python -m reproductions thesis",
-            lead=[] if data.name == MNIST else [strong(WARNING)],
-        )
-    )
-
-
-def _marked(data: str) -> str:
-    return "" if data == MNIST else f" ({data} data)"
-
-
-def _charts(settings: ThesisSettings, results: Results) -> list[Figure]:
-    """The chart of each window: validation accuracy against the number of workers."""
-    if len(settings.workers) < 2:
-        return []
-    of_setting, charts = by_setting(dict(results)), []
-    x = np.array(settings.workers, np.float64)
-    for window in settings.windows:
+    charts = []
+    for window in settings.windows if len(settings.workers) > 1 else ():
         lines = []
         for colour, rule in enumerate(settings.rules):
             means = [
@@ -220,27 +166,46 @@ def _charts(settings: ThesisSettings, results: Results) -> list[Figure]:
                 for n in settings.workers
             ]
             y = np.array([np.nan if mean is None else 100 * mean[0] for mean in means])
-            lines.append(Line(RULES[rule], x, y, colour))
+            lines.append(Line(RULES[rule], np.array(settings.workers, np.float64), y, colour))
         title = f"lambda {window}"
         axes = Axes(f"Validation accuracy, %, against workers, {title}", str, zero=False)
         charts.append(Figure(title, line_chart(lines, axes)))
-    return charts
-
-
-def _times(settings: ThesisSettings, results: Results) -> list[list[str]]:
-    """Rows of the mean virtual time and staleness of each rule."""
-    of_setting, rows = by_setting(dict(results)), []
-    for workers in settings.workers:
-        for window in settings.windows:
-            cells = []
-            for rule in settings.rules:
-                found = [r for r in of_setting.get((rule, workers, window), ()) if not r.diverged]
-                if not found:
-                    cells.append("-")
-                    continue
-                seconds = sum(r.seconds for r in found) / len(found)
-                known = [r.staleness for r in found if r.staleness is not None]
-                staleness = f" ({sum(known) / len(known):.1f})" if known else ""
-                cells.append(f"{seconds:.0f}{staleness}")
-            rows.append([str(workers), str(window), *cells])
-    return rows
+    times = []
+    for setting in settings.grid:
+        cells: list[str | None] = []
+        for rule in settings.rules:
+            runs = [r for r in of_setting.get((rule, *setting), ()) if not r.diverged]
+            known = [r.staleness for r in runs if r.staleness is not None]
+            staleness = f" ({sum(known) / len(known):.1f})" if known else ""
+            mean = sum(r.seconds for r in runs) / len(runs) if runs else 0.0
+            cells.append(f"{mean:.0f}{staleness}" if runs else None)
+        times.append((*setting, *cells))
+    head = ("n", "lambda", *(RULES[rule] for rule in settings.rules))
+    return render_page(
+        Page(
+            "Workers and windows: the thesis' grid, and ours"
+            + ("" if data.name == MNIST else f" ({data.name} data)"),
+            cards,
+            [
+                Section("Accuracy", [
+                    "J. Hermans, On Scalable Deep Learning and Parallelizing Gradient Descent, "
+                    "2017, chapter Accumulated Gradient Normalization, last table: n workers, "
+                    "lambda local steps between commits, a perceptron of 784-1000-2000-1000-10. A "
+                    "cell is the mean of the seeds, and half the way from the lowest to the "
+                    "highest. The thesis' training accuracy is the workers' on their last batches; "
+                    "ours is the center's.",
+                    *([f"{text}."] if text else []),
+                    *(table.section() for table in tables_of(settings, results)),
+                ]),
+                *([Section("More workers", [Figures(charts)])] if charts else []),
+                Section("Virtual time", [
+                    "Steps of one worker until the run ended, and in brackets the mean staleness "
+                    "of the commits. The thesis' seconds are those of a cluster.",
+                    ResultTable.of(head, times).shown(),
+                ]),
+                Section("How this was made", [Table((), facts, "scroll left")]),
+            ],
+            brand="python -m reproductions thesis",
+            lead=[] if data.name == MNIST else [strong(WARNING)],
+        )
+    )  # fmt: skip

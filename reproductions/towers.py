@@ -8,6 +8,7 @@ and the learned one. Differences: the best planner stands beside the learned pla
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from dovetail.training.step_times import StepTimes
 from dovetail.transforms import replicate
 from reproductions import graphs
 from reproductions.cases import CASES, LEARNED, RL17_CASES, machine_of
-from reproductions.learned import column_with_trainings, forget_trainings, untrained
+from reproductions.learned import column_with_trainings, forget_trainings
 from reproductions.methods import (
     APART,
     HYPOTHESIS,
@@ -65,7 +66,7 @@ from reproductions.running import (
     read_column,
     run_column,
 )
-from reproductions.store import PLANNED, TOWERS, Store, fingerprint
+from reproductions.store import PLANNED, TOWERS, Kept, Store, fingerprint
 
 REPLICAS, BATCH = 4, 32
 TOWER = next(case for case in RL17_CASES if case.key == "inception-v3-4gpu")
@@ -86,13 +87,12 @@ _METHODS = {PLAIN: (EXPERT, "local_search", SPLITTING), HYPOTHESIS: ()}
 def run_towers(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
     """Simulate and keep the towers of both kinds."""
     store = settings.store(complain, TOWERS)
-    graph = graphs.graph_for(store, TOWER)
-    machine = machine_of(TOWER)
+    graph, machine = graphs.graph_for(store, TOWER), machine_of(TOWER)
     for synchronous, kind in KINDS.items():
-        name, key = _tower(kind, graph.fingerprint)
-        if store.get(name, key) is None:
+        kept = _kept_towers(store, kind)
+        if kept.get() is None:
             tell(f"{kind} towers")
-            store.put(name, key, simulate_towers(graph, machine, synchronous=synchronous))
+            kept.put(simulate_towers(graph, machine, synchronous=synchronous))
     return []
 
 
@@ -122,20 +122,8 @@ def run_apart(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
     graph = graphs.graph_for(store, case)
     tell(f"{case.title}: {APART}")
     found, _ = run_method(lay_ground(graph, machine_of(case), PLAIN, settings.seed), APART, "1e")
-    store.put(*_apart(case, graph.fingerprint), asdict(found))
+    _kept_apart(store).put(asdict(found))
     return []
-
-
-def translation() -> Case:
-    """The case whose training figure 6 shows."""
-    return next(case for case in CASES["rl17"] if case.key == TRANSLATION)
-
-
-def untrained_whole(
-    settings: BenchSettings, store: Store
-) -> tuple[Case, list[tuple[str, str, int]]]:
-    """(case of the whole batch, (column, method, seed) of its trainings that are not kept yet)."""
-    return WHOLE, untrained(settings, store, WHOLE)
 
 
 def run_learning(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
@@ -150,18 +138,19 @@ def run_learning(settings: BenchSettings, tell: Tell, complain: Tell) -> list[st
     except MissingLibraryError as error:
         complain(f"no curves of loss against time: {error}")
         return []
-    store.put(*_losses(settings, graph.fingerprint), losses)
+    _kept_losses(settings, store).put(losses)
     return []
 
 
-def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case | None, str]]:
+def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case, str]]:
     """The tasks of this module that are not kept yet: name -> (case whose graph it needs,
     function)."""
+    whole_is_kept = PLAIN not in missing(_of_whole(settings), store, WHOLE)
     kept = {
         "towers": (TOWER, "run_towers", bool(read_towers(store))),
-        "whole batch": (WHOLE, "run_whole", _whole_is_kept(settings, store)),
-        "NMT's other expert": (translation(), "run_apart", bool(_kept_apart(store))),
-        "curves": (TOWER, "run_learning", _kept_losses(settings, store) is not None),
+        "whole batch": (WHOLE, "run_whole", whole_is_kept),
+        "NMT's other expert": (translation(), "run_apart", bool(_kept_apart(store).get())),
+        "curves": (TOWER, "run_learning", _kept_losses(settings, store).get() is not None),
     }
     return {
         name: (case, f"{__name__}:{function}")
@@ -172,10 +161,7 @@ def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case | Non
 
 def read_towers(store: Store) -> list[TowerResult]:
     """The kept towers of both kinds; none if one kind is missing."""
-    captured = graphs.known(store, TOWER)
-    if captured is None:
-        return []
-    stored = {kind: store.get(*_tower(kind, captured.graph)) for kind in KINDS.values()}
+    stored = {kind: _kept_towers(store, kind).get() for kind in KINDS.values()}
     if None in stored.values():
         return []
     return [
@@ -196,16 +182,15 @@ def read_curves(
 ) -> list[LossCurve]:
     """The curves of loss against time of each way of training whose step seconds are kept; none if
     no losses are kept."""
-    losses = _kept_losses(settings, store)
+    losses = _kept_losses(settings, store).get()
     if losses is None:
         return []
-
     of_translation = next((row.columns[PLAIN] for row in rows if row.key == TRANSLATION), None)
     whole = read_column(_of_whole(settings), store, WHOLE, PLAIN)
     of_towers = {f"{tower.kind} towers": tower.seconds for tower in read_towers(store)}
     if whole is not None:
         whole = column_with_trainings(settings, store, WHOLE, PLAIN, whole)
-    apart = _kept_apart(store).get("seconds")
+    apart = (_kept_apart(store).get() or {}).get("seconds")
     seconds = {
         INCEPTION: _planned_seconds(whole) | of_towers,
         NMT: {APART: apart} | _planned_seconds(of_translation),
@@ -215,16 +200,6 @@ def read_curves(
         for title, of in seconds.items()
     }
     return curves(available, losses)
-
-
-def forget_towers(settings: BenchSettings, store: Store) -> None:
-    """Drop everything that this module keeps."""
-    forget(_of_whole(settings), store, WHOLE)
-    forget_trainings(settings, store, WHOLE)
-    store.drop(_apart(translation(), "")[0])
-    for kind in KINDS.values():
-        store.drop(_tower(kind, "")[0])
-    store.drop(_losses(settings, "")[0])
 
 
 def _planned_seconds(column: Column | None) -> dict[str, float | None]:
@@ -242,45 +217,47 @@ def _planned_seconds(column: Column | None) -> dict[str, float | None]:
     }
 
 
+def forget_towers(settings: BenchSettings, store: Store) -> None:
+    """Drop everything that this module keeps."""
+    forget(_of_whole(settings), store, WHOLE)
+    forget_trainings(settings, store, WHOLE)
+    kept = [_kept_towers(store, kind) for kind in KINDS.values()]
+    for each in (*kept, _kept_apart(store), _kept_losses(settings, store)):
+        each.drop()
+
+
+def translation() -> Case:
+    """The case whose training figure 6 shows."""
+    return next(case for case in CASES["rl17"] if case.key == TRANSLATION)
+
+
 def _of_whole(settings: BenchSettings) -> BenchSettings:
     return replace(settings, methods=_METHODS)
 
 
-def _whole_is_kept(settings: BenchSettings, store: Store) -> bool:
-    return PLAIN not in missing(_of_whole(settings), store, WHOLE)
+def _kept_towers(store: Store, kind: str) -> Kept:
+    name = f"{TOWER.key}.{kind}-towers"
+    return _kept(store, TOWER, name, TOWERS, kind=kind, replicas=REPLICAS)
 
 
-def _kept_losses(settings: BenchSettings, store: Store) -> Any:
-    captured = graphs.known(store, TOWER)
-    return None if captured is None else store.get(*_losses(settings, captured.graph))
+def _kept_losses(settings: BenchSettings, store: Store) -> Kept:
+    # Asynchronous losses depend on how long a tower of the graph takes on the machine.
+    return _kept(store, TOWER, "learning", TOWERS, learning=settings.seed)
 
 
-def _losses(settings: BenchSettings, graph: str) -> tuple[str, str]:
-    """(name, fingerprint) of the losses in the store. Asynchronous ones depend on how long a tower
-    of the graph takes on the machine."""
-    machine = machine_to_dict(machine_of(TOWER))
-    return "learning", fingerprint(TOWERS, learning=settings.seed, graph=graph, machine=machine)
-
-
-def _kept_apart(store: Store) -> dict[str, Any]:
-    """The result of the expert of section 4.4, as a dictionary; empty if it is not kept."""
+def _kept_apart(store: Store) -> Kept:
+    """The place of the result of the expert of section 4.4."""
     case = translation()
+    return _kept(store, case, f"{case.key}.expert-4-4", PLANNED)
+
+
+def _kept(store: Store, case: Case, name: str, code: str, /, **facts: Any) -> Kept:
+    """The place of a result that rests on a case's graph and machine. Nothing is kept there if the
+    graph must be captured."""
     captured = graphs.known(store, case)
-    kept = None if captured is None else store.get(*_apart(case, captured.graph))
-    return kept or {}
-
-
-def _apart(case: Case, graph: str) -> tuple[str, str]:
-    """(name, fingerprint) of the expert of section 4.4 in the store."""
+    graph = "" if captured is None else captured.graph
     machine = machine_to_dict(machine_of(case))
-    return f"{case.key}.expert-4-4", fingerprint(PLANNED, graph=graph, machine=machine)
-
-
-def _tower(kind: str, graph: str) -> tuple[str, str]:
-    """(name, fingerprint) of a kind of towers in the store."""
-    machine = machine_to_dict(machine_of(TOWER))
-    key = fingerprint(TOWERS, graph=graph, machine=machine, kind=kind, replicas=REPLICAS)
-    return f"{TOWER.key}.{kind}-towers", key
+    return Kept(store, name, fingerprint(code, graph=graph, machine=machine, **facts))
 
 
 # ---- Asynchronous towers in virtual time ----
@@ -465,28 +442,33 @@ def losses_of(task: CurveTask, way: str, seed: int, world: World | None = None) 
         module, _, loss, _ = NETWORKS[task.network].build(**task.options)
         module.train()
         if way == ASYNCHRONOUS:
-            return _asynchronous_losses(task, module, loss, parts, world or World())
-        optimizer = task.optimizer(list(module.parameters()))
+            tower = _Tower(module, loss, parts)
+            run = run_asynchronously(world or World(), tower, task.server, task.towers, task.steps)
+            by_step = np.array([row.loss for row in run.rows]).reshape(task.steps, task.towers)
+            return [float(mean) for mean in by_step.mean(axis=1)]
+        parameters = list(module.parameters())
+        optimizer = task.optimizer(parameters)
         losses = []
         for step in range(task.steps):
             of_step = parts[step * task.towers : (step + 1) * task.towers]
             if way == ONE_BATCH:
-                of_step = [_join(of_step, task.batch_axis)]
-            losses.append(_step(module, loss, optimizer, of_step))
-    return losses
-
-
-def _asynchronous_losses(
-    task: CurveTask,
-    module: nn.Module,
-    loss: Callable[..., Tensor],
-    parts: Sequence[Part],
-    world: World,
-) -> list[float]:
-    tower = _Tower(module, loss, parts)
-    rows = run_asynchronously(world, tower, task.server, task.towers, task.steps).rows
-    losses = np.array([row.loss for row in rows]).reshape(task.steps, task.towers)
-    return [float(mean) for mean in losses.mean(axis=1)]
+                inputs, targets = (
+                    tuple(torch.cat(tensors, task.batch_axis) for tensors in zip(*of, strict=True))
+                    for of in zip(*of_step, strict=True)
+                )
+                of_step = [(inputs, targets)]
+            # A step of synchronous towers, each with a part. One part alone is plain training.
+            total, gradients = 0.0, []
+            for inputs, targets in of_step:
+                value = loss(module(*inputs), *targets)
+                gradients.append(torch.autograd.grad(value, parameters))
+                total += value.item()
+            means = [torch.stack(of_one).mean(0) for of_one in zip(*gradients, strict=True)]
+            for parameter, gradient in zip(parameters, means, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            losses.append(total / len(of_step))
+        return losses
 
 
 class _Tower:
@@ -514,35 +496,6 @@ class _Tower:
 
     def rate(self, epoch: float) -> float:
         return 0.0  # the server has its own
-
-
-def _step(
-    module: nn.Module,
-    loss: Callable[..., Tensor],
-    optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part],
-) -> float:
-    """Make one step of synchronous towers, each with a part, and return its mean loss. One part
-    alone is plain training."""
-    parameters = list(module.parameters())
-    total, gradients = 0.0, []
-    for inputs, targets in parts:
-        value = loss(module(*inputs), *targets)
-        gradients.append(torch.autograd.grad(value, parameters))
-        total += value.item()
-    means = [torch.stack(of_one).mean(0) for of_one in zip(*gradients, strict=True)]
-    for parameter, gradient in zip(parameters, means, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-    return total / len(parts)
-
-
-def _join(parts: Sequence[Part], axis: int) -> Part:
-    inputs, targets = (
-        tuple(torch.cat(tensors, axis) for tensors in zip(*side, strict=True))
-        for side in zip(*parts, strict=True)
-    )
-    return inputs, targets
 
 
 def _digits(options: Options, count: int, generator: torch.Generator) -> list[Part]:
@@ -580,21 +533,13 @@ def _reversals(options: Options, count: int, generator: torch.Generator) -> list
     return parts
 
 
-def _rmsprop(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(parameters, lr=1e-3, alpha=0.9, eps=1e-3)
-
-
-def _adam(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=3e-3)
-
-
 TASKS = (
     CurveTask(
         title=INCEPTION,
         network="inception_v3",
         options={"batch": 16, "size": 75, "classes": 10, "width": 0.1, "dropout": 0.0},
         batch_axis=0,
-        optimizer=_rmsprop,
+        optimizer=partial(torch.optim.RMSprop, lr=1e-3, alpha=0.9, eps=1e-3),
         server=FlatRMSprop(lr=1e-3, alpha=0.9, eps=1e-3),
         data=_digits,
         ways=(ONE_BATCH, SYNCHRONOUS, ASYNCHRONOUS),
@@ -605,7 +550,7 @@ TASKS = (
         network="nmt",
         options={"layers": 2, "hidden": 64, "steps": 8, "batch": 16, "vocabulary": 20},
         batch_axis=1,
-        optimizer=_adam,
+        optimizer=partial(torch.optim.Adam, lr=3e-3),
         server=FlatAdam(lr=3e-3),
         data=_reversals,
         ways=(ONE_BATCH,),

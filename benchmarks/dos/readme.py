@@ -24,10 +24,10 @@ def main(folder: Path = HERE) -> None:
         lines = list(csv.DictReader(file))
     if any(line["size"] for line in lines):
         sys.exit(f"rows.csv is no result for the README. {OTHER_SIZE}")
-    shown = {found.name: found for found in tables_of(lines)}
+    shown = {found.key: found for found in tables_of(lines)}
     for name in NAMES:
         found = shown.get(name)
-        text = "Not computed." if found is None else table(found.head, found.rows)
+        text = "Not computed." if found is None else table(found.head, found.cells)
         fill(folder / "README.md", name, text)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/rl17/tight.py [FOLDER]
 
 Captures each network on 4 GPUs, or takes its graph from FOLDER, by default `rows` beside this file,
-and prints the table that `src/dovetail/bench/cases.py` holds. The exit status is 1 if it holds
+and prints the table that `reproductions/cases.py` holds. The exit status is 1 if it holds
 another.
 """
 

@@ -23,6 +23,7 @@ import torch
 from scipy.stats import kendalltau
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from children import Record, count, parser_of, records, said
 from markdown import fill, table
@@ -31,10 +32,11 @@ from dovetail.executors.stages.choosing import measure
 from dovetail.executors.stages.targets import ScheduleTarget
 from dovetail.frontends import Captured
 from dovetail.pipeline import resolve_model
-from dovetail.pipeline.scheduling import as_candidate, check_equal, search, target_of
-from dovetail.schedulers.additivity import pairs_ordered_right, random_stages
+from dovetail.pipeline.scheduling import check_equal, search, target_of
+from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.records import OpSet
 from dovetail.schedulers.results import SEQUENTIAL
+from reproductions.elsewhere import as_candidate, random_stages
 
 README = Path(__file__).parent / "README.md"
 DRAWS_EACH = 20

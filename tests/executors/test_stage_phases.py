@@ -14,11 +14,11 @@ from dovetail.executors.stages.phases import (
     spread,
     whole,
 )
-from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.races import happens_before
 from dovetail.schedulers.records import KernelBlock, groups_of, members
 from dovetail.schedulers.results import KernelStage
+from reproductions.elsewhere import random_stages
 from tests.support.dags import random_block
 
 ALONE = AloneSeconds([2.0] * 8, [1.0] * 8, 2.5)

@@ -1,6 +1,5 @@
 """From a network to its chosen schedule on this machine's cores, end to end."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -258,67 +257,3 @@ def test_requests_that_make_no_sense_are_refused():
         schedule(step, "cuda:99")
     with pytest.raises(MachineError):
         schedule(step, "abacus")
-
-
-def test_random_schedules_are_not_measured_where_no_device_is():
-    with pytest.raises(UsageError, match="measured, and v100, p100 cannot be"):
-        schedules("zoo:squeezenet_1_1?size=64&batch=1", ["v100", "p100"], sampled=3)
-
-
-def test_random_schedules_that_are_measured_are_distinct(cores):
-    module, inputs = cell()
-    (found,) = schedules(capture(module, *inputs), schedulers=["greedy"], rounds=2, sampled=12)
-    (result,) = found.results
-    assert 1 < len(result.sampled) <= 12
-    # Two runs of one schedule, or a network of fewer schedules than are asked for, are not padded.
-    target = target_of(chain())
-    assert len(scheduling.sample(target, 5, random.Random(0), 1)) < 5
-
-
-def chain():
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4)).eval()
-    return capture(layers, torch.randn(2, 4))
-
-
-def test_schedules_made_elsewhere_are_measured_on_the_devices_that_are_here(cores, monkeypatch):
-    def counted(timers, rounds, *_):
-        return {name: (float(place + 1),) * rounds for place, name in enumerate(timers)}
-
-    monkeypatch.setattr(scheduling, "measure", counted)
-    module, inputs = cell()
-    step = capture(module, *inputs)
-    here, v100 = schedules(
-        step, ["cpu", "v100"], schedulers=["greedy"], specialised="greedy", rounds=2
-    )
-    (matrix,) = here.specialisations
-    assert (matrix,) == v100.specialisations
-    assert (
-        matrix.title == f"devices at batch 2, measured on {here.device} and predicted on the others"
-    )
-    # The second schedule has a time of its own if the device runs it in another way.
-    alike = len({target_of(step).program(c) for c in _seen_on_cpu(step, here, v100)}) == 1
-    assert matrix.seconds[0] == ((1.0, 1.0) if alike else (1.0, 2.0))
-    greedy = v100.results[0].candidate("greedy")
-    assert matrix.seconds[1][1] == pytest.approx(greedy.predicted_seconds)
-    (other,) = schedules(step, ["v100", "k80"], schedulers=["dos"])[0].specialisations
-    assert other.title == "devices at batch 2, predicted"
-
-
-def _seen_on_cpu(step, *found):
-    target = target_of(step)
-    return [scheduling.reseen(target, one.results[0].candidate("greedy")) for one in found]
-
-
-def test_the_schedules_of_one_scheduler_run_elsewhere_if_it_is_named():
-    model, both = "zoo:squeezenet_1_1?size=64", ["sequential", "dos"]
-    for scheduler, specialised in (("dos", ""), ("sequential", "sequential")):
-        (found,) = schedules(
-            model, ["v100"], schedulers=both, batches=[1, 8], specialised=specialised
-        )
-        (matrix,) = found.specialisations
-        for place, result in enumerate(found.results):
-            assert result.chosen == "dos"
-            seconds = result.candidate(scheduler).predicted_seconds
-            assert matrix.seconds[place][place] == pytest.approx(seconds)
-    with pytest.raises(UsageError, match=r"specialised: 'ios' is not one of sequential, dos"):
-        schedules(model, ["v100"], schedulers=both, specialised="ios")

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from dovetail.executors.stages.targets import AnalyticTarget
 from dovetail.frontends import resolve
 from dovetail.graph.kernels import fuse
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import schedules
 from dovetail.pipeline.opening import verify
 from dovetail.pipeline.requests import PlanRequest
-from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of, with_batch
+from dovetail.pipeline.scheduling import with_batch
 from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.staging import plan_of_stages
 
@@ -71,32 +70,6 @@ def test_presets_are_predicted_and_compared(dovetail, tmp_path):
             assert predicted["dos"] <= predicted["sequential"] * (1 + 1e-9)
             assert predicted["dos"] <= predicted["greedy"] * (1 + 1e-9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page-k80.html", "page-v100.html"]
-
-
-def test_schedules_made_elsewhere_are_no_better_than_a_devices_own():
-    found = schedules(TINY, ("v100", "k80"), schedulers=("dos",), batches=(1, 8))
-    for place, one in enumerate(found):
-        batches, *devices = one.specialisations
-        assert batches.title == "batch sizes"
-        assert len(devices) == 2
-        for row in range(2):
-            own = one.results[row].best.predicted_seconds
-            assert batches.seconds[row][row] == pytest.approx(own)
-            assert min(batches.seconds[row]) >= own * (1 - 1e-9)
-        for at_batch, result in zip(devices, one.results, strict=True):
-            assert at_batch.seconds[place][place] == pytest.approx(result.best.predicted_seconds)
-
-
-def test_a_schedule_seen_again_on_its_own_target_costs_what_it_did():
-    target = target_of(resolve(TINY), "v100")
-    assert isinstance(target, AnalyticTarget)
-    for name in SCHEDULERS:
-        found = search(target, name)
-        assert reseen(target, found).predicted_seconds == pytest.approx(found.predicted_seconds)
-        if found.stages and not any(stage.merged for stage in found.stages):
-            stages = [sum(1 << k for k in stage.kernels) for stage in found.stages]
-            again = as_candidate(target, stages)
-            assert again.predicted_seconds == pytest.approx(found.predicted_seconds)
 
 
 def test_the_batch_of_a_network_is_its_option():

@@ -10,7 +10,6 @@ import torch
 from dovetail.errors import MachineError, UsageError
 from dovetail.executors.stages import choosing, cuda, measuring, placing, targets
 from dovetail.networks import NETWORKS as ZOO
-from dovetail.pipeline.requests import ScheduleRequest
 from reproductions import dos
 from reproductions.dos import (
     NETWORKS,
@@ -23,7 +22,9 @@ from reproductions.dos import (
     DosSettings,
     run_rows,
 )
-from reproductions.dos_page import render_dos, tables_of, write_dos_csv
+from reproductions.dos_page import render, tables_of
+from reproductions.elsewhere import ComparisonRequest
+from reproductions.results import ResultTable
 from tests.support.benchmark_scripts import BENCHMARKS, benchmark_scripts
 from tests.support.fake_cuda import FakeCuda
 
@@ -42,7 +43,11 @@ def tiny(monkeypatch):
 
 
 def tables(lines):
-    return {table.name: table for table in tables_of(lines)}
+    return {table.key: table for table in tables_of(lines)}
+
+
+def save_csv(lines, path):
+    path.write_bytes(ResultTable.of_records(dos.FIELDS, lines).csv_text())
 
 
 def test_every_network_has_its_published_figures_and_is_of_the_zoo():
@@ -64,9 +69,9 @@ def test_rows_are_asked_for_as_the_tables_need(tmp_path):
     settings = DosSettings(tmp_path, sampled=7, rounds=4, size=96)
     requests = {row.key: settings.request(row) for row in settings.rows}
     assert len(requests) == len(settings.rows) == 4 * 2 + 2 + 2 * 2
-    wanted = ScheduleRequest(
+    wanted = ComparisonRequest(
         "zoo:randwire?regular=true&channels=150&size=96",
-        ("cpu",), ("greedy", "merge", "dos"), (1,), 4, 7, "dos",
+        ("cpu",), ("greedy", "merge", "dos"), (1,), 4, sampled=7, specialised="dos",
     )  # fmt: skip
     assert vars(requests["table5.randwire.cpu"]) == vars(wanted)
     for key in ("table5.randwire.v100", "table5.squeezenet.cpu", "table5.inception-v3.cpu"):
@@ -119,7 +124,7 @@ def test_presets_are_predicted_kept_and_shown(tiny, tmp_path, monkeypatch):
         ours = [row for row in shown[name].rows if row[2] == "predicted"]
         assert ours and not any("-0" in cell or "(-" in cell for row in ours for cell in row)
     with monkeypatch.context() as patch:
-        patch.setattr(dos, "find_schedules", refuse)
+        patch.setattr(dos, "compare", refuse)
         assert run_rows(settings) == replace(found, computed=0)
         other = run_rows(replace(settings, batches=(1, 2)), rows="table2.*")
         assert list(other.failures) == other.missing == ["table2.squeezenet.v100"]
@@ -138,18 +143,18 @@ def test_the_cores_of_this_machine_are_measured(tiny, tmp_path):
     assert not found.failures, found.failures
     shown = tables(found.lines)
     assert list(shown)[-2:] == ["figure 7", "blocks"]
-    here, *published = shown["table 5"].rows
+    here, *published = shown["table 5"].cells
     assert here[1:3] == ("cpu", "measured") and "-" not in here[3:8]
     assert [row[2] for row in published] == ["published"] * 2
-    (pairs,) = shown["figure 7"].rows
+    (pairs,) = shown["figure 7"].cells
     samples = [line for line in found.lines if line["kind"] == "sample"]
     assert 1 < len(samples) <= 4 and pairs[2] == str(len(samples))
-    sources = {row[1]: row[2] for row in shown["table 1"].rows}
+    sources = {row[1]: row[2] for row in shown["table 1"].cells}
     assert sources == {"cpu": "measured", **dict.fromkeys(dos.PAPER_DEVICES, "predicted")}
-    assert [row[1:3] for row in shown["table 2"].rows] == [("1", "measured"), ("2", "measured")]
-    gains = {row[3]: row[4:] for row in shown["figure 6"].rows}
+    assert [row[1:3] for row in shown["table 2"].cells] == [("1", "measured"), ("2", "measured")]
+    gains = {row[3]: row[4:] for row in shown["figure 6"].cells}
     assert {"greedy", "merge", "dos"} <= gains.keys() and "sequential" not in gains
-    page = render_dos(found.lines, missing=found.missing, facts=[("command", "made <here>")])
+    page = render(found.lines, missing=found.missing, facts=[("command", "made <here>")])
     assert "made &lt;here&gt;" in page and "<script" not in page
     assert "Not computed: table5.inception-v3.cpu" in page
     assert page.count("<svg") >= 3  # speed-ups over batches, random schedules, parts
@@ -235,49 +240,52 @@ def made_up():
 
 def test_ours_stand_beside_the_papers_figures():
     shown = tables(made_up())
-    assert [row[1:] for row in shown["table 5"].rows] == [
+    assert [row[1:] for row in shown["table 5"].cells] == [
         ("cpu", "measured", "40.0", "-", "-", "50.0", "-", "sequential, 40.0", "-", "-", "-"),
         ("V100, DOS", "published", "-", "-", "-", "4.61", "-", "-", "-", "-", "5.11"),
         ("V100, IOS's code", "published", "6.51", "4.62", "5.39", "-", "4.03", "-", "7.95", "4.88",
          "5.21"),
     ]  # fmt: skip
-    assert shown["work"].rows[0][3:] == ("90 / 103", "5.50 / 5.50", "100 / 68", "0.11 / 1.19")
-    assert shown["search"].rows == [
+    assert shown["work"].cells[0][3:] == ("90 / 103", "5.50 / 5.50", "100 / 68", "0.11 / 1.19")
+    assert shown["search"].cells == [
         ("InceptionV3", "cpu", "dos", "5", "3", "0.5", "2", "10")
     ]  # fmt: skip
     assert shown["table 1"].head[3:] == ("for cpu", "for v100")
-    assert [row[1:] for row in shown["table 1"].rows] == [
+    assert [row[1:] for row in shown["table 1"].cells] == [
         ("cpu", "measured", "20.0", "30.0 (+50.0 %)"),
         ("v100", "predicted", "5.00 (+25.0 %)", "4.00"),
         ("titan_xp", "DOS", "-", "6.27"),
         ("v100", "DOS", "-", "4.65"),
         ("2080ti", "DOS", "-", "4.43"),
     ]
-    assert [row[1:] for row in shown["table 2"].rows] == [
+    assert [row[1:] for row in shown["table 2"].cells] == [
         ("1", "measured", "20.0", "30.0 (+50.0 %)"),
         ("8", "measured", "250 (+25.0 %)", "200"),
         ("1", "DOS", "4.66", "4.73"),
         ("8", "DOS", "10.98", "10.55"),
         ("16", "DOS", "17.43", "16.94"),
     ]
-    assert [row[3:] for row in shown["figure 6"].rows] == [("dos", "0.800", "1.500")]
+    assert [row[3:] for row in shown["figure 6"].cells] == [("dos", "0.800", "1.500")]
     # All three pairs but one are in the predicted order, and that one lies within the noise.
-    assert shown["figure 7"].rows[0][2:] == (
+    assert shown["figure 7"].cells[0][2:] == (
         "3", "3", "66.7 %", "93.7 %", "10.0 %", "2", "100.0 %"
     )  # fmt: skip
-    assert shown["blocks"].rows == [("InceptionV3", "cpu", "1", "2.000", "2.000", "2.000")]
+    assert shown["blocks"].cells == [("InceptionV3", "cpu", "1", "2.000", "2.000", "2.000")]
 
 
 def test_tables_come_from_the_file_as_they_come_from_the_lines(tmp_path):
-    write_dos_csv(made_up(), tmp_path / "rows.csv")
+    save_csv(made_up(), tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open(newline="") as file:
-        assert tables_of(list(csv.DictReader(file))) == tables_of(made_up())
+        read = tables(list(csv.DictReader(file)))
+    assert {key: (table.head, table.cells) for key, table in read.items()} == {
+        key: (table.head, table.cells) for key, table in tables(made_up()).items()
+    }
 
 
 def test_the_script_writes_every_table_of_the_readme(tmp_path):
     """Into a copy: the marks of `benchmarks/dos/README.md` are those that the script fills."""
     (tmp_path / "README.md").write_text((BENCHMARKS / "dos" / "README.md").read_text())
-    write_dos_csv(made_up(), tmp_path / "rows.csv")
+    save_csv(made_up(), tmp_path / "rows.csv")
     with benchmark_scripts("dos", "readme") as scripts:
         assert set(scripts.readme.NAMES) == tables(made_up()).keys()
         scripts.readme.main(tmp_path)
@@ -320,7 +328,7 @@ def test_lines_say_of_which_size_their_images_were(tiny, tmp_path):
 
 
 def test_the_readme_refuses_figures_of_other_sizes(tmp_path):
-    write_dos_csv([line | {"size": "8"} for line in made_up()], tmp_path / "rows.csv")
+    save_csv([line | {"size": "8"} for line in made_up()], tmp_path / "rows.csv")
     with (
         benchmark_scripts("dos", "readme") as scripts,
         pytest.raises(SystemExit, match="not of the networks' own size"),

@@ -1,6 +1,7 @@
 """The learned columns: trained row by row, kept, continued, compared, and told of."""
 
 import csv
+import io
 import json
 import math
 from dataclasses import replace
@@ -17,7 +18,7 @@ from reproductions.learned import FEWEST_GROUPS, Tally, run_learned, task_of
 from reproductions.methods import HYPOTHESIS, PLAIN, lay_ground
 from reproductions.page import render
 from reproductions.records import BestSoFar, LearnedRun, Published
-from reproductions.table import BenchTask, run_table, work_off
+from reproductions.results import ResultTable
 from reproductions.tables import (
     cut,
     effort,
@@ -28,6 +29,7 @@ from reproductions.tables import (
     span,
     target_of,
 )
+from reproductions.tasks import BenchTask, run_table, work_off
 from tests.support.bench_samples import METHODS, fits, make_case, make_column, make_row, oom
 from tests.support.tiny_tables import CASES as OURS
 from tests.support.tiny_tables import MACHINE, settings
@@ -298,7 +300,8 @@ def gdp_case():
 
 def test_gdps_tables_have_its_ratios_its_effort_and_the_papers():
     done = [(gdp_case(), make_row(plain=gdp_column()))]
-    (_, (head, (row,))), (_, (_, (spent,))), _ = tables.tables_of("gdp", done)
+    against, effort_of, _ = tables.tables_of("gdp", done)
+    ((row,), (spent,)), head = (against.cells, effort_of.cells), against.head
     found = dict(zip(head, row, strict=True))
     names = ("GDP-one", "HDP", "auto, same groups")
     assert [found[name] for name in names] == ["0.600 s", "0.700 s", "0.500 s"]
@@ -330,9 +333,10 @@ def published_column():
 
 def test_as_published_stands_beside_ours_and_the_likeliest_apart_from_the_best_proposed():
     done = [(gdp_case(), make_row(plain=published_column()))]
-    titled = dict(tables.tables_of("gdp", done))
-    head, (row,) = titled["As published, and ours"]
-    found = dict(zip(head, row, strict=True))
+    titled = {table.title: table for table in tables.tables_of("gdp", done)}
+    published = titled["As published, and ours"]
+    (row,) = published.cells
+    found = dict(zip(published.head, row, strict=True))
     assert (found["gdp-paper"], found["gdp (ours)"]) == ("0.900 s", "0.600 s")
     assert (found["hdp-paper"], found["hdp (ours)"]) == ("OOM", "0.700 s")
     assert found["shipped policy: likeliest"] == "0.880 s"
@@ -342,7 +346,8 @@ def test_as_published_stands_beside_ours_and_the_likeliest_apart_from_the_best_p
     assert "0.800 s to 1.00 s" in row
     assert "as published 0.900 s" in render("gdp", [done[0][0]], [done[0][1]], [], [])
     ours_alone = [(gdp_case(), make_row(plain=gdp_column()))]
-    assert "As published, and ours" not in dict(tables.tables_of("gdp", ours_alone))
+    titles = [table.title for table in tables.tables_of("gdp", ours_alone)]
+    assert titles and "As published, and ours" not in titles
 
 
 def test_a_line_of_the_csv_has_the_papers_figure_beside_both_modes():
@@ -414,11 +419,15 @@ def test_the_page_shows_every_training_and_the_cards_their_sum():
     assert "No training was run." in render("gdp", [gdp_case()], [make_row()], [], [])
 
 
-def test_a_line_of_the_csv_of_trainings_has_the_whole_curve(tmp_path):
+def trainings_file(name, done):
+    """The lines of trainings.csv, read back."""
+    made = ResultTable.of_records(tables.LEARNED_FIELDS, tables.training_lines(name, done))
+    return list(csv.DictReader(io.StringIO(made.csv_text().decode())))
+
+
+def test_a_line_of_the_csv_of_trainings_has_the_whole_curve():
     done = [(gdp_case(), make_row(plain=gdp_column()))]
-    tables.write_trainings("gdp", done, tmp_path / "trainings.csv")
-    with (tmp_path / "trainings.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    lines = trainings_file("gdp", done)
     assert [(line["method"], line["seed"]) for line in lines] == [
         ("gdp", "0"), ("gdp", "1"), ("auto@gdp", "0"), ("auto@gdp", "1"), ("hdp", "0"),
         ("hdp", "1"),
@@ -508,16 +517,14 @@ def test_trainings_by_several_controllers_stand_beside_those_by_one(tmp_path):
     column = table.rows[0].columns[PLAIN]
     assert [run.controllers for run in column.learned["seq2seq-paper"]] == [3]
     assert run_table(asked, CASES[:1], jobs=0).computed == 0
-    tables.write_trainings("rl17", table.done, tmp_path / "trainings.csv")
-    with (tmp_path / "trainings.csv").open(newline="") as file:
-        read = list(csv.DictReader(file))
+    read = trainings_file("rl17", table.done)
     lines = [(line["column"], line["method"], line["controllers"]) for line in read]
     assert lines == [
         (column, method, controllers)
         for column in (PLAIN, HYPOTHESIS)
         for method, controllers in (("seq2seq-paper", "3"), ("auto@seq2seq-paper", "1"))
     ]
-    titles = [title for title, _ in tables.tables_of("rl17", table.done)]
+    titles = [shown.title for shown in tables.tables_of("rl17", table.done)]
     assert titles == [
         "As published, and ours", "How they were trained", "As published, and ours, hypothesis",
         "How they were trained, hypothesis",

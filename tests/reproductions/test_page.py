@@ -3,6 +3,7 @@
 import base64
 import csv
 import hashlib
+import io
 import json
 import re
 from dataclasses import replace
@@ -11,10 +12,9 @@ from html.parser import HTMLParser
 import pytest
 
 from dovetail.errors import UnwritableError
-from dovetail.reports.kit import drawing
-from reproductions import CASES
-from reproductions.cases import LEARNED
-from reproductions.page import render, write_page
+from dovetail.reports.kit import drawing, save_page
+from reproductions.cases import CASES, LEARNED
+from reproductions.page import render
 from reproductions.records import (
     CaseResult,
     Column,
@@ -23,7 +23,8 @@ from reproductions.records import (
     Published,
     TowerResult,
 )
-from reproductions.tables import FIELDS, write_csv
+from reproductions.results import ResultTable
+from reproductions.tables import FIELDS, lines_of
 from tests.support.bench_samples import (
     CURVES,
     EVIL,
@@ -265,20 +266,19 @@ def test_a_picture_that_draws_is_shown_as_it_is():
 
 def test_a_page_that_cannot_be_written_says_so(tmp_path):
     with pytest.raises(UnwritableError):
-        write_page("rl17", [make_case()], [], [], [], tmp_path / "none" / "index.html")
-    write_page("rl17", [make_case(title="lone \ud800")], [], [], [], tmp_path / "index.html")
+        save_page(page(rows=[]), tmp_path / "none" / "index.html")
+    save_page(page(cases=[make_case(title="lone \ud800")], rows=[]), tmp_path / "index.html")
     assert "lone ?" in (tmp_path / "index.html").read_text()
 
 
-def lines(tmp_path, cases, rows):
-    path = tmp_path / "rows.csv"
-    write_csv("rl17", cases, rows, path)
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def lines(cases, rows):
+    """The lines of rows.csv, read back."""
+    text = ResultTable.of_records(FIELDS, lines_of("rl17", cases, rows)).csv_text().decode()
+    return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_a_line_of_the_csv_has_the_papers_figure_and_ours(tmp_path):
-    found = {line["method"]: line for line in lines(tmp_path, [make_case()], [make_row()])}
+def test_a_line_of_the_csv_has_the_papers_figure_and_ours():
+    found = {line["method"]: line for line in lines([make_case()], [make_row()])}
     assert list(found) == [*METHODS, "seq2seq", "seq2seq-paper"]
     assert found["expert"] == {
         "table": "rl17",
@@ -315,9 +315,9 @@ def test_a_line_of_the_csv_has_the_papers_figure_and_ours(tmp_path):
     assert found["seq2seq"]["reason"] == "not yet run"
 
 
-def test_a_row_that_is_lacking_and_memory_that_is_lacking_are_told_in_the_csv(tmp_path):
+def test_a_row_that_is_lacking_and_memory_that_is_lacking_are_told_in_the_csv():
     case = make_case(published=Published({"1 GPU": None}))
-    found = lines(tmp_path, [case, make_case("other")], [make_row(plain=make_column(expert=oom()))])
+    found = lines([case, make_case("other")], [make_row(plain=make_column(expert=oom()))])
     of = {line["method"]: line for line in found}
     assert of["1 GPU"]["paper_seconds"] == "OOM"
     assert of["1 GPU"]["ratio_to_paper"] == ""
@@ -327,8 +327,8 @@ def test_a_row_that_is_lacking_and_memory_that_is_lacking_are_told_in_the_csv(tm
     assert found[-1]["reason"] == "not yet run"
 
 
-def test_both_columns_are_in_the_csv(tmp_path):
-    found = lines(tmp_path, [make_case()], [make_row(**BOTH)])
+def test_both_columns_are_in_the_csv():
+    found = lines([make_case()], [make_row(**BOTH)])
     assert [line["column"] for line in found if line["method"] == "expert"] == [
         "plain",
         "hypothesis",

@@ -19,7 +19,7 @@ from dovetail.simulator import Simulator
 from reproductions import running
 from reproductions.methods import HYPOTHESIS, METHODS, PLAIN, lay_ground, run_method
 from reproductions.records import Case, Published
-from reproductions.table import matching, run_table
+from reproductions.tasks import matching, run_table
 from tests.support.tiny_tables import CASES, FEW, MACHINE, RNN, settings
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +212,7 @@ KILLED = """
 import os, signal, sys
 from reproductions import running
 from reproductions.methods import run_method
-from reproductions.table import run_table
+from reproductions.tasks import run_table
 from tests.support.tiny_tables import CASES, settings
 from pathlib import Path
 

@@ -4,8 +4,15 @@ import pytest
 
 from dovetail.frontends import parse_optimizer
 from dovetail.frontends.models import parse_zoo
-from reproductions import CASES, GDP_COLUMNS, RL17_COLUMNS
-from reproductions.cases import AS_PUBLISHED, LEARNED, METHOD_OF, machine_of
+from reproductions.cases import (
+    AS_PUBLISHED,
+    CASES,
+    GDP_COLUMNS,
+    LEARNED,
+    METHOD_OF,
+    RL17_COLUMNS,
+    machine_of,
+)
 from reproductions.methods import METHODS, PLAIN
 
 ROWS = [pytest.param(paper, case, id=case.key) for paper, cases in CASES.items() for case in cases]

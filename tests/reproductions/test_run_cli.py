@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from reproductions import cases, table
+from reproductions import cases, tasks
 from reproductions.methods import METHODS, PLAIN
 from tests.support.tiny_tables import CASES
 
@@ -43,7 +43,7 @@ def test_bench_writes_page_and_csv_prints_one_object_and_continues_what_is_kept(
 
 
 def test_a_row_that_fails_is_told_of_and_ends_with_status_1(bench, monkeypatch):
-    monkeypatch.setattr(table, "work_off", lambda *_: {"tiny-2gpu plain": "a traceback"})
+    monkeypatch.setattr(tasks, "work_off", lambda *_: {"tiny-2gpu plain": "a traceback"})
     status, out, err = bench(*GDP, "--json")
     assert status == 1
     assert "a traceback" in err
@@ -54,7 +54,7 @@ def test_an_interrupt_ends_with_status_130(bench, monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(table, "work_off", interrupted)
+    monkeypatch.setattr(tasks, "work_off", interrupted)
     status, _, err = bench(*GDP)
     assert status == 130
     assert "interrupted" in err
@@ -81,7 +81,7 @@ def test_wrong_input_ends_with_status_2_before_the_long_work(
     bench, monkeypatch, tmp_path, arguments, said
 ):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(table, "work_off", None)
+    monkeypatch.setattr(tasks, "work_off", None)
     status, _, err = bench(*arguments)
     assert status == 2
     assert said in err

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from reproductions.table import BenchTask, work_off
+from reproductions.tasks import BenchTask, work_off
 
 
 def task(name, function, *arguments, after=(), alone=False):

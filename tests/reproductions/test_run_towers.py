@@ -14,11 +14,11 @@ from dovetail.placers.expert import expert_apart
 from dovetail.plans import tower_placement
 from dovetail.simulator import Simulator
 from dovetail.transforms import replicate
-from reproductions import learned, table, towers
+from reproductions import learned, tasks, towers
 from reproductions.cases import LEARNED
 from reproductions.methods import PLAIN
 from reproductions.records import MethodResult
-from reproductions.table import run_table
+from reproductions.tasks import run_table
 from tests.reproductions.test_learned import random_policy
 from tests.support.tiny_tables import CASES, settings
 
@@ -32,7 +32,7 @@ LOSSES = {
 def tiny(monkeypatch):
     """A table "rl17" of tiny rows, with towers and the whole batch likewise."""
     whole = replace(CASES[1], key="whole", model=CASES[1].model.replace("batch=3", "batch=12"))
-    monkeypatch.setitem(table.CASES, "rl17", CASES)
+    monkeypatch.setitem(tasks.CASES, "rl17", CASES)
     monkeypatch.setattr(towers, "TOWER", CASES[1])
     monkeypatch.setattr(towers, "WHOLE", whole)
     monkeypatch.setattr(towers, "TRANSLATION", CASES[0].key)

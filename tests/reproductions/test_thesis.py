@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from dovetail.errors import DivergedError, FileFormatError, UsageError
-from reproductions import thesis
+from reproductions import tasks, thesis
 from reproductions.thesis import (
     MNIST,
     STAND_IN,
@@ -21,7 +22,7 @@ from reproductions.thesis import (
     run_grid,
     stand_in,
 )
-from reproductions.thesis_page import WARNING, ordering, render_thesis, tables_of, write_thesis_csv
+from reproductions.thesis_page import WARNING, lines_of, ordering, render, tables_of
 
 TINY = (784, 8, 10)
 
@@ -149,7 +150,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
     results, failures = run_grid(settings, jobs=0)
     assert not failures
     assert [r.validation for r in results.values()] == [None, None]
-    assert tables_of(settings, results)[0].rows == [["1", "2", "0.00 ± 0.00 (2 of 2 diverged)"]]
+    assert tables_of(settings, results)[0].cells == [("1", "2", "0.00 ± 0.00 (2 of 2 diverged)")]
 
 
 def test_the_workers_of_a_grid_must_have_samples(tmp_path):
@@ -175,11 +176,11 @@ def test_ours_stand_beside_the_thesis_figures(tmp_path):
     assert validation.head[2:] == (
         "AGN", "ADAG", "AEASGD", "DOWNPOUR", "AGN, thesis", "AEASGD, thesis"
     )  # fmt: skip
-    assert validation.rows[0][2:] == [
+    assert validation.cells[0][2:] == (
         "90.50 ± 0.50", "80.50 ± 0.50", "70.50 ± 0.50", "10.50 ± 0.50", "98.43", "98.64",
-    ]  # fmt: skip
-    assert validation.rows[2][-2:] == ["-", "-"]  # the thesis has no 7 workers
-    assert training.rows[0][-2:] == ["100.00", "99.22"]
+    )  # fmt: skip
+    assert validation.cells[2][-2:] == ("-", "-")  # the thesis has no 7 workers
+    assert training.cells[0][-2:] == ("100.00", "99.22")
     assert "stand-in" in validation.title
     assert ordering(settings, made_up(settings)) == (
         "AGN's validation accuracy is above AEASGD's in 2 of 3 settings; in the thesis in 0 of the "
@@ -191,13 +192,13 @@ def test_the_page_and_the_file_say_which_data_they_are_of(tmp_path):
     folder = mnist_files(tmp_path / "files")
     for data, warns in (("", True), (str(folder), False)):
         settings = a_grid(tmp_path, data=data, samples=30, windows=(2, 3))
-        page = render_thesis(settings, made_up(settings), facts=[("command", "made <here>")])
+        page = render(settings, made_up(settings), facts=[("command", "made <here>")])
         assert (WARNING.split(":")[0] in page) == warns
         assert ("(stand-in data)" in page) == warns
         assert "made &lt;here&gt;" in page and "<script" not in page
         assert page.count("<svg") == 2
-        write_thesis_csv(settings, made_up(settings), tmp_path / "rows.csv")
-        lines = list(csv.DictReader((tmp_path / "rows.csv").open()))
+        text = lines_of(settings, made_up(settings)).csv_text().decode()
+        lines = list(csv.DictReader(io.StringIO(text)))
         assert len(lines) == 16
         assert {line["data"] for line in lines} == {STAND_IN if warns else MNIST}
         assert {line["training_samples"] for line in lines} == {"30"}
@@ -206,9 +207,9 @@ def test_the_page_and_the_file_say_which_data_they_are_of(tmp_path):
 @pytest.fixture
 def bench(bench, monkeypatch):
     """The command, with a tiny network."""
-    whole, work_off = thesis.perceptron, thesis.work_off
+    whole, work_off = thesis.perceptron, tasks.work_off
     monkeypatch.setattr(thesis, "perceptron", lambda _sizes, seed: whole(TINY, seed))
-    monkeypatch.setattr(thesis, "work_off", lambda tasks, _, *more: work_off(tasks, 0, *more))
+    monkeypatch.setattr(tasks, "work_off", lambda given, _, *more: work_off(given, 0, *more))
     return bench
 
 

@@ -1,7 +1,7 @@
 """Tables of a few tiny rows."""
 
-from reproductions import Case
 from reproductions.methods import HYPOTHESIS, PLAIN
+from reproductions.records import Case
 from reproductions.running import BenchSettings
 
 MACHINE = "2 x k80 + haswell"

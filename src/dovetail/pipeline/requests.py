@@ -828,32 +828,17 @@ class ScheduleRequest:
         syntax="One, or several with commas: 1,8,16",
     )
     rounds: int = option(15, "Rounds of measuring. Each runs all schedules, one after another")
-    sampled: int = option(
-        0, "Random schedules to measure, so that predictions can be compared with them"
-    )
-    specialised: str = option(
-        "",
-        "Scheduler whose schedules run at the sizes and on the devices that they were not made "
-        "for. By default each one's chosen schedule",
-    )
-    seed: int = option(0, "Seed of weights, inputs and random schedules")
+    seed: int = option(0, "Seed of weights and inputs")
 
     def __post_init__(self) -> None:
         for name in ("devices", "schedulers", "batches"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in self.schedulers:
             check_name("scheduler", name, SCHEDULERS)
-        if self.specialised:
-            check_name("specialised", self.specialised, self.schedulers or SCHEDULERS)
         if any(batch < 1 for batch in self.batches):
             raise UsageError("batch", "batch sizes are 1 or more")
         if self.rounds < 1:
             raise UsageError("rounds", "there must be 1 or more")
-        if self.sampled < 0:
-            raise UsageError("sampled", f"is {self.sampled}; use 0 or more")
-        if self.sampled and not any(map(runs_here, self.devices)):
-            names = ", ".join(self.devices)
-            raise UsageError("sampled", f"random schedules are measured, and {names} cannot be")
 
 
 def runs_here(device: str) -> bool:

@@ -3,8 +3,6 @@
 step ──► kernels ──► stage costs ──► schedules ──► checked, run, measured side by side ──► chosen
 """
 
-import random
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
-from dovetail.executors.stages.choosing import fastest, measure
+from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.preparing import prepare
 from dovetail.executors.stages.targets import (
     ScheduleTarget,
@@ -34,25 +32,15 @@ from dovetail.pipeline.requests import CPU, ScheduleRequest, is_cuda, runs_here,
 from dovetail.pipeline.sources import TellProgress, resolve_model, silent
 from dovetail.runtime.timers import clock
 from dovetail.runtime.torch_versions import pytree
-from dovetail.schedulers.additivity import random_stages
-from dovetail.schedulers.dataflow import replayed
-from dovetail.schedulers.records import OpSet, groups_of, members
 from dovetail.schedulers.results import (
     SEQUENTIAL,
-    KernelStage,
     KernelWork,
     ScheduleCandidate,
     Scheduled,
     Schedules,
     SearchEffort,
-    Specialisation,
 )
-from dovetail.schedulers.scheduling import SchedulerResult
 
-RANDOM = "random"
-"""The scheduler's name of a candidate that was drawn at random."""
-DRAWS_EACH = 20
-"""At most so many draws for each random schedule that is wanted: a narrow network has few."""
 _ROUND_OFF = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Outputs of two schedules may differ by this share of the output's largest value, by dtype. Any
 other dtype, such as an integer, must agree exactly."""
@@ -116,7 +104,7 @@ def one_device(text: str) -> Device:
     return devices[0]
 
 
-@with_fields_of(ScheduleRequest, skip=("model", "devices", "batches", "sampled", "specialised"))
+@with_fields_of(ScheduleRequest, skip=("model", "devices", "batches"))
 def schedule(
     step: Captured,
     device: str = CPU,
@@ -216,72 +204,6 @@ def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
     )
 
 
-def reseen(target: ScheduleTarget, candidate: ScheduleCandidate) -> ScheduleCandidate:
-    """A schedule that was made for another target, as this target of the same kernels runs it: its
-    seconds are predicted anew, and this target chooses which stages are merged."""
-    if not candidate.stages:
-        seconds = replayed(
-            target.block, candidate.streams, target.problem.seconds, target.problem.wait_seconds
-        )
-        result = SchedulerResult(seconds, streams=candidate.streams)
-        total = target.predicted(candidate.scheduler, result)
-        return replace(candidate, predicted_seconds=total, seconds=())
-    op_sets = [sum(1 << kernel for kernel in stage.kernels) for stage in candidate.stages]
-    repriced = as_candidate(target, op_sets, candidate.scheduler)
-    return replace(
-        candidate,
-        stages=repriced.stages,
-        streams=repriced.streams,
-        predicted_seconds=repriced.predicted_seconds,
-        seconds=(),
-    )
-
-
-def sample(
-    target: ScheduleTarget,
-    count: int,
-    rng: random.Random,
-    rounds: int,
-    progress: TellProgress = silent,
-) -> list[tuple[float, float]]:
-    """(predicted, measured) seconds of `count` distinct random schedules, all measured side by
-    side. There are fewer if no more are found in `DRAWS_EACH` draws for each."""
-    groups, ops = target.problem.groups, target.problem.group_ops
-    drawn: dict[tuple[OpSet, ...], None] = {}
-    for _ in range(DRAWS_EACH * count):
-        drawn[tuple(random_stages(target.block, rng, groups, ops))] = None
-        if len(drawn) == count:
-            break
-    candidates = [as_candidate(target, stages) for stages in drawn]
-    timers = {}
-    for place, candidate in enumerate(candidates):
-        step = target.step(candidate)
-        assert step is not None, "only a device that is here runs schedules"
-        timers[str(place)] = target.timed(step)
-        progress("random schedules", (place + 1) / len(candidates) / 2, None)
-    measured = measure(timers, rounds, lambda f: progress("random schedules", 0.5 + f / 2, None))
-    return [
-        (candidate.predicted_seconds, statistics.median(measured[str(place)]))
-        for place, candidate in enumerate(candidates)
-    ]
-
-
-def as_candidate(
-    target: ScheduleTarget, stages: Sequence[OpSet], scheduler: str = RANDOM
-) -> ScheduleCandidate:
-    """A candidate of any stages. Each stage runs by the faster strategy, as groups or merged, and
-    the candidate has its predicted seconds."""
-    kernel_stages = []
-    for stage, timing in zip(stages, target.problem.timer(stages), strict=True):
-        groups = tuple(tuple(members(group)) for group in groups_of(target.block, stage))
-        if timing.merged:
-            groups = (tuple(kernel for group in groups for kernel in group),)
-        kernel_stages.append(KernelStage(groups, timing.seconds, timing.merged))
-    schedule = SchedulerResult(sum(stage.seconds for stage in kernel_stages), tuple(kernel_stages))
-    total = target.predicted(scheduler, schedule)
-    return ScheduleCandidate(scheduler, tuple(kernel_stages), target.streams(kernel_stages), total)
-
-
 def check_equal(target: ScheduleTarget, steps: Mapping[str, Step]) -> None:
     """Raise `UnequalError` if a schedule's outputs differ from sequential's by more than
     round-off."""
@@ -345,11 +267,6 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
 
 
 # --- Several batch sizes and devices ---
-#
-# Schedules are searched for at each size and on each device. Then each runs at the sizes and on the
-# devices that it was not made for, which shows how much specialising gains.
-
-_ZOO = "zoo:"
 
 
 def find_schedules(
@@ -357,25 +274,31 @@ def find_schedules(
 ) -> list[Schedules]:
     """The fastest stages of a network: for each device, at each batch size."""
     steps = [step_of(request.model, batch, progress) for batch in request.batches or (0,)]
-    by_device, targets = [], []
-    for device in request.devices:
-        of_device = [
-            target_of(step, device, seed=request.seed, cache=cache, progress=progress)
-            for step in steps
-        ]
-        results = [_find_on_target(target, request, progress) for target in of_device]
-        targets.append(of_device)
-        made = [_specialised(result, request.specialised) for result in results]
-        matrix = _batch_matrix(of_device, made, request.rounds)
-        first = of_device[0]
-        by_device.append(
-            Schedules(_name(request), first.device, first.source, tuple(results), tuple(matrix))
-        )
-    across = _device_matrices(targets, by_device, request)
     return [
-        replace(on_device, specialisations=(*on_device.specialisations, *across))
-        for on_device in by_device
+        schedules_on(device, steps, request, cache=cache, progress=progress)[0]
+        for device in request.devices
     ]
+
+
+def schedules_on(
+    device: str,
+    steps: Sequence[Captured],
+    request: ScheduleRequest,
+    *,
+    cache: CostCache | None = None,
+    progress: TellProgress = silent,
+) -> tuple[Schedules, list[ScheduleTarget]]:
+    """The fastest stages of steps, one for each batch size, on one device, and the steps as it
+    runs them."""
+    targets = [
+        target_of(step, device, seed=request.seed, cache=cache, progress=progress) for step in steps
+    ]
+    results = [
+        find(target, request.schedulers, rounds=request.rounds, progress=progress)[0]
+        for target in targets
+    ]
+    model = request.model if isinstance(request.model, str) else request.model.source.model
+    return Schedules(model, targets[0].device, targets[0].source, tuple(results)), targets
 
 
 @with_fields_of(ScheduleRequest)
@@ -394,18 +317,12 @@ def schedules(
     )
 
 
-def _name(request: ScheduleRequest) -> str:
-    """The MODEL text, as results show it."""
-    model = request.model
-    return model if isinstance(model, str) else model.source.model
-
-
 def with_batch(model: str, batch: int) -> str:
     """The MODEL text with another batch size, or as it is for 0. Raises `UsageError` for a network
     that is not of the zoo."""
     if not batch:
         return model
-    if not model.startswith(_ZOO):
+    if not model.startswith("zoo:"):
         raise UsageError("batch", f"only networks of the zoo change their batch, not {model!r}")
     name, _, options = model.partition("?")
     kept = [o for o in options.split("&") if o and not o.startswith("batch=")]
@@ -426,78 +343,3 @@ def step_of(model: str | Captured, batch: int = 0, progress: TellProgress = sile
             "MODEL", "stages are of a network that is captured: zoo:NAME or package.module:function"
         )
     return step
-
-
-def _find_on_target(
-    target: ScheduleTarget, request: ScheduleRequest, progress: TellProgress
-) -> Scheduled:
-    """The schedules on one target, with the random ones that the request asks for."""
-    scheduled, step = find(target, request.schedulers, rounds=request.rounds, progress=progress)
-    if request.sampled and step is not None:
-        rng = random.Random(request.seed)
-        drawn = sample(target, request.sampled, rng, request.rounds, progress)
-        scheduled = replace(scheduled, sampled=tuple(drawn))
-    return scheduled
-
-
-def _specialised(result: Scheduled, scheduler: str) -> ScheduleCandidate:
-    """The schedule that runs where it was not made for."""
-    return result.candidate(scheduler) if scheduler else result.best
-
-
-def _batch_matrix(
-    targets: Sequence[ScheduleTarget], made: Sequence[ScheduleCandidate], rounds: int
-) -> list[Specialisation]:
-    """The matrix of batch sizes: each size run by the schedule made for each. Seconds are measured
-    if the device is here. Empty if there is one size, or if the sizes have different kernels."""
-    if len(targets) < 2 or len({target.block for target in targets}) > 1:
-        return []
-    names = tuple(f"batch {batch_of(target.captured)}" for target in targets)
-    rows = [_row(target, made, rounds)[0] for target in targets]
-    return [Specialisation("batch sizes", names, names, tuple(rows))]
-
-
-def _row(
-    target: ScheduleTarget, made: Sequence[ScheduleCandidate], rounds: int
-) -> tuple[tuple[float, ...], bool]:
-    """The seconds of the schedules on one target, and whether they were measured. They are
-    predicted if the device is not here."""
-    seen = [reseen(target, candidate) for candidate in made]
-    # Schedules that run alike are measured as one, so that noise does not tell them apart.
-    programs = [target.program(candidate) for candidate in seen]
-    names = [str(programs.index(program)) for program in programs]
-    steps = {name: target.step(seen[int(name)]) for name in dict.fromkeys(names)}
-    timers = {name: target.timed(step) for name, step in steps.items() if step is not None}
-    if not timers:
-        return tuple(candidate.predicted_seconds for candidate in seen), False
-    seconds = measure(timers, rounds)
-    return tuple(statistics.median(seconds[name]) for name in names), True
-
-
-def _device_matrices(
-    targets: Sequence[Sequence[ScheduleTarget]],
-    by_device: Sequence[Schedules],
-    request: ScheduleRequest,
-) -> list[Specialisation]:
-    """One matrix for each batch size: each device run by the schedule made for each device. Seconds
-    are measured on the devices that are here. Empty if there is one device."""
-    if len(by_device) < 2:
-        return []
-    names = tuple(on_device.device for on_device in by_device)
-    matrices = []
-    for place in range(len(by_device[0].results)):
-        results = [on_device.results[place] for on_device in by_device]
-        made = [_specialised(result, request.specialised) for result in results]
-        rows = [_row(of_device[place], made, request.rounds) for of_device in targets]
-        title = f"devices at batch {results[0].batch}, {_how_known(names, rows)}"
-        seconds = tuple(of_row for of_row, _ in rows)
-        matrices.append(Specialisation(title, names, names, seconds))
-    return matrices
-
-
-def _how_known(names: Sequence[str], rows: Sequence[tuple[tuple[float, ...], bool]]) -> str:
-    measured = [name for name, (_, was_measured) in zip(names, rows, strict=True) if was_measured]
-    if not measured:
-        return "predicted"
-    others = " and predicted on the others" if len(measured) < len(names) else ""
-    return f"measured on {' and '.join(measured)}{others}"

@@ -8,12 +8,9 @@ have the predicted order.
 Differences: pairs that a measurement cannot tell apart may be left out.
 """
 
-import random
 from collections.abc import Sequence
 
 import numpy as np
-
-from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 
 def pairs_ordered_right(
@@ -41,63 +38,3 @@ def pairs_ordered_right(
         compared += int(apart.sum())
         right += int((apart & (np.sign(predicted_change) == np.sign(measured_change))).sum())
     return right, compared
-
-
-def random_stages(
-    block: KernelBlock, rng: random.Random, most_groups: int, most_ops: int
-) -> list[OpSet]:
-    """Return the stages of a random schedule of a block, in running order.
-
-    No stage has more than `most_groups` groups, and no group has more than `most_ops` ops. Random
-    schedules are measured to see how well sums over stages predict them.
-
-    A stage is filled with random ops that wait for nothing outside it, within limits that are drawn
-    for that stage. The draw is not uniform over all schedules. O(ops x stages). Raises ValueError
-    for a limit below 1.
-    """
-    if min(most_groups, most_ops) < 1:
-        raise ValueError(f"{most_groups} groups of {most_ops} ops hold no op")
-    # Drawn once per schedule, not per stage: so some schedules are nearly sequential and others run
-    # nearly all ready ops at once, instead of all schedules being alike on average.
-    wide, deep = rng.random(), rng.random()
-    stages: list[OpSet] = []
-    done = 0
-    while done != block.everything:
-        groups, ops = _upto(most_groups, wide, rng), _upto(most_ops, deep, rng)
-        stages.append(_stage(block, done, rng, groups, ops))
-        done |= stages[-1]
-    return stages
-
-
-def _upto(most: int, share: float, rng: random.Random) -> int:
-    """Draw a number from 1 to `most`: always 1 if `share` is 0, always `most` if it is 1."""
-    return 1 + sum(rng.random() < share for _ in range(most - 1))
-
-
-def _stage(
-    block: KernelBlock, done: OpSet, rng: random.Random, most_groups: int, most_ops: int
-) -> OpSet:
-    """Return one random stage that can run once the ops in `done` have ended."""
-    ready = [
-        op
-        for op, before in enumerate(block.predecessors)
-        if not done >> op & 1 and not before & ~done
-    ]
-    groups: list[OpSet] = []
-    stage = 0
-    while ready:
-        op = ready.pop(rng.randrange(len(ready)))
-        # The op joins the groups that it reads. No group can read the op: every op of the stage had
-        # all its predecessors in `done` or in the stage before it was added.
-        apart = [group for group in groups if not group & block.predecessors[op]]
-        joined = 1 << op | sum(group for group in groups if group & block.predecessors[op])
-        if joined.bit_count() > most_ops or len(apart) == most_groups:
-            continue
-        groups = [*apart, joined]
-        stage |= 1 << op
-        ready += [
-            after
-            for after in members(block.successors[op])
-            if not block.predecessors[after] & ~(done | stage)
-        ]
-    return stage

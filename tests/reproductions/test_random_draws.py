@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.records import KernelBlock, StageTiming, groups_of
 from dovetail.schedulers.scheduling import greedy
+from reproductions.elsewhere import random_stages
 from tests.support.dags import random_block
 
 
