@@ -51,10 +51,10 @@ from dovetail.placers import (
 from dovetail.placers.pipeline_bounds import pipeline_bound
 from dovetail.placers.pipeline_schedules import B, F, I, W
 from dovetail.placers.pipelines import (
+    PipelineCut,
     PipelineOutcome,
     PipelineProblem,
     SimulatedCut,
-    StageCut,
     search,
     tasks_of,
     times_of,
@@ -315,7 +315,7 @@ def computing_devices(machine: Machine) -> list[int]:
     return [index for index, kind in enumerate(kinds) if kind == wanted]
 
 
-def micro_batches_of(problem: PipelineProblem, cut: StageCut) -> MicroBatches:
+def micro_batches_of(problem: PipelineProblem, cut: PipelineCut) -> MicroBatches:
     """The transform of a cut, which a plan keeps."""
     return MicroBatches(
         problem.micro_batches,
@@ -463,7 +463,7 @@ class _Steps:
         self._known: dict[tuple[object, ...], SimulatedCut] = {}
         self._best: tuple[tuple[object, ...], float, _WholeStep, Timeline] | None = None
 
-    def simulate(self, cut: StageCut) -> SimulatedCut:
+    def simulate(self, cut: PipelineCut) -> SimulatedCut:
         """What the cut's step takes; infeasible if its orders cannot complete."""
         if cut.key not in self._known:
             devices = len(self.problem.machine.devices)
@@ -480,7 +480,7 @@ class _Steps:
                 self._best = cut.key, timeline.step_seconds, whole, timeline
         return self._known[cut.key]
 
-    def timeline(self, cut: StageCut) -> tuple[_WholeStep, Timeline]:
+    def timeline(self, cut: PipelineCut) -> tuple[_WholeStep, Timeline]:
         """(the step of all micro-batches, its timeline)."""
         if self._best is not None and self._best[0] == cut.key:
             return self._best[2], self._best[3]
@@ -489,7 +489,7 @@ class _Steps:
         orders = op_orders(self.problem, cut, whole)
         return whole, whole.simulator.timeline(placement, orders=orders)
 
-    def _graph(self, cut: StageCut) -> _WholeStep:
+    def _graph(self, cut: PipelineCut) -> _WholeStep:
         recompute = np.array(cut.recompute, dtype=bool)
         graph, count = self.problem.graph, self.problem.micro_batches
         key = changes_of(graph, count, cut.stages, recompute)
@@ -502,7 +502,7 @@ class _Steps:
         return self._made[key]
 
 
-def placement_of(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> Placement:
+def placement_of(problem: PipelineProblem, cut: PipelineCut, whole: _WholeStep) -> Placement:
     """[ops of all micro-batches] the device of each."""
     unrolled = whole.unrolled
     devices = np.array(cut.devices, dtype=np.int32)[np.maximum(cut.stages[unrolled.ops], 0)]
@@ -510,7 +510,9 @@ def placement_of(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> 
     return normalise(placement, whole.graph, problem.machine)
 
 
-def op_orders(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> list[tuple[int, ...]]:
+def op_orders(
+    problem: PipelineProblem, cut: PipelineCut, whole: _WholeStep
+) -> list[tuple[int, ...]]:
     """[devices] the ops of each device: those of its tasks in order, each task's ops in the graph's
     order, and then what runs once a step."""
     graph, count, unrolled = problem.graph, problem.micro_batches, whole.unrolled
@@ -549,7 +551,7 @@ def op_orders(problem: PipelineProblem, cut: StageCut, whole: _WholeStep) -> lis
     return [tuple(np.concatenate(of_device).tolist()) for of_device in parts]
 
 
-def _describe(problem: PipelineProblem, cut: StageCut, replicas: int) -> str:
+def _describe(problem: PipelineProblem, cut: PipelineCut, replicas: int) -> str:
     """A sentence for the user: schedule, stages, and what recomputes."""
     times = times_of(problem, cut)
     names = problem.machine.device_names
