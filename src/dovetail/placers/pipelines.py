@@ -137,25 +137,20 @@ class PipelineProblem:
         return elements_of(self)
 
     @cached_property
-    def routes(self) -> list[list[tuple[int, float, float]]]:
-        """[from, to] (channel, latency seconds, bytes per second) of a transfer; through the host
-        if there is no link, over the channel of the first hop. A device is on channel -1 with
+    def routes(self) -> tuple[Int64, Float64, Float64]:
+        """[from, to] the channel, latency seconds and bytes per second of a transfer; through the
+        host if there is no link, over the channel of the first hop. A device is on channel -1 with
         itself."""
-        machine = self.machine
+        machine, count = self.machine, len(self.machine.devices)
         channel_of = {name: index for index, name in enumerate(machine.channels)}
-        routes = []
-        for source in range(len(machine.devices)):
-            row = []
-            for target in range(len(machine.devices)):
-                if source == target:
-                    row.append((-1, 0.0, math.inf))
-                    continue
-                links = route(machine, source, target)
-                rate = 1 / sum(1 / link.bandwidth_bytes_per_second for link in links)
-                latency = sum(link.latency_seconds for link in links)
-                row.append((channel_of[links[0].channel], latency, rate))
-            routes.append(row)
-        return routes
+        channels = np.full((count, count), -1, dtype=np.int64)
+        latency, rate = np.zeros((count, count)), np.full((count, count), np.inf)
+        for source, target in itertools.permutations(range(count), 2):
+            links = route(machine, source, target)
+            channels[source, target] = channel_of[links[0].channel]
+            latency[source, target] = sum(link.latency_seconds for link in links)
+            rate[source, target] = 1 / sum(1 / link.bandwidth_bytes_per_second for link in links)
+        return channels, latency, rate
 
 
 @dataclass(frozen=True, eq=False)
@@ -625,9 +620,11 @@ class _Cutting:
         kept = _prefix(elements.kept_bytes[self.order])[ends]
         saved = _prefix(elements.saved_bytes[self.order])[ends]
         crossing, returned = (self._crossing(p)[ends] for p in (elements.sent, elements.returned))
-        routes = [r for row in problem.routes for r in row if r[0] >= 0]
-        rate = max((r[2] for r in routes), default=math.inf)
-        latency = min((r[1] for r in routes), default=0.0)
+        # The fastest link, for a cut may be between any two devices.
+        channels, latencies, rates = problem.routes
+        between, latency, rate = channels >= 0, 0.0, math.inf
+        if between.any():
+            latency, rate = float(latencies[between].min()), float(rates[between].max())
         send = latency + (crossing + returned) / 2 / rate
         totals = (forward + inputs + weights)[ends]
         return totals, forward[ends], self.barred[ends], kept, saved, crossing, send
@@ -666,14 +663,8 @@ def stage_times(
     updates: Float64,
 ) -> PipelineTimes:
     """Return the times of stages [elements], with what they send to each other."""
-    count = len(devices)
     of = np.array(devices, dtype=np.int64)
-    channels = np.full((count, count), -1, dtype=np.int64)
-    latency, rate = np.zeros((count, count)), np.full((count, count), np.inf)
-    for a in range(count):
-        for b in range(count):
-            if of[a] != of[b]:
-                channels[a, b], latency[a, b], rate[a, b] = problem.routes[int(of[a])][int(of[b])]
+    channels, latency, rate = (table[np.ix_(of, of)] for table in problem.routes)
     sends = _transfers(problem, problem.elements.sent, stages, latency, rate)
     returns = _transfers(problem, problem.elements.returned, stages, latency, rate)
     return PipelineTimes(*seconds, updates, sends, returns, channels, of)
