@@ -536,125 +536,104 @@ def multilevel(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     This is plain local search if contiguity is asked for, if at most `COARSEST` groups have a
     choice, or if a merged graph cannot estimate the objective.
     """
-    small = len(problem.free) <= COARSEST
-    if problem.contiguous or problem.objective not in OBJECTIVES or small:
+    few = len(problem.free) <= COARSEST
+    if problem.contiguous or problem.objective not in OBJECTIVES or few:
         return local_search(problem, budget)
-    levels = _MultilevelSearch(problem, budget)
-    best = levels.plan() if budget.ledger.best is None else budget.ledger.best[1]
-    while not budget.exhausted and levels.cycles < MOST_CYCLES:
-        best = levels.cycle(best, CYCLE_SHARE)
-    return best if budget.exhausted else local_search(problem, budget)
+    # [devices] The most bytes by which merged graphs underestimated peaks.
+    shifts = np.zeros(problem.devices)
+    finest: PlacementProblem | None = None
 
+    def score_of(placement: GroupPlacement) -> Score:
+        return budget.score(problem, placement[None], always=True)[0]
 
-class _MultilevelSearch:
-    """The state of one search over levels.
+    def merge_units(units: Int32) -> PlacementProblem:
+        """Return the problem of placing these units on a merged graph. That of single groups is the
+        most accurate, so it is used if it is small enough."""
+        nonlocal finest
+        if finest is None:
+            finest = merged_problem(problem, np.arange(len(units), dtype=np.int32), MOST_OPS)
+        small, is_large = finest, len(finest.graph) > FINE_OPS
+        if int(units.max()) + 1 < len(units):
+            small = (
+                merged_problem(problem, units, MOST_OPS) if is_large else under_units(small, units)
+            )
+        room = np.maximum(problem.capacities - shifts, 0).astype(np.int64)
+        return replace(small, capacities=room)
 
-    shifts    [devices] most bytes by which merged graphs underestimated peaks
-    cycles    number of cycles so far
-    refined   number of local searches on merged graphs so far; each has another seed
-    """
+    def part_for(share: float, small: PlacementProblem) -> Budget:
+        """Return a separate budget for a merged graph, with a share of the whole budget.
 
-    def __init__(self, problem: PlacementProblem, budget: Budget) -> None:
-        self.problem, self.budget = problem, budget
-        self.shifts = np.zeros(problem.devices)
-        self.cycles = self.refined = 0
-        self._finest: PlacementProblem | None = None
+        It is separate because the budget's ledger is keyed by placement, and placements of units
+        are not placements of groups. A Ctrl-C that interrupts the whole budget interrupts it too.
+        """
+        evaluations = share * budget.evaluations * len(problem.graph) / len(small.graph)
+        part = Budget(
+            seconds=min(share * budget.seconds, budget.left_seconds),
+            evaluations=evaluations if evaluations == np.inf else max(1.0, float(int(evaluations))),
+            clock=budget.clock,
+            threads=budget.threads,
+        )
 
-    def plan(self) -> GroupPlacement:
-        """Return the best placement that baselines find at any level, or with repeated modules as
-        units."""
+        def relay(_share: float, _value: float) -> None:
+            part.interrupted |= budget.interrupted
+
+        part.progress = relay
+        return part
+
+    def charge(part: Budget, small: PlacementProblem) -> None:
+        """Charge what a part spent to the whole budget, in evaluations of the true graph."""
+        budget.charge(part.spent * len(small.graph) / len(problem.graph))
+        budget.interrupted |= part.interrupted
+
+    if budget.ledger.best is None:
+        # The best placement that baselines find at any level, or with repeated modules as units.
         placements = []
-        levels = _space_levels(coarsen(self.problem, COARSEST))
-        modules = by_modules(self.problem)
+        levels = _space_levels(coarsen(problem, COARSEST))
+        modules = by_modules(problem)
         if int(modules.max()) + 1 < len(modules):
             levels.append(modules)
         for units in levels:
-            small = self._merge_units(units)
-            part = self._part(1 - self.budget.fraction, small)
+            small = merge_units(units)
+            part = part_for(1 - budget.fraction, small)
             try_baselines(small, part)
-            self._charge(part, small)
+            charge(part, small)
             assert part.ledger.best is not None, "the baselines were evaluated"
             placements.append(part.ledger.best[1][units])
-        return min(placements, key=self._score)
+        best = min(placements, key=score_of)
+    else:
+        best = budget.ledger.best[1]
 
-    def cycle(self, incumbent: GroupPlacement, share: float) -> GroupPlacement:
-        """Return the better of `incumbent` and the result of one cycle.
-
-        The cycle spends `share` of what is left of the budget.
-        """
-        self.cycles += 1
-        levels = _space_levels(coarsen(self.problem, COARSEST, incumbent))
-        share *= 1 - self.budget.fraction
+    # Each local search on a merged graph has another seed.
+    refined = 0
+    for _ in range(MOST_CYCLES):
+        if budget.exhausted:
+            break
+        levels = _space_levels(coarsen(problem, COARSEST, best))
+        share = CYCLE_SHARE * (1 - budget.fraction)
         for units in levels:
-            if self.budget.exhausted:
+            if budget.exhausted:
                 break
-            # Local search on a merged graph starts from `incumbent`, which puts each unit on one
-            # device.
-            small = self._merge_units(units)
-            self.refined += 1
-            small = replace(small, seed=small.seed + self.refined)
-            part = self._part(share / len(levels), small)
+            # It starts from the best placement, which puts each unit on one device.
+            small = merge_units(units)
+            refined += 1
+            small = replace(small, seed=small.seed + refined)
+            part = part_for(share / len(levels), small)
             of_units = np.empty(small.groups.count, np.int32)
-            of_units[units] = incumbent
+            of_units[units] = best
             score = part.score(small, of_units[None], always=True)[0]
             # Noted under every baseline's name, so that local search constructs none and starts
             # here.
             for name in BASELINES:
                 part.note(name, score, of_units)
             of_units_refined = local_search(small, part)
-            self._charge(part, small)
-            refined = of_units_refined[units]
+            charge(part, small)
+            placement = of_units_refined[units]
             # If memory lacks on the true graph, later merged graphs get less.
-            if self._score(refined).lacking_bytes > 0:
-                under = self.budget.ledger.peaks(refined) - part.ledger.peaks(of_units_refined)
-                self.shifts = np.maximum(self.shifts, under)
-            incumbent = min(incumbent, refined, key=self._score)
-        return incumbent
-
-    def _score(self, placement: GroupPlacement) -> Score:
-        return self.budget.score(self.problem, placement[None], always=True)[0]
-
-    def _merge_units(self, units: NDArray[np.int32]) -> PlacementProblem:
-        """Return the problem of placing these units on a merged graph.
-
-        The merged graph of single groups is the most accurate, so it is used if it is small enough.
-        """
-        if self._finest is None:
-            every = np.arange(len(units), dtype=np.int32)
-            self._finest = merged_problem(self.problem, every, MOST_OPS)
-        small = self._finest
-        if len(small.graph) > FINE_OPS and int(units.max()) + 1 < len(units):
-            small = merged_problem(self.problem, units, MOST_OPS)
-        elif int(units.max()) + 1 < len(units):
-            small = under_units(small, units)
-        room = np.maximum(self.problem.capacities - self.shifts, 0).astype(np.int64)
-        return replace(small, capacities=room)
-
-    def _part(self, share: float, small: PlacementProblem) -> Budget:
-        """Return a separate budget for a merged graph, with a share of the whole budget.
-
-        It is separate because the budget's ledger is keyed by placement, and placements of units
-        are not placements of groups. A Ctrl-C that interrupts the whole budget interrupts it too.
-        """
-        whole = self.budget
-        evaluations = share * whole.evaluations * len(self.problem.graph) / len(small.graph)
-        part = Budget(
-            seconds=min(share * whole.seconds, whole.left_seconds),
-            evaluations=evaluations if evaluations == np.inf else max(1.0, float(int(evaluations))),
-            clock=whole.clock,
-            threads=whole.threads,
-        )
-
-        def relay(_share: float, _value: float) -> None:
-            part.interrupted |= whole.interrupted
-
-        part.progress = relay
-        return part
-
-    def _charge(self, part: Budget, small: PlacementProblem) -> None:
-        """Charge what a part spent to the whole budget, in evaluations of the true graph."""
-        self.budget.charge(part.spent * len(small.graph) / len(self.problem.graph))
-        self.budget.interrupted |= part.interrupted
+            if score_of(placement).lacking_bytes > 0:
+                under = budget.ledger.peaks(placement) - part.ledger.peaks(of_units_refined)
+                shifts = np.maximum(shifts, under)
+            best = min(best, placement, key=score_of)
+    return best if budget.exhausted else local_search(problem, budget)
 
 
 def _space_levels(levels: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
