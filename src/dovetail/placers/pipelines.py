@@ -563,7 +563,7 @@ class _Cutting:
         (cells) of about equal work."""
         places = len(self.order)
         if places <= MOST_CELLS:
-            return np.arange(places + 1)
+            return np.arange(places + 1, dtype=np.int64)
         forward, inputs, weights, _ = self.sums
         seconds = forward + inputs + weights
         total = np.where(np.isfinite(seconds), seconds, 0).max(axis=1)
@@ -664,10 +664,13 @@ def stage_times(
 ) -> PipelineTimes:
     """Return the times of stages [elements], with what they send to each other."""
     of = np.array(devices, dtype=np.int64)
-    channels, latency, rate = (table[np.ix_(of, of)] for table in problem.routes)
-    sends = _transfers(problem, problem.elements.sent, stages, latency, rate)
-    returns = _transfers(problem, problem.elements.returned, stages, latency, rate)
-    return PipelineTimes(*seconds, updates, sends, returns, channels, of)
+    channels, latency, rate = problem.routes
+    between = np.ix_(of, of)
+    sends, returns = (
+        _transfers(problem, pairs, stages, latency[between], rate[between])
+        for pairs in (problem.elements.sent, problem.elements.returned)
+    )
+    return PipelineTimes(*seconds, updates, sends, returns, channels[between], of)
 
 
 def times_of(problem: PipelineProblem, cut: PipelineCut) -> PipelineTimes:
