@@ -615,39 +615,35 @@ class _Cutting:
     @cached_property
     def cells(self) -> tuple[NDArray[Any], ...]:
         """The fields of `_CutTables` that depend on the order alone."""
-        problem, elements, ends = self.problem, self.problem.elements, self.ends
-        forward, inputs, weights, _ = self.sums
-        kept = _prefix(elements.kept_bytes[self.order])[ends]
-        saved = _prefix(elements.saved_bytes[self.order])[ends]
-        crossing, returned = (self._crossing(p)[ends] for p in (elements.sent, elements.returned))
-        # The fastest link, for a cut may be between any two devices.
+        problem, elements, order = self.problem, self.problem.elements, self.order
+        # [places + 1] bytes of tensors that cross a cut at each place: sent, and returned.
+        place = np.full(elements.count, -1, dtype=np.int64)
+        place[order] = np.arange(len(order))
+        crossing: list[Float64] = []
+        for pairs in (elements.sent, elements.returned):
+            one, other = place[pairs[:, 1]], place[pairs[:, 2]]
+            there = (one >= 0) & (other >= 0)
+            low, high = np.minimum(one, other)[there], np.maximum(one, other)[there]
+            # Of a tensor that several elements read, the furthest counts at every cut before it.
+            tensors, inverse = np.unique(pairs[there, 0], return_inverse=True)
+            first, last = np.full(len(tensors), len(order)), np.zeros(len(tensors), dtype=np.int64)
+            np.minimum.at(first, inverse, low)
+            np.maximum.at(last, inverse, high)
+            sizes = problem.costs.sends_of(problem.graph)[tensors]
+            change = np.zeros(len(order) + 2)
+            np.add.at(change, first + 1, sizes)
+            np.add.at(change, last + 1, -sizes)
+            crossing.append(np.cumsum(change)[: len(order) + 1][self.ends])
+        # They take the fastest link, for a cut may be between any two devices.
         channels, latencies, rates = problem.routes
         between, latency, rate = channels >= 0, 0.0, math.inf
         if between.any():
             latency, rate = float(latencies[between].min()), float(rates[between].max())
-        send = latency + (crossing + returned) / 2 / rate
-        totals = (forward + inputs + weights)[ends]
-        return totals, forward[ends], self.barred[ends], kept, saved, crossing, send
-
-    def _crossing(self, pairs: Int64) -> Float64:
-        """Return [places + 1] bytes of tensors that cross a cut at each place."""
-        problem, order = self.problem, self.order
-        place = np.full(problem.elements.count, -1, dtype=np.int64)
-        place[order] = np.arange(len(order))
-        one, other = place[pairs[:, 1]], place[pairs[:, 2]]
-        there = (one >= 0) & (other >= 0)
-        low, high = np.minimum(one, other)[there], np.maximum(one, other)[there]
-        tensors = pairs[there, 0]
-        # Of a tensor that several elements read, the furthest counts at every cut before it.
-        unique, inverse = np.unique(tensors, return_inverse=True)
-        first, last = np.full(len(unique), len(order)), np.zeros(len(unique), dtype=np.int64)
-        np.minimum.at(first, inverse, low)
-        np.maximum.at(last, inverse, high)
-        sizes = problem.costs.sends_of(problem.graph)[unique]
-        change = np.zeros(len(order) + 2)
-        np.add.at(change, first + 1, sizes)
-        np.add.at(change, last + 1, -sizes)
-        return np.cumsum(change)[: len(order) + 1]
+        send = latency + (crossing[0] + crossing[1]) / 2 / rate
+        kept, saved = _prefix(elements.kept_bytes[order]), _prefix(elements.saved_bytes[order])
+        forward, inputs, weights, _ = self.sums
+        sums = (forward + inputs + weights, forward, self.barred, kept, saved)
+        return (*(column[self.ends] for column in sums), crossing[0], send)
 
 
 def _prefix(values: NDArray[Any]) -> NDArray[Any]:
@@ -663,14 +659,28 @@ def stage_times(
     updates: Float64,
 ) -> PipelineTimes:
     """Return the times of stages [elements], with what they send to each other."""
-    of = np.array(devices, dtype=np.int64)
-    channels, latency, rate = problem.routes
+    of, count = np.array(devices, dtype=np.int64), len(devices)
     between = np.ix_(of, of)
-    sends, returns = (
-        _transfers(problem, pairs, stages, latency[between], rate[between])
-        for pairs in (problem.elements.sent, problem.elements.returned)
-    )
-    return PipelineTimes(*seconds, updates, sends, returns, channels[between], of)
+    channels, latency, rate = problem.routes
+    channels, latency, rate = channels[between], latency[between], rate[between]
+    # [stages, stages] seconds of what one stage sends to another for a micro-batch: activations,
+    # and gradients; nan: nothing.
+    transfers: list[Float64] = []
+    for pairs in (problem.elements.sent, problem.elements.returned):
+        seconds_sent = np.full((count, count), np.nan)
+        source, target = stages[pairs[:, 1]], stages[pairs[:, 2]]
+        away = (source != target) & (source >= 0) & (target >= 0)
+        keys = np.unique(pairs[away, 0] * count + target[away])
+        tensors, targets = keys // count, keys % count
+        sources = stages[problem.elements.of_op[problem.graph.producers[tensors]]]
+        total, number = np.zeros((count, count)), np.zeros((count, count))
+        np.add.at(total, (sources, targets), problem.costs.sends_of(problem.graph)[tensors])
+        np.add.at(number, (sources, targets), 1)
+        sent = number > 0
+        seconds_sent[sent] = number[sent] * latency[sent] + total[sent] / rate[sent]
+        transfers.append(seconds_sent)
+    sends, returns = transfers
+    return PipelineTimes(*seconds, updates, sends, returns, channels, of)
 
 
 def times_of(problem: PipelineProblem, cut: PipelineCut) -> PipelineTimes:
@@ -700,29 +710,6 @@ def times_of(problem: PipelineProblem, cut: PipelineCut) -> PipelineTimes:
 def tasks_of(problem: PipelineProblem, cut: PipelineCut) -> Orders:
     """Return [devices] the tasks of each device in running order."""
     return orders_of(cut.schedule, times_of(problem, cut), problem.micro_batches, cut.held)
-
-
-def _transfers(
-    problem: PipelineProblem, pairs: Int64, stages: Int64, latency: Float64, rate: Float64
-) -> Float64:
-    """Return [stages, stages] seconds of what one stage sends to another for a micro-batch; nan:
-    nothing."""
-    count = len(latency)
-    seconds = np.full((count, count), np.nan)
-    source, target = stages[pairs[:, 1]], stages[pairs[:, 2]]
-    away = (source != target) & (source >= 0) & (target >= 0)
-    if not away.any():
-        return seconds
-    keys = np.unique(pairs[away, 0] * count + target[away])
-    tensors, targets = keys // count, keys % count
-    sources = stages[problem.elements.of_op[problem.graph.producers[tensors]]]
-    sizes = problem.costs.sends_of(problem.graph)[tensors]
-    total, number = np.zeros((count, count)), np.zeros((count, count))
-    np.add.at(total, (sources, targets), sizes)
-    np.add.at(number, (sources, targets), 1)
-    sent = number > 0
-    seconds[sent] = number[sent] * latency[sent] + total[sent] / rate[sent]
-    return seconds
 
 
 # --- Cuts by dynamic programming ---
