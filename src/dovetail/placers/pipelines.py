@@ -484,7 +484,7 @@ def element_orders(problem: PipelineProblem) -> list[Int64]:
     return orders
 
 
-def _ordered(count: int, edges: Int64, keys: Int64, firsts: Int64) -> Int64:
+def _ordered(count: int, edges: Int64, keys: NDArray[np.integer], firsts: Int64) -> Int64:
     """Return the topological order that takes, of what is free, the least key, then the first."""
     rank = np.empty(count)
     rank[np.lexsort((firsts, keys))] = np.arange(count)
@@ -613,7 +613,7 @@ class _Cutting:
         return stage_times(self.problem, stages, devices, (forward, inputs, weights), by_device)
 
     @cached_property
-    def cells(self) -> tuple[NDArray[Any], ...]:
+    def cells(self) -> tuple[Float64, Float64, Int64, Float64, Float64, Float64, Float64]:
         """The fields of `_CutTables` that depend on the order alone."""
         problem, elements, order = self.problem, self.problem.elements, self.order
         # [places + 1] bytes of tensors that cross a cut at each place: sent, and returned.
@@ -642,8 +642,11 @@ class _Cutting:
         send = latency + (crossing[0] + crossing[1]) / 2 / rate
         kept, saved = _prefix(elements.kept_bytes[order]), _prefix(elements.saved_bytes[order])
         forward, inputs, weights, _ = self.sums
-        sums = (forward + inputs + weights, forward, self.barred, kept, saved)
-        return (*(column[self.ends] for column in sums), crossing[0], send)
+        totals, ends = forward + inputs + weights, self.ends
+        return (
+            totals[ends], forward[ends], self.barred[ends], kept[ends], saved[ends], crossing[0],
+            send,
+        )  # fmt: skip
 
 
 def _prefix(values: NDArray[Any]) -> NDArray[Any]:
