@@ -10,7 +10,7 @@ from dovetail.placers.pipeline_schedules import (
     B,
     F,
     I,
-    StageTimes,
+    PipelineTimes,
     Task,
     W,
     orders_of,
@@ -38,7 +38,7 @@ def times_of(forward, inputs, weights, send=0.0, devices=None, updates=0.0):
         sends[stage, stage + 1] = returns[stage + 1, stage] = send
     channels = devices[:, None] * count + devices
     channels[devices[:, None] == devices] = -1
-    return StageTimes(
+    return PipelineTimes(
         np.array(forward, float), np.array(inputs, float), np.array(weights, float),
         np.full(int(devices.max()) + 1, updates), sends, returns, channels, devices,
     )  # fmt: skip

@@ -146,7 +146,7 @@ def test_every_move_changes_only_groups_with_a_choice(move):
     for _ in range(100):
         placement = problem.settle(rng.integers(0, 3, size=20))
         before = placement.copy()
-        moved = move(placement, land, rng)
+        moved = move(land, placement, rng)
         assert np.array_equal(placement, before)
         if moved is not None:
             changed += not np.array_equal(moved, before)

@@ -40,10 +40,10 @@ from dovetail.placers import Budget, keeping_interrupts, make_problem
 from dovetail.placers.pipeline_bounds import pipeline_bound
 from dovetail.placers.pipeline_schedules import B, F, I, W
 from dovetail.placers.pipelines import (
+    PipelineCut,
     PipelineOutcome,
     PipelineProblem,
     SimulatedCut,
-    StageCut,
     search,
     tasks_of,
     times_of,
@@ -329,7 +329,7 @@ class _Steps:
         self._known: dict[tuple[object, ...], SimulatedCut] = {}
         self._best: tuple[tuple[object, ...], float, _WholeStep, Timeline] | None = None
 
-    def simulate(self, cut: StageCut) -> SimulatedCut:
+    def simulate(self, cut: PipelineCut) -> SimulatedCut:
         """What the cut's step takes; infeasible if its orders cannot complete."""
         if cut.key not in self._known:
             devices = len(self.problem.machine.devices)
@@ -346,7 +346,7 @@ class _Steps:
                 self._best = cut.key, timeline.step_seconds, whole, timeline
         return self._known[cut.key]
 
-    def timeline(self, cut: StageCut) -> tuple[_WholeStep, Timeline]:
+    def timeline(self, cut: PipelineCut) -> tuple[_WholeStep, Timeline]:
         """(the step of all micro-batches, its timeline)."""
         if self._best is not None and self._best[0] == cut.key:
             return self._best[2], self._best[3]
@@ -378,13 +378,13 @@ class _Steps:
         placement, orders = self.placement_of(cut, whole), self.orders_of(cut, whole)
         return whole, whole.simulator.timeline(placement, orders=orders)
 
-    def placement_of(self, cut: StageCut, whole: _Unrolled) -> Placement:
+    def placement_of(self, cut: PipelineCut, whole: _Unrolled) -> Placement:
         """[ops of all micro-batches] the device of each."""
         devices = np.array(cut.devices, dtype=np.int32)[np.maximum(cut.stages[whole.ops], 0)]
         placement = self.mirror.of[np.maximum(whole.towers, 0), devices]
         return normalise(placement, whole.graph, self.problem.machine)
 
-    def orders_of(self, cut: StageCut, whole: _Unrolled) -> list[tuple[int, ...]]:
+    def orders_of(self, cut: PipelineCut, whole: _Unrolled) -> list[tuple[int, ...]]:
         """[devices] the ops of each device: those of its tasks in order, each task's ops in the
         graph's order, and then what runs once a step."""
         problem, mirror = self.problem, self.mirror.of

@@ -39,8 +39,8 @@ MAX_CELLS = 512
 """With more groups than this, consecutive groups are first merged into this many cells of equally
 many groups. Runs begin and end between cells."""
 MEMORY_ATTEMPTS = 4
-"""Times that runs are cut for a set of devices: once, and up to three times more if memory turns
-out to be short."""
+"""Times that a method makes a placement: once, and up to three times more if memory turns out to be
+short."""
 
 
 def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
@@ -82,6 +82,41 @@ def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
+def best_fitting(
+    problem: PlacementProblem,
+    budget: Budget,
+    count: int,
+    make: Callable[[int, int, NDArray[np.int64]], GroupPlacement],
+) -> GroupPlacement:
+    """Return the best of `count` placements, each made again while it lacks memory.
+
+    make   (number of the placement, attempt, [devices] bytes of room) -> the placement, which is
+           made with an estimate of the bytes that groups hold
+
+    If the evaluator finds a device over its capacity, the second attempt should count more bytes
+    for each group. From the third on the room shrinks. Ties: the earlier attempt, then the earlier
+    placement.
+    """
+    rooms = dict.fromkeys(range(count), problem.capacities.astype(np.int64))
+    scored_placements: list[tuple[Score, GroupPlacement]] = []
+    for attempt in range(MEMORY_ATTEMPTS):
+        placements = [problem.settle(make(i, attempt, room)) for i, room in rooms.items()]
+        scores = budget.score(problem, np.stack(placements), always=True)
+        scored_placements += zip(scores, placements, strict=True)
+        for i, score, placement in zip(list(rooms), scores, placements, strict=True):
+            # 0 means that it fits; inf means that a Ctrl-C broke the evaluation.
+            if not 0 < score.lacking_bytes < np.inf:
+                del rooms[i]
+            elif attempt:
+                # The room shrinks by the share of the overrun, and by 5 % more, because the next
+                # placement will not overrun by exactly the same share.
+                share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
+                rooms[i] = (rooms[i] * np.where(share < 1, 0.95 * share, 1.0)).astype(np.int64)
+        if not rooms:
+            break
+    return min(scored_placements, key=lambda pair: pair[0])[1]
+
+
 def runs(
     problem: PlacementProblem,
     devices: list[int],
@@ -94,50 +129,32 @@ def runs(
     """
     count = problem.groups.count
     bounds = np.unique(np.linspace(0, count, min(count, MAX_CELLS) + 1).astype(int))
-    cuts = _cuts(problem, devices, bounds, (group_bytes, room_bytes))
-    if cuts is None:
-        unlimited = np.full(problem.devices, np.inf)
-        cuts = _cuts(problem, devices, bounds, (group_bytes, unlimited))
-    assert cuts is not None, "without a limit on memory some cut is always possible"
-    placement = np.empty(count, dtype=np.int32)
-    for device, start, end in zip(devices, cuts[:-1], cuts[1:], strict=True):
-        placement[bounds[start] : bounds[end]] = device
-    return placement
-
-
-def _cuts(
-    problem: PlacementProblem,
-    devices: list[int],
-    bounds: NDArray[np.int_],
-    memory: tuple[NDArray[np.int64], NDArray[np.float64]],
-) -> list[int] | None:
-    """Return where each device's run begins, and then the end, as indices into `bounds`; None if no
-    cut fits.
-
-    bounds   [cells + 1] first group of each cell, and the number of groups
-    memory   (bytes of each group, room of each device)
-    """
-    group_bytes, room_bytes = memory
     cells = len(bounds)
-    load = np.full(cells, np.inf)
-    load[0] = 0.0
-    begins = []
-    # `load[j]` is the least largest load of the first j cells on the devices so far. `worst[i, j]`
-    # is that load if this device takes cells i to j - 1, which i > j rules out (`np.tri`).
-    for device in devices:
-        ok = problem.allowed[:, device]
-        work = _spans(np.where(ok, problem.work_seconds[:, device], 0.0), bounds)
-        size = _spans(np.where(ok, group_bytes, 0.0), bounds)
-        worst = np.maximum(load[:, None], work)
-        worst[(size > room_bytes[device]) | np.tri(cells, k=-1, dtype=bool)] = np.inf
-        begins.append(worst.argmin(axis=0))
-        load = worst.min(axis=0)
-    if np.isinf(load[-1]):
-        return None
-    cuts = [cells - 1]
-    for begin in reversed(begins):
-        cuts.append(int(begin[cuts[-1]]))
-    return cuts[::-1]
+    for room in (room_bytes, np.full(problem.devices, np.inf)):
+        # `load[j]` is the least largest load of the first j cells on the devices so far.
+        # `worst[i, j]` is that load if this device takes cells i to j - 1, which i > j rules out
+        # (`np.tri`).
+        load = np.full(cells, np.inf)
+        load[0] = 0.0
+        begins = []
+        for device in devices:
+            ok = problem.allowed[:, device]
+            work = _spans(np.where(ok, problem.work_seconds[:, device], 0.0), bounds)
+            size = _spans(np.where(ok, group_bytes, 0.0), bounds)
+            worst = np.maximum(load[:, None], work)
+            worst[(size > room[device]) | np.tri(cells, k=-1, dtype=bool)] = np.inf
+            begins.append(worst.argmin(axis=0))
+            load = worst.min(axis=0)
+        if np.isfinite(load[-1]):
+            break
+    assert np.isfinite(load[-1]), "without a limit on memory some cut is always possible"
+    placement = np.empty(count, dtype=np.int32)
+    end = cells - 1
+    for device, begin in zip(reversed(devices), reversed(begins), strict=True):
+        start = int(begin[end])
+        placement[bounds[start] : bounds[end]] = device
+        end = start
+    return placement
 
 
 def _spans(values: NDArray[np.float64], bounds: NDArray[np.int_]) -> NDArray[np.float64]:

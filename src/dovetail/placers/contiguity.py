@@ -2,8 +2,9 @@
 
 A placement is *contiguous* when its devices can be put in an order in which no forward edge goes
 back. Every device's forward part is then convex (no path leaves it and comes back), and each device
-can run its part in one go. Convexity alone would let two devices wait for each other. Ops and
-groups give the same answer, since both have the same edges between devices.
+can run its part in one go: that is a *stage* (here always a pipeline stage). Convexity alone would
+let two devices wait for each other. Ops and groups give the same answer, since both have the same
+edges between devices.
 
 Groups contract to *elements*: strongly connected components of the forward edges between groups.
 Every contiguous plan keeps such a component on one device. Devices contract to *kinds*: those of a
@@ -21,6 +22,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph import Phase
+from dovetail.graph.records import csr_offsets
 from dovetail.placers.budget import Budget
 from dovetail.placers.problem import PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
@@ -208,6 +210,48 @@ def topological(
     return np.array(order, np.int32)
 
 
+def longest_paths(count: int, edges: NDArray[np.integer]) -> Int32:
+    """Return [nodes] the number of edges on the longest path to each of `count` nodes.
+
+    edges   [edges, 2] (from, to); there is no circle
+    """
+    levels = np.zeros(count, np.int32)
+    _longest_paths(
+        csr_offsets(edges[:, 0], count),
+        edges[np.argsort(edges[:, 0], kind="stable"), 1].astype(np.int32),
+        np.bincount(edges[:, 1], minlength=count).astype(np.int32),
+        np.zeros(count, np.int32),
+        levels,
+    )
+    return levels
+
+
+@kernel
+def _longest_paths(
+    offsets: Int32, targets: Int32, waits: Int32, ready: Int32, levels: Int32
+) -> None:
+    """Fill `levels` [nodes] with the longest path to each node of an acyclic graph.
+
+    waits   [nodes] number of predecessors; used up
+    ready   [nodes] working memory for the queue of ready nodes
+    """
+    first = last = 0
+    for node in range(len(levels)):
+        if waits[node] == 0:
+            ready[last] = node
+            last += 1
+    while first < last:
+        node = ready[first]
+        first += 1
+        for i in range(offsets[node], offsets[node + 1]):
+            after = targets[i]
+            levels[after] = max(levels[after], levels[node] + 1)
+            waits[after] -= 1
+            if waits[after] == 0:
+                ready[last] = after
+                last += 1
+
+
 def kinds_of(
     problem: PlacementProblem, devices: list[int], room_bytes: Float64, *, alone: bool = False
 ) -> DeviceKinds:
@@ -338,7 +382,7 @@ class Lattice(NamedTuple):
     ranks: Int32
 
 
-class StageTable(NamedTuple):
+class ChainTable(NamedTuple):
     """The table of the dynamic programme, whose recurrence stands above `best_chain`.
 
     values        [ideals, states] f: the least largest load of stages that make up the ideal on the
@@ -363,7 +407,7 @@ class StageTable(NamedTuple):
     ceiling: Float64
 
 
-class StageWorkspace(NamedTuple):
+class Climb(NamedTuple):
     """The scratch arrays of a walk up from one ideal. The stage is what the walk has added so far.
 
     states            states of the bottom ideal that may still lead below the ceiling
@@ -404,13 +448,8 @@ def left_work(lattice: Lattice, weighed: Float64, total: float, left_work: Float
 
 
 @kernel
-def push(
-    elements: Elements,
-    lattice: Lattice,
-    table: StageTable,
-    walk: StageWorkspace,
-    ideal: int,
-    steps: Int64,
+def push(  # noqa: C901  one walk, at which each step either adds an element or takes it back
+    elements: Elements, lattice: Lattice, table: ChainTable, walk: Climb, ideal: int, steps: Int64
 ) -> int:
     """Walk up from `ideal` and from each ideal after it, and improve the values of the ideals
     above. After `STEPS` steps no further walk begins. Returns the first ideal that is still to be
@@ -418,110 +457,115 @@ def push(
 
     Ideals stand by size, so when an ideal's turn comes its own values are final.
     """
+    ceiling, kinds = table.ceiling[0], len(walk.kinds)
     while ideal < len(lattice.parents) and steps[0] < STEPS:
-        alive = _alive(table, walk, ideal)
-        steps[0] += 1
-        if alive:
-            _begin(elements, lattice, walk, ideal)
-            _climb(elements, lattice, table, walk, alive, steps)
+        bottom = ideal
         ideal += 1
+        steps[0] += 1
+        # 1. The states of the bottom ideal that may still lead below the ceiling.
+        alive = 0
+        walk.kinds[:] = 0
+        for state in range(len(table.power)):
+            value = table.values[bottom, state]
+            if value >= ceiling or table.left_work[bottom] > ceiling * table.power[state]:
+                continue
+            walk.states[alive] = state
+            alive += 1
+            for kind in range(kinds):
+                if table.nexts[state, kind] >= 0:
+                    walk.kinds[kind] = 1
+        if not alive:
+            continue
+
+        # 2. The stage is empty, and the ideal lies below it. The parents lead down to the empty
+        # ideal and name each element of the ideal once.
+        for net in range(len(elements.net_sources)):
+            walk.homes[net] = 2 if elements.net_sources[net] < 0 else 0
+            walk.below[net] = 0
+            walk.inside[net] = 0
+        walk.at[0] = bottom
+        walk.next_add[0] = lattice.add_offsets[bottom]
+        lower = bottom
+        while lower > 0:
+            element = lattice.lasts[lower]
+            for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
+                touch = elements.touches[i]
+                if touch < 0:
+                    walk.homes[~touch] = 2
+                else:
+                    walk.below[touch] += 1
+            lower = lattice.parents[lower]
+
+        # 3. The ideals above, depth first.
+        depth = 0
+        while depth >= 0:
+            edge = walk.next_add[depth]
+            if edge == lattice.add_offsets[walk.at[depth] + 1]:
+                # All are done from here, so the element that was added last is taken back. Loads
+                # and bytes need no undoing: each depth has its own.
+                if depth > 0:
+                    last = walk.added[depth]
+                    for i in range(elements.touch_offsets[last], elements.touch_offsets[last + 1]):
+                        touch = elements.touches[i]
+                        if touch < 0:
+                            walk.homes[~touch] = 0
+                        else:
+                            walk.inside[touch] -= 1
+                depth -= 1
+                continue
+            walk.next_add[depth] += 1
+            element = lattice.adds[edge]
+            # Elements are added in ascending rank only, so that each ideal above is met once.
+            if depth > 0 and lattice.ranks[element] < lattice.ranks[walk.added[depth]]:
+                continue
+            steps[0] += 1
+            # The stage with this element must fit some kind of device, by work and bytes alone,
+            # which is cheap; nets are counted when the element is added.
+            held = walk.held_bytes[depth] + elements.held_bytes[element]
+            fits = False
+            for kind in range(kinds):
+                least = walk.least[depth, kind] + elements.work_seconds[element, kind]
+                if walk.kinds[kind] and least < ceiling and held <= table.room_bytes[kind]:
+                    fits = True
+            if not fits:
+                continue
+            depth += 1
+            _add(elements, walk, depth, element)
+            above = lattice.leads[edge]
+            walk.at[depth] = above
+            walk.next_add[depth] = lattice.add_offsets[above]
+            walk.added[depth] = element
+
+            # 4. The stage up to here is entered in the table wherever it improves a value.
+            grows = False
+            for kind in range(kinds):
+                if not walk.kinds[kind] or walk.held_bytes[depth] > table.room_bytes[kind]:
+                    continue
+                if walk.least[depth, kind] >= ceiling:
+                    continue
+                # A load above the ceiling does not end the walk: more elements may undo transfers.
+                grows = True
+                load = walk.loads[depth, kind]
+                if load >= ceiling:
+                    continue
+                for i in range(alive):
+                    state = walk.states[i]
+                    then = table.nexts[state, kind]
+                    if then < 0 or table.left_work[above] > ceiling * table.power[then]:
+                        continue
+                    value = max(load, table.values[bottom, state])
+                    if value < table.values[above, then]:
+                        table.values[above, then] = value
+                        table.origins[above, then] = bottom
+                        table.kinds[above, then] = kind
+            # If no kind of device could take a larger stage, all edges further up are skipped.
+            if not grows:
+                walk.next_add[depth] = lattice.add_offsets[above + 1]
     return ideal
 
 
 @inlined
-def _alive(table: StageTable, walk: StageWorkspace, ideal: int) -> int:
-    """Return how many states of the ideal may still lead below the ceiling. Fills `walk.states`
-    with them, and `walk.kinds`."""
-    ceiling, alive = table.ceiling[0], 0
-    for kind in range(len(walk.kinds)):
-        walk.kinds[kind] = 0
-    for state in range(len(table.power)):
-        value = table.values[ideal, state]
-        if value >= ceiling or table.left_work[ideal] > ceiling * table.power[state]:
-            continue
-        walk.states[alive] = state
-        alive += 1
-        for kind in range(len(walk.kinds)):
-            if table.nexts[state, kind] >= 0:
-                walk.kinds[kind] = 1
-    return alive
-
-
-@inlined
-def _begin(elements: Elements, lattice: Lattice, walk: StageWorkspace, ideal: int) -> None:
-    """Begin a walk: the stage is empty, and the ideal lies below it."""
-    for net in range(len(elements.net_sources)):
-        walk.homes[net] = 2 if elements.net_sources[net] < 0 else 0
-        walk.below[net] = 0
-        walk.inside[net] = 0
-    walk.at[0] = ideal
-    walk.next_add[0] = lattice.add_offsets[ideal]
-    # The parents lead down to the empty ideal and name each element of the ideal once.
-    while ideal > 0:
-        element = lattice.lasts[ideal]
-        for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
-            touch = elements.touches[i]
-            if touch < 0:
-                walk.homes[~touch] = 2
-            else:
-                walk.below[touch] += 1
-        ideal = lattice.parents[ideal]
-
-
-@inlined
-def _climb(
-    elements: Elements,
-    lattice: Lattice,
-    table: StageTable,
-    walk: StageWorkspace,
-    alive: int,
-    steps: Int64,
-) -> None:
-    """Visit the ideals above the bottom, depth first, and note the stage up to each."""
-    depth = 0
-    while depth >= 0:
-        edge = walk.next_add[depth]
-        if edge == lattice.add_offsets[walk.at[depth] + 1]:
-            if depth > 0:
-                _take_back(elements, walk, walk.added[depth])
-            depth -= 1
-            continue
-        walk.next_add[depth] += 1
-        element = lattice.adds[edge]
-        # Elements are added in ascending rank only, so that each ideal above is met once.
-        if depth > 0 and lattice.ranks[element] < lattice.ranks[walk.added[depth]]:
-            continue
-        steps[0] += 1
-        if not _may_add(elements, table, walk, depth, element):
-            continue
-        depth += 1
-        _add(elements, walk, depth, element)
-        above = lattice.leads[edge]
-        walk.at[depth] = above
-        walk.next_add[depth] = lattice.add_offsets[above]
-        walk.added[depth] = element
-        # If no kind of device could take a larger stage, all edges further up are skipped.
-        if not _note(table, walk, depth, alive):
-            walk.next_add[depth] = lattice.add_offsets[above + 1]
-
-
-@inlined
-def _may_add(
-    elements: Elements, table: StageTable, walk: StageWorkspace, depth: int, element: int
-) -> bool:
-    """Return True if the stage with this element may fit some kind of device. This looks at work
-    and bytes only, which is cheap; nets are counted when the element is added."""
-    held = walk.held_bytes[depth] + elements.held_bytes[element]
-    fits = False
-    for kind in range(len(walk.kinds)):
-        least = walk.least[depth, kind] + elements.work_seconds[element, kind]
-        if walk.kinds[kind] and least < table.ceiling[0] and held <= table.room_bytes[kind]:
-            fits = True
-    return fits
-
-
-@inlined
-def _add(elements: Elements, walk: StageWorkspace, depth: int, element: int) -> None:
+def _add(elements: Elements, walk: Climb, depth: int, element: int) -> None:
     """Put an element into the stage. Loads and bytes at `depth` are those at `depth - 1` plus what
     the element changes."""
     kinds = len(walk.kinds)
@@ -562,46 +606,6 @@ def _add(elements: Elements, walk: StageWorkspace, depth: int, element: int) -> 
                 walk.least[depth, kind] += max(came_in, 0.0) * into + max(goes_out, 0.0) * out
 
 
-@inlined
-def _take_back(elements: Elements, walk: StageWorkspace, element: int) -> None:
-    """Undo what `_add` changed of nets. Loads and bytes need no undoing: each depth has its own."""
-    for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
-        touch = elements.touches[i]
-        if touch < 0:
-            walk.homes[~touch] = 0
-        else:
-            walk.inside[touch] -= 1
-
-
-@inlined
-def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bool:
-    """Enter the stage in the table wherever it improves a value. Returns True if some kind of
-    device might take a larger stage."""
-    ceiling, below, above = table.ceiling[0], walk.at[0], walk.at[depth]
-    grows = False
-    for kind in range(len(walk.kinds)):
-        if not walk.kinds[kind] or walk.held_bytes[depth] > table.room_bytes[kind]:
-            continue
-        if walk.least[depth, kind] >= ceiling:
-            continue
-        # A load above the ceiling does not end the walk: more elements may undo transfers.
-        grows = True
-        load = walk.loads[depth, kind]
-        if load >= ceiling:
-            continue
-        for i in range(alive):
-            state = walk.states[i]
-            then = table.nexts[state, kind]
-            if then < 0 or table.left_work[above] > ceiling * table.power[then]:
-                continue
-            value = max(load, table.values[below, state])
-            if value < table.values[above, then]:
-                table.values[above, then] = value
-                table.origins[above, then] = below
-                table.kinds[above, then] = kind
-    return grows
-
-
 # ── The best chain of stages through a lattice of ideals ────────────────────────────────────────
 #
 # `ideal_dp` and `linear_dp` share this dynamic programme.
@@ -634,7 +638,7 @@ _ROUNDING = 1e-9
 another order differ by rounding. So rounding cuts off no plan."""
 
 
-class StageChain(NamedTuple):
+class ContiguousChain(NamedTuple):
     """A chain of stages.
 
     value     seconds of the largest load
@@ -650,7 +654,7 @@ class StageChain(NamedTuple):
 class DeviceStates(NamedTuple):
     """Which devices are in use, as numbered states; state 0 uses none.
 
-    nexts   [states, kinds] as in `StageTable`
+    nexts   [states, kinds] as in `ChainTable`
     left    [states, kinds] devices of each kind that are left
     """
 
@@ -688,7 +692,7 @@ def best_chain(
     budget: Budget,
     step_evaluations: float,
     always: bool = False,
-) -> tuple[StageChain | None, bool]:
+) -> tuple[ContiguousChain | None, bool]:
     """Return the best chain below `ceiling`, or None; and whether the search came to its end.
 
     budget             ends the search early, unless `always` is set
@@ -696,11 +700,31 @@ def best_chain(
     """
     counts = np.array([len(members) for members in kinds.members])
     states = states_of(counts, MOST_ENTRIES // len(lattice.parents))
-    weights, weighed = _weights(elements.work_seconds, states.left[0])
+    # Weights lambda [kinds] that make the bound on work high; any give a valid bound. The first
+    # kind has weight 1. For each other kind in turn, eleven quantiles of the ratio between the
+    # weighted work so far and the kind's own work are tried. The best has the most weighted work
+    # per weighted device.
+    work_seconds, weights = elements.work_seconds, np.ones(len(counts))
+    weighed, power = work_seconds[:, 0], float(states.left[0][0])
+    for kind in range(1, len(counts)):
+        column = work_seconds[:, kind]
+        finite = np.isfinite(column)
+        usable = (column > 0) & finite & np.isfinite(weighed)
+        ratios = weighed[usable] / column[usable] if usable.any() else np.zeros(1)
+        ratios = np.quantile(ratios, np.linspace(0, 1, 11))
+        # 0 x inf is inf here and not nan: an element that may not be on a kind never takes its
+        # weighted work from that kind.
+        columns = np.where(finite, np.where(finite, column, 0.0) * ratios[:, None], np.inf)
+        sums = [np.minimum(weighed, scaled).sum() for scaled in columns]
+        best = int(np.argmax(np.array(sums) / (power + states.left[0][kind] * ratios)))
+        weights[kind] = ratios[best]
+        weighed = np.minimum(weighed, columns[best])
+        power += float(states.left[0][kind] * weights[kind])
+    weighed = np.where(np.isfinite(weighed), weighed, 0.0)
     shape = (len(lattice.parents), len(states.nexts))
     left = np.zeros(shape[0])
     left_work(lattice, weighed, weighed.sum(), left)
-    table = StageTable(
+    table = ChainTable(
         values=np.full(shape, np.inf),
         origins=np.full(shape, -1, np.int32),
         kinds=np.full(shape, -1, np.int8),
@@ -714,7 +738,7 @@ def best_chain(
     table.values[0, 0] = 0.0
     # A walk has at most one step per element.
     depth, nets = len(elements.work_seconds) + 1, len(elements.net_sources)
-    walk = StageWorkspace(
+    walk = Climb(
         states=np.zeros(shape[1], np.int32),
         kinds=np.zeros(len(counts), np.int8),
         homes=np.zeros(nets, np.int8),
@@ -741,17 +765,17 @@ def best_chain(
     # The stages of the best chain are found by following the origins down from everything.
     value, ideal, tops = float(table.values[-1, state]), len(lattice.parents) - 1, []
     free, devices = [list(members) for members in kinds.members], []
-    stage_kinds = []
+    kinds_used = []
     while ideal:
         kind, origin = int(table.kinds[ideal, state]), int(table.origins[ideal, state])
         tops.append(ideal)
-        stage_kinds.append(kind)
+        kinds_used.append(kind)
         # Several states lead to `state` if devices may be skipped; the value came from the least.
         befores = np.flatnonzero(table.nexts[:, kind] == state)
         state = int(befores[table.values[origin, befores].argmin()])
         ideal = origin
     # Stages are numbered from the bottom and take the devices of their kind in machine order.
-    for kind in reversed(stage_kinds):
+    for kind in reversed(kinds_used):
         devices.append(free[kind].pop(0))
     stages = np.zeros(len(lattice.ranks), np.int32)
     # Tops go down. Each marks a whole ideal; later ones mark its lower part anew.
@@ -759,35 +783,4 @@ def best_chain(
         while top:
             stages[lattice.lasts[top]] = len(tops) - 1 - stage
             top = int(lattice.parents[top])
-    return StageChain(value, stages, devices), True
-
-
-def _weights(work_seconds: Float64, counts: Int64) -> tuple[Float64, Float64]:
-    """Return [kinds] weights lambda that make the bound on work high, and [elements] weighted work.
-
-    Any weights give a valid bound. The first kind has weight 1. For each other kind in turn, eleven
-    quantiles of the ratio between the weighted work so far and the kind's own work are tried. The
-    best has the most weighted work per weighted device.
-
-    counts   [kinds] number of devices
-    """
-    weights = np.ones(work_seconds.shape[1])
-    weighed, power = work_seconds[:, 0], float(counts[0])
-    for kind in range(1, work_seconds.shape[1]):
-        column = work_seconds[:, kind]
-        usable = (column > 0) & np.isfinite(column) & np.isfinite(weighed)
-        ratios = weighed[usable] / column[usable] if usable.any() else np.zeros(1)
-        ratios = np.quantile(ratios, np.linspace(0, 1, 11))
-        sums = [np.minimum(weighed, _times(column, r)).sum() for r in ratios]
-        best = int(np.argmax(np.array(sums) / (power + counts[kind] * ratios)))
-        weights[kind] = ratios[best]
-        weighed = np.minimum(weighed, _times(column, weights[kind]))
-        power += float(counts[kind] * weights[kind])
-    return weights, np.where(np.isfinite(weighed), weighed, 0.0)
-
-
-def _times(column: Float64, weight: float) -> Float64:
-    """Return `column` x `weight`, where 0 x inf is inf and not nan: an element that may not be on a
-    kind never takes its weighted work from that kind."""
-    finite = np.isfinite(column)
-    return np.where(finite, np.where(finite, column, 0.0) * weight, np.inf)
+    return ContiguousChain(value, stages, devices), True

@@ -37,10 +37,8 @@ from dovetail.placers.list_scheduling import (
     empty_heaps,
     fits,
     longest_paths,
-    pop_later,
-    pop_now,
-    push_later,
-    push_now,
+    pop,
+    push,
     ranked,
     roomiest_unless_fitting,
     tasks_of,
@@ -68,7 +66,9 @@ class _EtfSchedule(NamedTuple):
     waiting, done    [ops] number of ops before it that have not started; 1: it has started
     ready_heads, ready_next   [groups], [ops] linked lists of the ops that became ready before their
                      group had a device; -1: end
-    heaps            ranks of ready ops, by lane
+    by_rank, ranks   [ops] ops by rank, and the rank of each
+    now, later       by lane, ready ops that can start as soon as the device is free (all with time
+                     0), and ready ops by the time at which their inputs come
     firsts           [devices] rank of the op that each could start earliest; -1: none
     first_times      [devices] when it could start that op
     last             [devices] op that ran last, -1: none
@@ -86,7 +86,10 @@ class _EtfSchedule(NamedTuple):
     done: Int8
     ready_heads: Int32
     ready_next: Int32
-    heaps: LaneHeaps
+    by_rank: Int32
+    ranks: Int32
+    now: LaneHeaps
+    later: LaneHeaps
     firsts: Int32
     first_times: Float64
     last: Int32
@@ -111,6 +114,7 @@ def etf_schedule(
     levels = np.zeros(ops)
     longest_paths(tasks, tasks.seconds.min(axis=1), np.zeros(len(tasks.befores)), levels)
     groups, lanes = len(limits.choices), 2 * devices if aware else devices
+    by_rank, ranks = ranked(levels)
     work = _EtfSchedule(
         placed=np.full(groups, -1, np.int32),
         room=limits.room_bytes.copy(),
@@ -122,47 +126,70 @@ def etf_schedule(
         done=(tasks.runs == 0).astype(np.int8),
         ready_heads=np.full(groups, -1, np.int32),
         ready_next=np.full(ops, -1, np.int32),
+        by_rank=by_rank,
+        ranks=ranks,
         # An op is offered to a lane at most twice: when it becomes ready, and when its group is
         # given to the device with most room.
-        heaps=empty_heaps(lanes, 2 * ops),
+        now=empty_heaps(lanes, 2 * ops),
+        later=empty_heaps(lanes, 2 * ops),
         firsts=np.zeros(devices, np.int32),
         first_times=np.zeros(devices),
         last=np.full(devices, -1, np.int32),
         fresh=np.empty(ops, np.int32),
         fresh_count=np.zeros(1, np.int64),
     )
-    left = _schedule(tasks, limits, favourites, *ranked(levels), work)
+    left = _schedule(tasks, limits, favourites, work)
     assert left == 0, "some op never became ready: its predecessors form a cycle"
     return ListSchedule(work.placed, work.starts, work.ends)
 
 
 @kernel
-def _schedule(
-    tasks: Tasks,
-    limits: GroupLimits,
-    favourites: Favourites,
-    by_rank: Int32,
-    ranks: Int32,
-    work: _EtfSchedule,
+def _schedule(  # noqa: C901  (kernel)
+    tasks: Tasks, limits: GroupLimits, favourites: Favourites, work: _EtfSchedule
 ) -> int:
     """Fill `work`. Returns how many ops were never scheduled: 0 unless ops wait in a cycle."""
-    left = 0
+    devices, left = len(work.free), 0
     for op in range(len(work.done)):
         if not work.done[op]:
             left += 1
             if work.waiting[op] == 0:
                 add_fresh(work, op)
     while left > 0:
-        offer_fresh(tasks, limits, ranks, work)
+        # 1. Ready ops go into the lanes of every device on which their groups may be.
+        while work.fresh_count[0] > 0:
+            work.fresh_count[0] -= 1
+            op = work.fresh[work.fresh_count[0]]
+            group = tasks.of_op[op]
+            home = work.placed[group]
+            if home < 0:
+                work.ready_next[op] = work.ready_heads[group]
+                work.ready_heads[group] = op
+            time = latest = 0.0
+            # The plain lanes come first. So `latest`, when the op's inputs could be on every device
+            # that it may choose, is complete at the first urgent lane.
+            for lane in range(len(work.now.sizes)):
+                urgent = lane >= devices
+                device = lane - devices if urgent else lane
+                if home == device or (home < 0 and limits.choices[group, device] == 1):
+                    if urgent:
+                        time = latest
+                    else:
+                        time = arrival(tasks, work.placed, work.ends, op, device)
+                        latest = max(latest, time)
+                    if time <= work.free[device]:
+                        push(work.now, lane, 0.0, work.ranks[op])
+                    else:
+                        push(work.later, lane, time, work.ranks[op])
+
+        # 2. The device that can start an op earliest. Ties of time: a device that is not awake goes
+        # before one that is; then the lower rank; then the lower device, which comes first here.
         best, best_awake = -1, False
-        for device in range(len(work.free)):
-            awake = look(tasks, limits, favourites, by_rank, ranks, work, device)
+        for device in range(devices):
+            awake = look(tasks, limits, favourites, work, device)
             if work.fresh_count[0] > 0:
                 break
             if work.firsts[device] < 0:
                 continue
-            # Ties of time: a device that is not awake goes before one that is; then the lower rank;
-            # then the lower device, which comes first here.
             sooner = best < 0 or work.first_times[device] < work.first_times[best]
             if not sooner and work.first_times[device] == work.first_times[best]:
                 better = work.firsts[device] < work.firsts[best]
@@ -175,20 +202,28 @@ def _schedule(
             continue
         if best < 0:
             return left
-        start(tasks, limits, work, by_rank[work.firsts[best]], best)
+
+        # 3. It runs that op. Others become ready by this.
+        op = work.by_rank[work.firsts[best]]
+        if work.placed[tasks.of_op[op]] < 0:
+            settle(limits, work, tasks.of_op[op], best)
+        work.done[op] = 1
+        work.last[best] = op
+        work.starts[op] = work.first_times[best]
+        work.ends[op] = work.starts[op] + tasks.seconds[op, best]
+        work.free[best] = work.ends[op]
+        for i in range(tasks.after_offsets[op], tasks.after_offsets[op + 1]):
+            after = tasks.afters[i]
+            work.waiting[after] -= 1
+            if work.waiting[after] == 0:
+                add_fresh(work, after)
         left -= 1
     return 0
 
 
 @inlined
 def look(
-    tasks: Tasks,
-    limits: GroupLimits,
-    favourites: Favourites,
-    by_rank: Int32,
-    ranks: Int32,
-    work: _EtfSchedule,
-    device: int,
+    tasks: Tasks, limits: GroupLimits, favourites: Favourites, work: _EtfSchedule, device: int
 ) -> bool:
     """Fill `firsts` and `first_times` of a device with the op that it could start earliest.
 
@@ -199,95 +234,80 @@ def look(
     lane = device
     child, begins = -1, np.inf
     # More lanes than devices: this is a schedule of `sct`.
-    if len(work.heaps.now_sizes) > len(work.free) and work.last[device] >= 0:
+    if len(work.now.sizes) > len(work.free) and work.last[device] >= 0:
         child = favourites.children[work.last[device]]
         if child >= 0 and work.waiting[child] == 0 and not work.done[child]:
-            begins = child_start(tasks, limits, work, child, device)
+            # When the favourite child could start here, unless another device could start it
+            # sooner.
+            group = tasks.of_op[child]
+            home = work.placed[group]
+            elsewhere = np.inf
+            for other in range(len(work.free)):
+                if home == other or (home < 0 and fits(limits, work.room, group, other)):
+                    time = arrival(tasks, work.placed, work.ends, child, other)
+                    time = max(time, work.free[other])
+                    if other == device:
+                        begins = time
+                    else:
+                        elsewhere = min(elsewhere, time)
+            if begins > elsewhere:
+                begins = np.inf
             if begins - free <= favourites.patience_seconds[work.last[device]]:
                 lane = len(work.free) + device
     # An awake device whose child can start at once takes the child and looks at no other op.
     if lane == device or begins > free:
-        find_first(tasks, limits, by_rank, work, lane, device)
+        find_first(tasks, limits, work, lane, device)
     if lane > device:
         # Until the child can start, an urgent op may run, if it starts once the device is free.
         urgent = begins > free and work.firsts[device] >= 0 and work.first_times[device] <= free
         if not urgent:
-            work.firsts[device] = ranks[child]
+            work.firsts[device] = work.ranks[child]
             work.first_times[device] = begins
     return lane > device
 
 
 @inlined
-def child_start(
-    tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, child: int, device: int
-) -> float:
-    """Return when a favourite child could start on `device`; inf if it may not be there, or if
-    another device could start it sooner."""
-    group = tasks.of_op[child]
-    home = work.placed[group]
-    device_start = elsewhere = np.inf
-    for other in range(len(work.free)):
-        if home == other or (home < 0 and fits(limits, work.room, group, other)):
-            time = arrival(tasks, work.placed, work.ends, child, other)
-            time = max(time, work.free[other])
-            if other == device:
-                device_start = time
-            else:
-                elsewhere = min(elsewhere, time)
-    return device_start if device_start <= elsewhere else np.inf
-
-
-@inlined
 def find_first(
-    tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _EtfSchedule, lane: int, device: int
+    tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, lane: int, device: int
 ) -> None:
-    """Fill `firsts` and `first_times` of a device with what it could start first in a lane."""
-    heaps, free = work.heaps, work.free[device]
-    work.firsts[device] = -1
-    # What has arrived by now competes by rank alone. A device's free time never falls, so an op
-    # that is moved to the heap `now` stays there rightly.
-    while heaps.later_sizes[lane] > 0 and heaps.later_times[lane, 0] <= free:
-        push_now(heaps, lane, heaps.later_ranks[lane, 0])
-        pop_later(heaps, lane)
-    # An op stands in the lanes of several devices. Where it no longer counts, it is dropped only
-    # when it comes to the top.
-    while heaps.now_sizes[lane] + heaps.later_sizes[lane] > 0:
-        is_now = heaps.now_sizes[lane] > 0
-        rank = heaps.now[lane, 0] if is_now else heaps.later_ranks[lane, 0]
-        if not is_gone(tasks, limits, work, by_rank[rank], device):
-            work.firsts[device] = rank
-            work.first_times[device] = free if is_now else heaps.later_times[lane, 0]
-            return
-        if is_now:
-            pop_now(heaps, lane)
-        else:
-            pop_later(heaps, lane)
-
-
-@inlined
-def is_gone(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, device: int) -> bool:
-    """Return True if the op has started or its group cannot be on this device.
+    """Fill `firsts` and `first_times` of a device with what it could start first in a lane.
 
     A group that fits nowhere is given to the device with most room; its ready ops are offered
     again.
     """
-    group = tasks.of_op[op]
-    home = work.placed[group]
-    if work.done[op] == 1:
-        return True
-    if home >= 0:
-        return bool(home != device)
-    if work.room[device] >= limits.group_bytes[group]:
-        return False
-    roomiest = roomiest_unless_fitting(limits, work.room, group)
-    if roomiest >= 0:
-        settle(limits, work, group, roomiest)
-        ready = work.ready_heads[group]
-        # The lane of that device may have dropped these ops already, when they did not fit.
-        while ready >= 0:
-            add_fresh(work, ready)
-            ready = work.ready_next[ready]
-    return True
+    now, later, free = work.now, work.later, work.free[device]
+    work.firsts[device] = -1
+    # What has arrived by now competes by rank alone. A device's free time never falls, so an op
+    # that is moved to the heap `now` stays there rightly.
+    while later.sizes[lane] > 0 and later.times[lane, 0] <= free:
+        push(now, lane, 0.0, later.ranks[lane, 0])
+        pop(later, lane)
+    # An op stands in the lanes of several devices. Where it no longer counts, because it has
+    # started or its group cannot be on this device, it is dropped only when it comes to the top.
+    while now.sizes[lane] + later.sizes[lane] > 0:
+        is_now = now.sizes[lane] > 0
+        rank = now.ranks[lane, 0] if is_now else later.ranks[lane, 0]
+        op = work.by_rank[rank]
+        group = tasks.of_op[op]
+        home = work.placed[group]
+        has_room = home < 0 and work.room[device] >= limits.group_bytes[group]
+        if work.done[op] == 0 and (home == device or has_room):
+            work.firsts[device] = rank
+            work.first_times[device] = free if is_now else later.times[lane, 0]
+            return
+        if work.done[op] == 0 and home < 0:
+            roomiest = roomiest_unless_fitting(limits, work.room, group)
+            if roomiest >= 0:
+                settle(limits, work, group, roomiest)
+                ready = work.ready_heads[group]
+                # The lane of that device may have dropped these ops already, when they did not fit.
+                while ready >= 0:
+                    add_fresh(work, ready)
+                    ready = work.ready_next[ready]
+        if is_now:
+            pop(now, lane)
+        else:
+            pop(later, lane)
 
 
 @inlined
@@ -302,55 +322,3 @@ def add_fresh(work: _EtfSchedule, op: int) -> None:
     """Put an op on the stack of those that are to be offered."""
     work.fresh[work.fresh_count[0]] = op
     work.fresh_count[0] += 1
-
-
-@inlined
-def offer_fresh(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSchedule) -> None:
-    """Offer every op of the stack, and empty it."""
-    while work.fresh_count[0] > 0:
-        work.fresh_count[0] -= 1
-        offer(tasks, limits, ranks, work, work.fresh[work.fresh_count[0]])
-
-
-@inlined
-def offer(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSchedule, op: int) -> None:
-    """Put a ready op into the lanes of every device on which its group may be."""
-    group = tasks.of_op[op]
-    home = work.placed[group]
-    if home < 0:
-        work.ready_next[op] = work.ready_heads[group]
-        work.ready_heads[group] = op
-    time = latest = 0.0
-    # The plain lanes come first. So `latest`, when the op's inputs could be on every device that it
-    # may choose, is complete at the first urgent lane.
-    for lane in range(len(work.heaps.now_sizes)):
-        urgent = lane >= len(work.free)
-        device = lane - len(work.free) if urgent else lane
-        if home == device or (home < 0 and limits.choices[group, device] == 1):
-            if urgent:
-                time = latest
-            else:
-                time = arrival(tasks, work.placed, work.ends, op, device)
-                latest = max(latest, time)
-            if time <= work.free[device]:
-                push_now(work.heaps, lane, ranks[op])
-            else:
-                push_later(work.heaps, lane, ranks[op], time)
-
-
-@inlined
-def start(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, device: int) -> None:
-    """Schedule an op on a device at `first_times`, and stack the ops that become ready by that."""
-    group = tasks.of_op[op]
-    if work.placed[group] < 0:
-        settle(limits, work, group, device)
-    work.done[op] = 1
-    work.last[device] = op
-    work.starts[op] = work.first_times[device]
-    work.ends[op] = work.starts[op] + tasks.seconds[op, device]
-    work.free[device] = work.ends[op]
-    for i in range(tasks.after_offsets[op], tasks.after_offsets[op + 1]):
-        after = tasks.afters[i]
-        work.waiting[after] -= 1
-        if work.waiting[after] == 0:
-            add_fresh(work, after)

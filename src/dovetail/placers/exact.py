@@ -23,7 +23,7 @@ so that the same budget gives the same plan. A budget of seconds uses `budget.th
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -38,7 +38,8 @@ from dovetail.graph import HOST, Phase
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, every_placement
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
-from dovetail.simulator.latency import LatencyModel, latency_model
+from dovetail.simulator.latency import latency_model
+from dovetail.simulator.loads import LoadModel
 
 # ── The master problem: parts that the CP-SAT models of all objectives share ────────────────────
 #
@@ -153,7 +154,9 @@ class Hop:
         return from_source and any(int(placement[t]) in self.destinations for t in self.targets)
 
 
-def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
+def new_master(  # noqa: C901  the rules of all models, one after the other
+    problem: PlacementProblem, scale_seconds: float
+) -> Master:
     """Return a model with placements, memory and symmetry, whose objective nothing limits yet.
 
     scale_seconds   about what a good plan takes; it becomes `SCALE_UNITS` units
@@ -190,9 +193,63 @@ def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
                     model.add_bool_or([~at[group][after], *used])
                 if before in at[group]:
                     used.append(at[group][before])
-    _limit_memory(master)
+
+    # The two necessary rules on memory, for every device that could be overfilled.
+    stay, end, passing = necessary_bytes(problem)
+    for device in range(problem.devices):
+        capacity = int(problem.capacities[device])
+        literals = [(g, of_group[device]) for g, of_group in enumerate(at) if device in of_group]
+        if sum(int(end[g] + passing[g]) for g, _ in literals) <= capacity:
+            continue
+        # Room is rounded up and sizes are rounded down, so that the rules exclude no placement that
+        # fits. Groups too large for the device are excluded exactly.
+        unit = max(1, capacity // ROOM_UNITS)
+        room = -(-capacity // unit)
+        for g, literal in literals:
+            if stay[g] + passing[g] > capacity or end[g] > capacity:
+                model.add(literal == 0)
+        model.add(sum(int(end[g]) // unit * literal for g, literal in literals) <= room)
+        most = model.new_int_var(0, room, "")
+        for g, literal in literals:
+            units = min(int(passing[g]) // unit, room)
+            model.add(most >= units).only_enforce_if(literal)
+        model.add(sum(int(stay[g]) // unit * literal for g, literal in literals) + most <= room)
+
     if problem.contiguous:
-        _keep_contiguous(master)
+        # Devices have places in an order, a group has the place of its device, and no forward edge
+        # goes from a higher place to a lower one.
+        last = problem.devices - 1
+        places = [model.new_int_var(0, last, "") for _ in range(problem.devices)]
+        model.add_all_different(places)
+        place_of: dict[int, cp_model.IntVar] = {}
+        for group in np.unique(problem.load.edges).tolist():
+            place_of[group] = model.new_int_var(0, last, "")
+            for device, literal in at[group].items():
+                model.add(place_of[group] == places[device]).only_enforce_if(literal)
+        for first, second in problem.load.edges.tolist():
+            model.add(place_of[first] <= place_of[second])
+        # No path of forward ops leaves a device and comes back: an op between two ops of a device
+        # is on that device. This follows from the order, but propagates better.
+        graph, of_op = problem.graph, problem.groups.of_op
+        edges = graph.forward_edges.tolist()
+        ops = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
+        for device in range(problem.devices):
+            there = {op: at[of_op[op]].get(device) for op in ops}
+            if all(literal is None for literal in there.values()):
+                continue
+            # `below`: a path leads from the device to the op. `above`: a path leads from the op to
+            # the device. An op for which both hold must be on the device.
+            below = {op: model.new_bool_var("") for op in ops}
+            above = {op: model.new_bool_var("") for op in ops}
+            for op, on_device in there.items():
+                if on_device is not None:
+                    model.add_implication(on_device, below[op])
+                    model.add_implication(on_device, above[op])
+                allowing = [] if on_device is None else [on_device]
+                model.add_bool_or([~below[op], ~above[op], *allowing])
+            for first, second in edges:
+                model.add_implication(below[first], below[second])
+                model.add_implication(above[second], above[first])
     model.minimize(master.objective)
     return master
 
@@ -250,30 +307,6 @@ def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
     return carried and not any({names[a], names[b]} <= of_channel for of_channel in ends.values())
 
 
-def _limit_memory(master: Master) -> None:
-    """Add the two necessary rules on memory for every device that could be overfilled."""
-    problem, model = master.problem, master.model
-    stay, end, passing = necessary_bytes(problem)
-    for device in range(problem.devices):
-        capacity = int(problem.capacities[device])
-        literals = [(g, at[device]) for g, at in enumerate(master.at) if device in at]
-        if sum(int(end[g] + passing[g]) for g, _ in literals) <= capacity:
-            continue
-        # Room is rounded up and sizes are rounded down, so that the rules exclude no placement that
-        # fits. Groups too large for the device are excluded exactly.
-        unit = max(1, capacity // ROOM_UNITS)
-        room = -(-capacity // unit)
-        for g, literal in literals:
-            if stay[g] + passing[g] > capacity or end[g] > capacity:
-                model.add(literal == 0)
-        model.add(sum(int(end[g]) // unit * literal for g, literal in literals) <= room)
-        most = model.new_int_var(0, room, "")
-        for g, literal in literals:
-            units = min(int(passing[g]) // unit, room)
-            model.add(most >= units).only_enforce_if(literal)
-        model.add(sum(int(stay[g]) // unit * literal for g, literal in literals) + most <= room)
-
-
 Int64 = NDArray[np.int64]
 
 
@@ -306,53 +339,37 @@ def necessary_bytes(problem: PlacementProblem) -> tuple[Int64, Int64, Int64]:
     return stay, end, passing
 
 
-def _keep_contiguous(master: Master) -> None:
-    """Allow only contiguous placements. Two sets of constraints say so:
+Spot = tuple[int, int]  # (from device, to device), or (unit, device)
 
-    * devices have places in an order that no forward edge goes against, which is the definition;
-    * no path of forward ops leaves a device and comes back: an op between two ops of a device is on
-      that device. This follows from the first, but propagates better.
+
+def possible_hops(
+    load: LoadModel, homes: set[int], ends: set[int]
+) -> Iterator[tuple[Spot, set[int], set[int]]]:
+    """Yield each hop that a net may make: its link, and (devices of the source, devices of targets)
+    for which it happens. Hops through the host come last, and the host is no source of theirs.
+
+    homes, ends   devices where the source may be, and targets
     """
-    problem, model = master.problem, master.model
-    graph, of_op = problem.graph, problem.groups.of_op
-    # A group has the place of its device, and no forward edge goes from a higher place to a lower
-    # one.
-    last = problem.devices - 1
-    places = [model.new_int_var(0, last, "") for _ in range(problem.devices)]
-    model.add_all_different(places)
-    place_of: dict[int, cp_model.IntVar] = {}
-    for group in np.unique(problem.load.edges).tolist():
-        place_of[group] = model.new_int_var(0, last, "")
-        for device, literal in master.at[group].items():
-            model.add(place_of[group] == places[device]).only_enforce_if(literal)
-    for before, after in problem.load.edges.tolist():
-        model.add(place_of[before] <= place_of[after])
-
-    edges = graph.forward_edges.tolist()
-    ops = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
-    for device in range(problem.devices):
-        literals = {op: master.at[of_op[op]].get(device) for op in ops}
-        if all(literal is None for literal in literals.values()):
-            continue
-        # `below`: a path leads from the device to the op. `above`: a path leads from the op to the
-        # device. An op for which both hold must be on the device.
-        below = {op: model.new_bool_var("") for op in ops}
-        above = {op: model.new_bool_var("") for op in ops}
-        for op, on_device in literals.items():
-            if on_device is not None:
-                model.add_implication(on_device, below[op])
-                model.add_implication(on_device, above[op])
-            there = [] if on_device is None else [on_device]
-            model.add_bool_or([~below[op], ~above[op], *there])
-        for before, after in edges:
-            model.add_implication(below[before], below[after])
-            model.add_implication(above[after], above[before])
+    host = load.host
+    for a in sorted(homes):
+        direct = {d for d in ends - {a, host} if load.linked[a, d]}
+        for d in sorted(direct):
+            yield (a, d), {a}, {d}
+        # The net makes this hop once, however many devices behind the host read it, and whether it
+        # stays on the host or goes on.
+        behind = ends - direct - {a}
+        if a != host and behind:
+            yield (a, host), {a}, behind
+    for d in sorted(ends - {host}):
+        relayed = {a for a in homes - {d} if not load.linked[a, d]}
+        if relayed:
+            yield (host, d), relayed, {d}
 
 
 def add_hop(
     master: Master,
     source: int,
-    targets: Iterable[int],
+    targets: Sequence[int],
     sources: set[int],
     destinations: set[int],
 ) -> cp_model.IntVar | None:
@@ -361,32 +378,30 @@ def add_hop(
 
     No clause forces the literal to be false: a hop without need only adds seconds.
     """
+
+    def none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model.LiteralT]:
+        """Literals of which one is true if and only if the group is on none of the devices."""
+        # Exactly one literal of a group is true. So a single device needs only its negation.
+        inside = devices & at.keys()
+        if len(inside) == 1:
+            return [~at[next(iter(inside))]]
+        return [literal for d, literal in at.items() if d not in devices]
+
     literal: cp_model.IntVar | None = None
-    targets = tuple(targets)
-    source_at = master.at[source] if source >= 0 else {}
-    if source >= 0 and not sources & source_at.keys():
+    if source >= 0 and not sources & master.at[source].keys():
         return None
-    not_there = _none_of(source_at, sources) if source >= 0 else []
+    not_there = none_of(master.at[source], sources) if source >= 0 else []
     for target in targets:
         if not destinations & master.at[target].keys():
             continue
         if literal is None:
             literal = master.model.new_bool_var("")
-        elsewhere = _none_of(master.at[target], destinations)
+        elsewhere = none_of(master.at[target], destinations)
         master.model.add_bool_or([literal, *not_there, *elsewhere])
     if literal is not None:
-        hop = Hop(literal, source, targets, frozenset(sources), frozenset(destinations))
+        hop = Hop(literal, source, tuple(targets), frozenset(sources), frozenset(destinations))
         master.hops.append(hop)
     return literal
-
-
-def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model.LiteralT]:
-    """Return literals of which one is true if and only if the group is on none of `devices`."""
-    # Exactly one literal of a group is true. So a single device needs only its negation.
-    inside = devices & at.keys()
-    if len(inside) == 1:
-        return [~at[next(iter(inside))]]
-    return [literal for d, literal in at.items() if d not in devices]
 
 
 # ── `latency`: the time of one sample as a CP-SAT model ─────────────────────────────────────────
@@ -409,130 +424,102 @@ def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model
 Call = tuple[int, int]  # (device, 0: forward or 1: backward)
 
 
-@dataclass(eq=False)
-class _CallModel:
-    """A model under construction.
-
-    ends        end of each op that runs
-    starts, call_ends   of each call
-    carries     terms whose sum is the duration of each call
-    times       all starts and ends
-    sum_units   upper limit of every latency: all durations one after the other
-    """
-
-    master: Master
-    model: LatencyModel
-    ends: dict[int, cp_model.IntVar] = field(default_factory=dict)
-    starts: dict[Call, cp_model.IntVar] = field(default_factory=dict)
-    call_ends: dict[Call, cp_model.IntVar] = field(default_factory=dict)
-    carries: dict[Call, list[cp_model.LinearExprT]] = field(default_factory=dict)
-    times: list[cp_model.IntVar] = field(default_factory=list)
-    sum_units: int = 0
-
-
-def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
+def latency_master(  # noqa: C901  the model above, line by line
+    problem: PlacementProblem, scale_seconds: float
+) -> Master:
     """Return the model of the objective `latency`; it has O(reads x devices) literals."""
     master = new_master(problem, scale_seconds)
-    model = latency_model(problem.graph, problem.machine, problem.costs)
-    calls = _CallModel(master, model)
-    ops = [op for op in range(model.ops) if not model.is_source[op]]
+    model, sums = master.model, latency_model(problem.graph, problem.machine, problem.costs)
+    of_op, everywhere = problem.groups.of_op, set(range(problem.devices))
+    ops = [op for op in range(sums.ops) if not sums.is_source[op]]
+    at = {op: master.at[int(of_op[op])] for op in ops}
+    times: list[cp_model.IntVar] = []
+    # All durations one after the other: no latency is longer.
+    sum_units = 0
+
+    def new_time() -> cp_model.IntVar:
+        times.append(model.new_int_var(0, HORIZON_UNITS, ""))
+        return times[-1]
+
+    ends: dict[int, cp_model.IntVar] = {}
     for op in ops:
-        calls.ends[op] = _time(calls)
-        master.model.add(master.objective >= calls.ends[op])
-    for device in range(problem.devices):
-        if model.accelerator[device]:
-            for late in (0, 1):
-                call = device, late
-                calls.starts[call], calls.call_ends[call] = _time(calls), _time(calls)
-                calls.carries[call] = []
-            master.model.add(calls.starts[device, 1] >= calls.call_ends[device, 0])
+        ends[op] = new_time()
+        model.add(master.objective >= ends[op])
+    # The start and the end of each call, and the terms whose sum is its duration.
+    starts: dict[Call, cp_model.IntVar] = {}
+    call_ends: dict[Call, cp_model.IntVar] = {}
+    carries: dict[Call, list[cp_model.LinearExprT]] = {}
+
+    def carry(call: Call, units: int, literal: cp_model.IntVar) -> None:
+        """Add `units` to the duration of a call if the literal is true."""
+        nonlocal sum_units
+        carries[call].append(units * literal)
+        sum_units += units
+
+    for device in np.flatnonzero(sums.accelerator).tolist():
+        for late in (0, 1):
+            starts[device, late], call_ends[device, late] = new_time(), new_time()
+            carries[device, late] = []
+        model.add(starts[device, 1] >= call_ends[device, 0])
     for op in ops:
         # What the op costs on each device, and when it ends there.
-        for device, literal in _at(calls, op).items():
-            units = master.units(model.work_seconds[op, device])
-            if model.accelerator[device]:
-                call = device, int(model.late[op])
-                _carry(calls, call, units, literal)
-                master.model.add(calls.ends[op] >= calls.call_ends[call]).only_enforce_if(literal)
+        for device, literal in at[op].items():
+            units = master.units(sums.work_seconds[op, device])
+            if sums.accelerator[device]:
+                call = device, int(sums.late[op])
+                carry(call, units, literal)
+                model.add(ends[op] >= call_ends[call]).only_enforce_if(literal)
             else:
-                master.model.add(calls.ends[op] >= units).only_enforce_if(literal)
-                calls.sum_units += units
+                model.add(ends[op] >= units).only_enforce_if(literal)
+                sum_units += units
                 master.terms += 1
-        _add_reads(calls, op)
-    for call, terms in calls.carries.items():
-        duration = cp_model.LinearExpr.sum(terms)
-        master.model.add(calls.call_ends[call] >= calls.starts[call] + duration)
+        # The ops that read its output wait for it.
+        users = sums.users[sums.user_offsets[op] : sums.user_offsets[op + 1]].tolist()
+        for user in users:
+            model.add(ends[user] >= ends[op])
+            for device, literal in at[user].items():
+                if not sums.accelerator[device]:
+                    units = master.units(sums.work_seconds[user, device])
+                    model.add(ends[user] >= ends[op] + units).only_enforce_if(literal)
+                    continue
+                # A call waits for what its ops read from elsewhere, so it starts after all of that.
+                waits = model.add(starts[device, int(sums.late[user])] >= ends[op])
+                here = at[op].get(device)
+                waits.only_enforce_if([literal] if here is None else [literal, ~here])
+        # The output is moved to accelerators and from one: to users that run forward (0), and
+        # backward (1).
+        targets = [
+            sorted({int(of_op[user]) for user in users if sums.late[user] == late})
+            for late in (0, 1)
+        ]
+        group = int(of_op[op])
+        for device in everywhere:
+            if not sums.accelerator[device]:
+                continue
+            elsewhere = everywhere - {device}
+            into = [add_hop(master, group, targets[late], elsewhere, {device}) for late in (0, 1)]
+            units = master.units(sums.in_seconds[op, device])
+            if into[0] is not None:
+                carry((device, 0), units, into[0])
+            # The backward call does not move in what the forward call has moved in already.
+            if into[1] is not None:
+                fetched = model.new_bool_var("")
+                forward = [] if into[0] is None else [into[0]]
+                model.add_bool_or([fetched, ~into[1], *forward])
+                carry((device, 1), units, fetched)
+            if device in at[op]:
+                out = add_hop(master, group, targets[0] + targets[1], {device}, elsewhere)
+                if out is not None:
+                    units = master.units(sums.out_seconds[op, device])
+                    carry((device, int(sums.late[op])), units, out)
+    for call, terms in carries.items():
+        model.add(call_ends[call] >= starts[call] + cp_model.LinearExpr.sum(terms))
         master.terms += len(terms)
     # Without this limit, propagation over calls that wait for each other would creep towards the
     # horizon, one duration at a time.
-    for moment in [master.objective, *calls.times]:
-        master.model.add(moment <= calls.sum_units)
+    for moment in [master.objective, *times]:
+        model.add(moment <= sum_units)
     return master
-
-
-def _time(calls: _CallModel) -> cp_model.IntVar:
-    """Return a new variable for a time, in units."""
-    calls.times.append(calls.master.model.new_int_var(0, HORIZON_UNITS, ""))
-    return calls.times[-1]
-
-
-def _carry(calls: _CallModel, call: Call, units: int, literal: cp_model.IntVar) -> None:
-    """Add `units` to the duration of a call if the literal is true."""
-    calls.carries[call].append(units * literal)
-    calls.sum_units += units
-
-
-def _add_reads(calls: _CallModel, op: int) -> None:
-    """Let the ops that read the output of `op` wait for it, and count the seconds of moving it to
-    accelerators and from one."""
-    master, model = calls.master, calls.model
-    group = int(master.problem.groups.of_op[op])
-    users = model.users[model.user_offsets[op] : model.user_offsets[op + 1]].tolist()
-    everywhere = set(range(master.problem.devices))
-    for user in users:
-        master.model.add(calls.ends[user] >= calls.ends[op])
-        for device, user_literal in _at(calls, user).items():
-            if not model.accelerator[device]:
-                units = master.units(model.work_seconds[user, device])
-                later = master.model.add(calls.ends[user] >= calls.ends[op] + units)
-                later.only_enforce_if(user_literal)
-                continue
-            # A call waits for what its ops read from elsewhere, so it starts after all of that.
-            start = calls.starts[device, int(model.late[user])]
-            waits = master.model.add(start >= calls.ends[op])
-            op_literal = _at(calls, op).get(device)
-            waits.only_enforce_if(
-                [user_literal] if op_literal is None else [user_literal, ~op_literal]
-            )
-    # Those of the users that run forward (0), and backward (1).
-    of_op = master.problem.groups.of_op
-    targets = [
-        sorted({int(of_op[user]) for user in users if model.late[user] == late}) for late in (0, 1)
-    ]
-    for device in everywhere:
-        if not model.accelerator[device]:
-            continue
-        elsewhere = everywhere - {device}
-        into = [add_hop(master, group, targets[late], elsewhere, {device}) for late in (0, 1)]
-        units = master.units(model.in_seconds[op, device])
-        if into[0] is not None:
-            _carry(calls, (device, 0), units, into[0])
-        # The backward call does not move in what the forward call has moved in already.
-        if into[1] is not None:
-            fetched = master.model.new_bool_var("")
-            forward = [] if into[0] is None else [into[0]]
-            master.model.add_bool_or([fetched, ~into[1], *forward])
-            _carry(calls, (device, 1), units, fetched)
-        if device in _at(calls, op):
-            out = add_hop(master, group, targets[0] + targets[1], {device}, elsewhere)
-            if out is not None:
-                units = master.units(model.out_seconds[op, device])
-                _carry(calls, (device, int(model.late[op])), units, out)
-
-
-def _at(calls: _CallModel, op: int) -> dict[int, cp_model.IntVar]:
-    """Return the literals of the op's group by device."""
-    return calls.master.at[int(calls.master.problem.groups.of_op[op])]
 
 
 # ── `load`: the largest load of a device as a CP-SAT model ──────────────────────────────────────
@@ -551,69 +538,39 @@ def _at(calls: _CallModel, op: int) -> dict[int, cp_model.IntVar]:
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423. Differences: any links; alike devices ordered;
 # integers, rounded down, so that the bound holds.
 
-Terms = defaultdict[int, list[cp_model.LinearExprT]]
-
 
 def load_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """Return the model of the objective `load`; it has O(nets x devices^2) literals at most."""
     master = new_master(problem, scale_seconds)
     load = problem.load
-    terms: Terms = defaultdict(list)
+    terms: defaultdict[int, list[cp_model.LinearExprT]] = defaultdict(list)
     for group, at in enumerate(master.at):
         for device, literal in at.items():
             terms[device].append(master.units(load.work_seconds[group, device]) * literal)
-    host = load.host
-    # Every hop that a net may make counts.
+    # Every hop that a net may make counts on those of its ends whose load counts, if it takes at
+    # least one unit.
     for net in range(len(load.net_sources)):
         source = int(load.net_sources[net])
         targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist()
-        homes = {host} if source < 0 else set(master.at[source])
-        ends = {d for target in targets for d in master.at[target]}
-        for a in sorted(homes):
-            direct = {d for d in ends - {a, host} if load.linked[a, d]}
-            for d in sorted(direct):
-                _add(master, net, (a, d), ({a}, {d}), terms)
-            if a != host:
-                # The net makes this hop once, however many devices behind the host read it, and
-                # whether it stays on the host or goes on.
-                _add(master, net, (a, host), ({a}, ends - direct - {a}), terms)
-        for d in sorted(ends - {host}):
-            relayed = {a for a in homes - {d} if not load.linked[a, d]}
-            if relayed:
-                _add(master, net, (host, d), (relayed, {d}), terms)
+        homes = {load.host} if source < 0 else set(master.at[source])
+        readers = {d for target in targets for d in master.at[target]}
+        for link, sources, destinations in possible_hops(load, homes, readers):
+            units = master.units(
+                load.net_sends[net] * load.latency_seconds[link]
+                + load.net_bytes[net] * load.seconds_per_byte[link]
+            )
+            counted = [device for device in link if load.counted[device]]
+            if not units or not counted:
+                continue
+            hop = add_hop(master, source, targets, sources, destinations)
+            if hop is not None:
+                for device in counted:
+                    terms[device].append(units * hop)
     for device in range(load.devices):
         if load.counted[device] and terms[device]:
             master.model.add(sum(terms[device]) <= master.objective)
             master.terms = max(master.terms, len(terms[device]))
     return master
-
-
-def _add(
-    master: Master,
-    net: int,
-    link: tuple[int, int],
-    when: tuple[set[int], set[int]],
-    terms: Terms,
-) -> None:
-    """Count one hop of a net over `link` on those of its ends whose load counts, if it takes at
-    least one unit.
-
-    when   (devices of the source, devices of targets) for which the net makes this hop
-    """
-    load = master.problem.load
-    units = master.units(
-        load.net_sends[net] * load.latency_seconds[link]
-        + load.net_bytes[net] * load.seconds_per_byte[link]
-    )
-    ends = [device for device in link if load.counted[device]]
-    if not units or not ends or not when[1]:
-        return
-    source = int(load.net_sources[net])
-    targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist()
-    literal = add_hop(master, source, targets, *when)
-    if literal is not None:
-        for device in ends:
-            terms[device].append(units * literal)
 
 
 # ── A lower bound on `load` from one device of each kind ────────────────────────────────────────
@@ -655,30 +612,6 @@ RELATIVE_GAP = 1e-3
 """Relative gap at which the solver stops. The bound stays valid and is weaker by up to this gap."""
 
 Float64 = NDArray[np.float64]
-
-
-@dataclass
-class _SparseRows:
-    """A sparse system lower <= A v <= upper under construction, as (row, column, value)."""
-
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-
-    def add(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        """Add a row of terms (column, value) and its limits."""
-        self.rows += [len(self.lower)] * len(terms)
-        self.columns += [column for column, _ in terms]
-        self.values += [value for _, value in terms]
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-    def matrix(self, columns: int) -> coo_array:
-        """Return A, [rows, columns]."""
-        shape = (len(self.lower), columns)
-        return coo_array((self.values, (self.rows, self.columns)), shape=shape)
 
 
 def share_bound(problem: PlacementProblem, budget: Budget) -> None:
@@ -736,19 +669,41 @@ def _interval(budget: Budget) -> tuple[float, float]:
 class _ShareModel:
     """The mixed-integer programme but for the weights, which enter when it is solved.
 
-    kinds      kinds of devices; empty where the bound does not apply
+    kinds      kinds of devices whose load counts; empty where the bound does not apply, because
+               groups may also be on a device whose load does not count, which could take any share
+               of them
     seconds    [groups] on the device that runs each fastest; their sum is the unit of load
-    first      first column of each kind; column 0 is L
+    first      first column of each kind; column 0 is L. Of one device of a kind there is a column
+               for each group in its set, each net that enters it and each net that leaves it
     """
 
     def __init__(self, problem: PlacementProblem) -> None:
-        self.kinds = [_DeviceKind(problem, of_kind) for of_kind in _kinds(problem)]
+        counted, load = problem.load.counted.astype(bool), problem.load
+        alike: dict[tuple[bytes, ...], _DeviceKind] = {}
+        if not problem.allowed[:, ~counted].any():
+            for device in np.flatnonzero(counted & problem.allowed.any(axis=0)).tolist():
+                enters, leaves = _crossings(problem, device)
+                parts = (load.work_seconds[:, device], enters, leaves, load.capacities[device])
+                key = tuple(np.asarray(part).tobytes() for part in parts)
+                alike.setdefault(key, _DeviceKind(device, enters, leaves)).count += 1
+        self.kinds = list(alike.values())
         seconds = np.where(problem.allowed, problem.load.work_seconds, np.inf).min(axis=1)
         self.seconds, self.sum_seconds = seconds, float(seconds.sum())
         self.groups = problem.groups.count
         self.first: list[int] = []
-        self._system = system = _SparseRows()
-        load, columns = problem.load, 1
+        # The rows lower <= A v <= upper, with A as (row, column, value).
+        entries: list[tuple[int, int, float]] = []
+        limits: list[tuple[float, float]] = []
+
+        def add(terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+            entries.extend((len(limits), column, value) for column, value in terms)
+            limits.append((lower, upper))
+
+        columns = 1
+        width = self.groups + 2 * len(load.net_sources)
+        # [columns] 1 if the variable is an integer, and its upper bound.
+        self._whole = np.zeros(1 + len(self.kinds) * width, np.int8)
+        self._most = np.ones(len(self._whole))
         # Each kind's set has rows for its nets, its load and its memory. Loads are in units of
         # `sum_seconds`.
         for kind in self.kinds if self.sum_seconds > 0 else []:
@@ -756,7 +711,10 @@ class _ShareModel:
             into = first + self.groups
             out = into + len(kind.enters)
             self.first.append(first)
-            columns += len(kind.most)
+            columns += self.groups + 2 * len(kind.enters)
+            # Nets need no integers: with whole groups the least value of such a variable is 0 or 1.
+            self._whole[first:into] = 1
+            self._most[first:into] = problem.allowed[:, device]
             work = np.where(problem.allowed[:, device], load.work_seconds[:, device], 0.0)
             terms = [(0, -1.0)]
             terms += [
@@ -772,23 +730,25 @@ class _ShareModel:
                 for target in targets.tolist():
                     row = [(first + target, -1.0), *from_source]
                     if kind.enters[net] > 0:
-                        system.add([(into + net, 1.0), *row], 0.0, np.inf)
+                        add([(into + net, 1.0), *row], 0.0, np.inf)
                     if kind.leaves[net] > 0:
                         negated = [(column, -value) for column, value in row]
-                        system.add([(out + net, 1.0), *negated], 0.0, np.inf)
+                        add([(out + net, 1.0), *negated], 0.0, np.inf)
                 if kind.enters[net] > 0:
                     terms.append((into + net, float(kind.enters[net] / self.sum_seconds)))
                 if kind.leaves[net] > 0:
                     terms.append((out + net, float(kind.leaves[net] / self.sum_seconds)))
-            system.add(terms, -np.inf, 0.0)
+            add(terms, -np.inf, 0.0)
             stay = necessary_bytes(problem)[0] / max(1.0, float(load.capacities[device]))
-            system.add(
-                [(first + g, float(stay[g])) for g in np.flatnonzero(stay).tolist()], 0.0, 1.0
-            )
+            add([(first + g, float(stay[g])) for g in np.flatnonzero(stay).tolist()], 0.0, 1.0)
         # A group is in the set of one kind at most.
         for group in range(self.groups):
-            self._system.add([(column + group, 1.0) for column in self.first], 0.0, 1.0)
+            add([(column + group, 1.0) for column in self.first], 0.0, 1.0)
         self._columns = columns
+        if entries:
+            rows, places, values = zip(*entries, strict=True)
+            matrix = coo_array((values, (rows, places)), shape=(len(limits), columns))
+            self._rows = LinearConstraint(matrix, *zip(*limits, strict=True))
 
     def least_load(self, weights: Float64, budget: Budget) -> float:
         """Return a lower bound in seconds: the least L at which these weights give a share of 1."""
@@ -851,17 +811,15 @@ class _ShareModel:
 
         limits   (share row or None, largest load). With a row the share must be at least 1
         """
-        system, share = self._system, limits[0]
-        matrix = system.matrix(self._columns)
-        constraints = [LinearConstraint(matrix, system.lower, system.upper)]
+        share, constraints = limits[0], [self._rows]
         if share is not None:
             constraints.append(LinearConstraint(share[None], 1.0, np.inf))
-        most = np.concatenate([[limits[1]], *(kind.most for kind in self.kinds)])
+        self._most[0] = limits[1]
         nodes = int(min(budget.left / NODE_EVALUATIONS, 10**9)) if not budget.timed else 10**9
         solution = milp(
             objective,
-            integrality=np.concatenate([[0], *(kind.whole for kind in self.kinds)]),
-            bounds=Bounds(np.zeros(self._columns), most),
+            integrality=self._whole,
+            bounds=Bounds(np.zeros(self._columns), self._most),
             constraints=constraints,
             options={
                 # `most_share` (no row) takes half of what is left, so that more calls can follow.
@@ -879,41 +837,19 @@ class _ShareModel:
         return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, solution.x
 
 
+@dataclass
 class _DeviceKind:
-    """Devices that the bound does not tell apart, and the columns of one of them: a group is in its
-    set [groups], a net enters the set [nets], a net leaves it [nets].
+    """Devices that the bound does not tell apart.
 
+    device           the first of them
     enters, leaves   [nets] least seconds of a net that is made elsewhere and read here, and of one
                      that is made here and read elsewhere
-    whole, most      [columns] 1 if the variable is an integer; its upper bound
     """
 
-    def __init__(self, problem: PlacementProblem, devices: list[int]) -> None:
-        self.device, self.count = devices[0], len(devices)
-        self.enters, self.leaves = _crossings(problem, self.device)
-        groups, nets = problem.groups.count, len(self.enters)
-        # Nets need no integers: with whole groups the least value of such a variable is 0 or 1.
-        self.whole = np.concatenate([np.ones(groups), np.zeros(2 * nets)]).astype(np.int8)
-        may = problem.allowed[:, self.device].astype(np.float64)
-        self.most = np.concatenate([may, np.ones(2 * nets)])
-
-
-def _kinds(problem: PlacementProblem) -> list[list[int]]:
-    """Return the devices whose load counts, alike ones together.
-
-    Returns nothing if groups may also be on a device whose load does not count: such a device could
-    take any share of the groups, so the bound does not hold.
-    """
-    counted = problem.load.counted.astype(bool)
-    if problem.allowed[:, ~counted].any():
-        return []
-    kinds: dict[tuple[bytes, ...], list[int]] = {}
-    for device in np.flatnonzero(counted & problem.allowed.any(axis=0)).tolist():
-        enters, leaves = _crossings(problem, device)
-        work = problem.load.work_seconds[:, device]
-        parts = (work, enters, leaves, problem.load.capacities[device])
-        kinds.setdefault(tuple(np.asarray(part).tobytes() for part in parts), []).append(device)
-    return list(kinds.values())
+    device: int
+    enters: Float64
+    leaves: Float64
+    count: int = 0
 
 
 def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64]:
@@ -957,35 +893,6 @@ def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64
 # https://developers.google.com/optimization/scheduling/job_shop; the rules are those of section 3
 # of docs/design.md. Differences: memory is that of the master problem, not a peak over time.
 
-# (unit, device) of an arrival. A unit is a tensor's index, or tensors + op for an op's control
-# edges.
-Spot = tuple[int, int]
-
-
-@dataclass(eq=False)
-class _JobShopModel:
-    """A model under construction.
-
-    ends      [ops] end of each op; 0 for sources
-    starts    start of each op that runs
-    lanes     intervals by what does one of them at a time: a device's index, or a channel's name
-    arrivals  when a unit is on a device that it was sent to
-    hops      literals of sends; units with the same source, targets and link share one
-    loose     starts and ends of sends, which no constraint limits if the send does not happen
-    sum_units   all durations one after the other: the best schedule is not longer
-    """
-
-    master: Master
-    ends: list[cp_model.LinearExprT] = field(default_factory=list)
-    starts: dict[int, cp_model.IntVar] = field(default_factory=dict)
-    lanes: defaultdict[int | str, list[cp_model.IntervalVar]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    arrivals: dict[Spot, cp_model.IntVar] = field(default_factory=dict)
-    hops: dict[tuple[object, ...], cp_model.IntVar | None] = field(default_factory=dict)
-    loose: list[cp_model.IntVar] = field(default_factory=list)
-    sum_units: int = 0
-
 
 @dataclass(frozen=True)
 class _SentUnit:
@@ -1014,30 +921,94 @@ def intervals_needed(problem: PlacementProblem) -> int:
     return int((~graph.is_source).sum()) * devices + sends * devices * devices
 
 
-def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
+def step_master(  # noqa: C901  the model above, line by line
+    problem: PlacementProblem, scale_seconds: float
+) -> Master:
     """Return the model of the objective `step`; see `intervals_needed` for its size."""
     master = new_master(problem, scale_seconds)
     model, graph, of_op = master.model, problem.graph, problem.groups.of_op
-    shop = _JobShopModel(master)
-    # Each op has a start, an end, and an optional interval on each device where it may be.
+    load, machine = problem.load, problem.machine
+    host, names = load.host, machine.device_names
+    # [ops] The end of each op, 0 for sources; the start of each that runs. Intervals by what does
+    # one of them at a time: a device's index, or a channel's name.
+    ends: list[cp_model.LinearExprT] = []
+    starts: dict[int, cp_model.IntVar] = {}
+    lanes: defaultdict[int | str, list[cp_model.IntervalVar]] = defaultdict(list)
+    # All durations one after the other: the best schedule is not longer.
+    sum_units = 0
     for op in range(len(graph)):
         if graph.is_source[op]:
-            shop.ends.append(0)
+            ends.append(0)
             continue
         seconds, at = problem.costs.compute_seconds[op], master.at[of_op[op]]
         start = model.new_int_var(0, HORIZON_UNITS, "")
         duration = sum(master.units(seconds[d]) * literal for d, literal in at.items())
-        shop.starts[op] = start
-        shop.sum_units += max(master.units(seconds[d]) for d in at)
-        shop.ends.append(start + duration)
+        starts[op] = start
+        sum_units += max(master.units(seconds[d]) for d in at)
+        ends.append(start + duration)
+        # An optional interval on each device where the op may be.
         for device, literal in at.items():
             units = master.units(seconds[device])
             interval = model.new_optional_fixed_size_interval_var(start, units, literal, "")
-            shop.lanes[device].append(interval)
+            lanes[device].append(interval)
         model.add(start + duration <= master.objective)
+
+    # (unit, device) -> when a unit is on a device that it was sent to. Literals of sends: units
+    # with the same source, targets and link share one. Starts and ends of sends, which no
+    # constraint limits if the send does not happen.
+    arrivals: dict[Spot, cp_model.IntVar] = {}
+    hops: dict[tuple[object, ...], cp_model.IntVar | None] = {}
+    loose: list[cp_model.IntVar] = []
     for unit in _units(problem):
-        _add_unit(shop, unit)
-    for intervals in shop.lanes.values():
+        # Every send that the unit may make is an optional interval. Sends to one device, of which a
+        # placement makes one at most, share the variable of their end.
+        homes = set(master.at[unit.group]) if unit.group >= 0 else {host}
+        readers = {d for target in unit.targets for d in master.at[target]}
+        for link, sources, destinations in possible_hops(load, homes, readers):
+            ready = ends[unit.producer]
+            if link[0] == host and host not in sources:
+                # The second of two hops is ready when the first has arrived on the host.
+                if (unit.index, host) not in arrivals:
+                    continue
+                ready = arrivals[unit.index, host]
+            key = (unit.group, unit.targets, link, frozenset(sources), frozenset(destinations))
+            if key not in hops:
+                hops[key] = add_hop(master, unit.group, unit.targets, sources, destinations)
+            sent = hops[key]
+            if sent is None:
+                continue
+            wire = machine.links[machine.link_index[link]]
+            units = master.units(
+                wire.latency_seconds + unit.size_bytes / wire.bandwidth_bytes_per_second
+            )
+            sum_units += units
+            spot = (unit.index, link[1])
+            if spot not in arrivals:
+                arrivals[spot] = model.new_int_var(0, HORIZON_UNITS, "")
+            end = arrivals[spot]
+            start = model.new_int_var(0, HORIZON_UNITS, "")
+            interval = model.new_optional_interval_var(start, units, end, sent, "")
+            model.add(start >= ready).only_enforce_if(sent)
+            loose += [start, end]
+            # A channel with a device's name is that device: it cannot run an op while it sends.
+            lane = names.index(wire.channel) if wire.channel in names else wire.channel
+            lanes[lane].append(interval)
+        # A reader starts only when the unit has been made and, if that was elsewhere, has arrived.
+        for op in sorted(set(unit.readers)):
+            start, group = starts[op], int(of_op[op])
+            if not graph.is_source[unit.producer]:
+                model.add(start >= ends[unit.producer])
+            if group == unit.group:
+                continue
+            for device, literal in master.at[group].items():
+                arrival = arrivals.get((unit.index, device))
+                # An input that is read on the host is there from the start.
+                if arrival is None or (unit.group < 0 and device == host):
+                    continue
+                made_here = master.at[unit.group].get(device) if unit.group >= 0 else None
+                elsewhere = [] if made_here is None else [~made_here]
+                model.add(start >= arrival).only_enforce_if([literal, *elsewhere])
+    for intervals in lanes.values():
         model.add_no_overlap(intervals)
     # No device works longer than the step takes. The intervals imply it already, but not as a
     # linear constraint.
@@ -1051,16 +1022,21 @@ def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
         if terms:
             model.add(sum(terms) <= master.objective)
     # Towards a horizon that is far off propagation would creep, one duration at a time.
-    for moment in [master.objective, *shop.loose]:
-        model.add(moment <= shop.sum_units)
-    master.terms = len(shop.starts) + len(shop.arrivals)
+    for moment in [master.objective, *loose]:
+        model.add(moment <= sum_units)
+    master.terms = len(starts) + len(arrivals)
     return master
 
 
 def _units(problem: PlacementProblem) -> list[_SentUnit]:
     """Return all that ops wait for: tensors, then the ends of ops with control edges."""
     graph, of_op = problem.graph, problem.groups.of_op
-    units = []
+    units: list[_SentUnit] = []
+
+    def add(index: int, producer: int, group: int, size_bytes: float, readers: list[int]) -> None:
+        targets = tuple(sorted({int(of_op[op]) for op in readers} - {group}))
+        units.append(_SentUnit(index, producer, group, size_bytes, tuple(readers), targets))
+
     for tensor in range(graph.tensors):
         readers = graph.consumers[
             graph.consumer_offsets[tensor] : graph.consumer_offsets[tensor + 1]
@@ -1073,99 +1049,13 @@ def _units(problem: PlacementProblem) -> list[_SentUnit]:
             if home < 0 and home != HOST:
                 continue
             group = -1 if home == HOST else int(of_op[home])
-        size_bytes = float(problem.sent_bytes[tensor])
-        units.append(_unit(problem, (tensor, producer, group), size_bytes, readers.tolist()))
+        add(tensor, producer, group, float(problem.sent_bytes[tensor]), readers.tolist())
     after: defaultdict[int, list[int]] = defaultdict(list)
     for before, op in graph.control.tolist():
         after[before].append(op)
     for before, ops in sorted(after.items()):
-        key = (graph.tensors + before, before, int(of_op[before]))
-        units.append(_unit(problem, key, 0.0, ops))
+        add(graph.tensors + before, before, int(of_op[before]), 0.0, ops)
     return units
-
-
-def _unit(
-    problem: PlacementProblem, key: tuple[int, int, int], size_bytes: float, readers: list[int]
-) -> _SentUnit:
-    """Return the unit of a key (index, producer, group)."""
-    index, producer, group = key
-    targets = {int(problem.groups.of_op[op]) for op in readers} - {group}
-    return _SentUnit(index, producer, group, size_bytes, tuple(readers), tuple(sorted(targets)))
-
-
-def _add_unit(shop: _JobShopModel, unit: _SentUnit) -> None:
-    """Add every send that a unit may make, and let its readers wait for it."""
-    master, load = shop.master, shop.master.problem.load
-    host = load.host
-    homes = set(master.at[unit.group]) if unit.group >= 0 else {host}
-    ends = {d for target in unit.targets for d in master.at[target]}
-    for a in sorted(homes):
-        direct = {d for d in ends - {a, host} if load.linked[a, d]}
-        for d in sorted(direct):
-            _add_send(shop, unit, (a, d), ({a}, {d}), shop.ends[unit.producer])
-        behind = ends - direct - {a}
-        if a != host and behind:
-            _add_send(shop, unit, (a, host), ({a}, behind), shop.ends[unit.producer])
-    for d in sorted(ends - {host}):
-        relayed = {a for a in homes - {d} if not load.linked[a, d]}
-        # The second of two hops is ready when the first has arrived on the host.
-        if relayed and (unit.index, host) in shop.arrivals:
-            _add_send(shop, unit, (host, d), (relayed, {d}), shop.arrivals[unit.index, host])
-    # A reader starts only when the unit has been made and, if that was elsewhere, has arrived.
-    for op in sorted(set(unit.readers)):
-        start, group = shop.starts[op], int(master.problem.groups.of_op[op])
-        if not master.problem.graph.is_source[unit.producer]:
-            master.model.add(start >= shop.ends[unit.producer])
-        if group == unit.group:
-            continue
-        for device, literal in master.at[group].items():
-            arrival = shop.arrivals.get((unit.index, device))
-            # An input that is read on the host is there from the start.
-            if arrival is None or (unit.group < 0 and device == host):
-                continue
-            made_here = master.at[unit.group].get(device) if unit.group >= 0 else None
-            elsewhere = [] if made_here is None else [~made_here]
-            master.model.add(start >= arrival).only_enforce_if([literal, *elsewhere])
-
-
-def _add_send(
-    shop: _JobShopModel,
-    unit: _SentUnit,
-    link: Spot,
-    when: tuple[set[int], set[int]],
-    ready: cp_model.LinearExprT,
-) -> None:
-    """Add an optional send of a unit over a link. Sends of a unit to one device, of which a
-    placement makes one at most, share the variable of their end.
-
-    link    (from device, to device)
-    when    (devices of the source, devices of targets) for which the send happens
-    ready   when it may start
-    """
-    master, problem = shop.master, shop.master.problem
-    key = (unit.group, unit.targets, link, frozenset(when[0]), frozenset(when[1]))
-    if key not in shop.hops:
-        shop.hops[key] = add_hop(master, unit.group, unit.targets, *when)
-    literal = shop.hops[key]
-    if literal is None:
-        return
-    machine = problem.machine
-    wire = machine.links[machine.link_index[link]]
-    seconds = wire.latency_seconds + unit.size_bytes / wire.bandwidth_bytes_per_second
-    units = master.units(seconds)
-    shop.sum_units += units
-    spot = (unit.index, link[1])
-    if spot not in shop.arrivals:
-        shop.arrivals[spot] = master.model.new_int_var(0, HORIZON_UNITS, "")
-    end = shop.arrivals[spot]
-    start = master.model.new_int_var(0, HORIZON_UNITS, "")
-    interval = master.model.new_optional_interval_var(start, units, end, literal, "")
-    master.model.add(start >= ready).only_enforce_if(literal)
-    shop.loose += [start, end]
-    names = machine.device_names
-    # A channel with a device's name is that device: it cannot run an op while it sends.
-    lane = names.index(wire.channel) if wire.channel in names else wire.channel
-    shop.lanes[lane].append(interval)
 
 
 # ── The search: rounds of CP-SAT and evaluations ────────────────────────────────────────────────
@@ -1223,7 +1113,11 @@ def exact(
     if problem.objective == "load":
         search.round(FIRST_EVALUATIONS)
         if not search.settled:
-            search.bound_by_share()
+            part = budget.slice(
+                seconds=SHARE_OF_SHARE * budget.left_seconds,
+                evaluations=SHARE_OF_SHARE * budget.left,
+            )
+            in_background(budget, lambda: share_bound(problem, part), lambda: None)
     rounds, most_evaluations = 0, np.inf
     if enumerate_after < NEVER and can_enumerate(problem, budget):
         # A round may cost as much as evaluating every placement, and no more.
@@ -1313,14 +1207,6 @@ class _ExactSearch:
             self.budget.ledger.prove(self.limit_seconds - tolerance_seconds, proof)
         else:
             self.proof = proof
-
-    def bound_by_share(self) -> None:
-        """Run `share_bound` with its share of what is left of the budget."""
-        budget = self.budget
-        part = budget.slice(
-            seconds=SHARE_OF_SHARE * budget.left_seconds, evaluations=SHARE_OF_SHARE * budget.left
-        )
-        in_background(budget, lambda: share_bound(self.problem, part), lambda: None)
 
     def round(self, most_evaluations: float) -> bool:
         """Run CP-SAT, evaluate the placements that it finds, and rule them out.

@@ -18,6 +18,7 @@ a layer are two families, and the simulated step decides, not a rule.
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.graph.grouping import numbered
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
@@ -102,10 +103,7 @@ def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
     # A group that is still without a family becomes one of its own, with a number above all ops'.
     alone = np.flatnonzero(family < 0)
     family[alone] = len(graph) + alone
-    _, first, inverse = np.unique(family, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int32)
-    rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
-    return rank[inverse.ravel()]
+    return numbered(family).of_op
 
 
 def _majority(

@@ -118,42 +118,51 @@ def _schedule(tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _HeftSche
         for device in range(len(work.tails)):
             if home == device or (home < 0 and fits(limits, work.room, group, device)):
                 ready = arrival(tasks, work.placed, work.ends, op, device)
-                gap = find_gap(work, device, ready, tasks.seconds[op, device])
+                seconds = tasks.seconds[op, device]
+                # The first gap that is long enough; the number of gaps stands for the time behind
+                # the last op. Gaps do not overlap and stand in order of time, so bisection can skip
+                # those that end too soon. The rest must be walked: a gap that ends late enough may
+                # begin too late.
+                gap, count = 0, work.gap_counts[device]
+                high = count
+                while gap < high:
+                    middle = (gap + high) >> 1
+                    if work.gap_ends[device, middle] < ready + seconds:
+                        gap = middle + 1
+                    else:
+                        high = middle
+                while gap < count:
+                    begins = max(ready, work.gap_starts[device, gap])
+                    if begins + seconds <= work.gap_ends[device, gap]:
+                        break
+                    gap += 1
                 begins = max(ready, gap_start(work, device, gap))
-                sooner = begins + tasks.seconds[op, device]
                 # The strict comparison gives ties to the lower device.
-                if best < 0 or sooner < best_start + tasks.seconds[op, best]:
+                if best < 0 or begins + seconds < best_start + tasks.seconds[op, best]:
                     best, best_gap, best_start = device, gap, begins
         if work.placed[group] < 0:
             work.placed[group] = best
             work.room[best] -= limits.group_bytes[group]
+        end = best_start + tasks.seconds[op, best]
         work.starts[op] = best_start
-        work.ends[op] = best_start + tasks.seconds[op, best]
-        fill_gap(work, best, best_gap, best_start, work.ends[op])
+        work.ends[op] = end
 
-
-@inlined
-def find_gap(work: _HeftSchedule, device: int, ready: float, seconds: float) -> int:
-    """Return the first gap that is long enough for an op of `seconds` that is ready at `ready`.
-
-    The number of gaps stands for the time behind the last op.
-    """
-    low, count = 0, work.gap_counts[device]
-    high = count
-    # Gaps do not overlap and stand in order of time, so bisection can skip those that end too soon.
-    # The rest must be walked: a gap that ends late enough may begin too late.
-    while low < high:
-        middle = (low + high) >> 1
-        if work.gap_ends[device, middle] < ready + seconds:
-            low = middle + 1
+        # The op is taken out of its gap.
+        before, after = gap_start(work, best, best_gap), end
+        if best_gap < work.gap_counts[best]:
+            after = work.gap_ends[best, best_gap]
+            work.gap_counts[best] -= 1
+            for j in range(best_gap, work.gap_counts[best]):
+                work.gap_starts[best, j] = work.gap_starts[best, j + 1]
+                work.gap_ends[best, j] = work.gap_ends[best, j + 1]
         else:
-            high = middle
-    while low < count:
-        begins = max(ready, work.gap_starts[device, low])
-        if begins + seconds <= work.gap_ends[device, low]:
-            break
-        low += 1
-    return low
+            work.tails[best] = end
+        # The idle times before and after the op become gaps. Both are inserted at the same index,
+        # the later one first, so that the earlier one comes to stand before it.
+        for part in range(2):
+            first, last = (end, after) if part == 0 else (before, best_start)
+            if first < last:
+                add_gap(work, best, best_gap, first, last)
 
 
 @inlined
@@ -163,26 +172,6 @@ def gap_start(work: _HeftSchedule, device: int, gap: int) -> float:
     if gap < work.gap_counts[device]:
         start = work.gap_starts[device, gap]
     return start
-
-
-@inlined
-def fill_gap(work: _HeftSchedule, device: int, gap: int, start: float, end: float) -> None:
-    """Take `start` to `end` out of a gap. The idle times before and after it become gaps."""
-    before, after = gap_start(work, device, gap), end
-    if gap < work.gap_counts[device]:
-        after = work.gap_ends[device, gap]
-        work.gap_counts[device] -= 1
-        for i in range(gap, work.gap_counts[device]):
-            work.gap_starts[device, i] = work.gap_starts[device, i + 1]
-            work.gap_ends[device, i] = work.gap_ends[device, i + 1]
-    else:
-        work.tails[device] = end
-    # Both idle times are inserted at the same index, the later one first, so that the earlier one
-    # comes to stand before it.
-    for part in range(2):
-        first, last = (end, after) if part == 0 else (before, start)
-        if first < last:
-            add_gap(work, device, gap, first, last)
 
 
 @inlined

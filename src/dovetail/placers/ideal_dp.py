@@ -21,15 +21,15 @@ parameters and state take memory. Otherwise the plan is only as good as that est
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.errors import TooManyIdealsError
+from dovetail.graph.records import csr_offsets
 from dovetail.placers.budget import Budget
 from dovetail.placers.contiguity import (
     MOST_ENTRIES,
+    ContiguousChain,
     ElementOrder,
     Lattice,
-    StageChain,
     best_chain,
     elements_of,
     forward_order,
@@ -37,7 +37,7 @@ from dovetail.placers.contiguity import (
     order_of,
 )
 from dovetail.placers.linear_dp import (
-    StageLimits,
+    ChainLimits,
     along_orders,
     fitted,
     is_exact,
@@ -47,7 +47,7 @@ from dovetail.placers.linear_dp import (
 )
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
-from dovetail.simulator.flat import Int32, Int64
+from dovetail.simulator.flat import Int32
 
 MOST_IDEALS = 100_000
 """More ideals than this are refused, because they would take too much memory."""
@@ -74,7 +74,7 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
     proven: list[float] = []
 
-    def search(limits: StageLimits) -> list[GroupPlacement]:
+    def search(limits: ChainLimits) -> list[GroupPlacement]:
         chain, element_of, complete = best_stages(problem, budget, (order, lattice, orders), limits)
         # A bound must come from a search that excludes no plan that fits: one that counts only the
         # bytes that groups hold for sure, with all the room there is. `fitted` runs that one first,
@@ -94,7 +94,7 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
             # in the order excludes valid plans, so its optimum is no bound: they are left out.
             kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
             orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
-            limits = StageLimits(kinds, problem.load.resident_bytes)
+            limits = ChainLimits(kinds, problem.load.resident_bytes)
             space = (plain, ideals_of(plain), orders)
             chain, _, complete = best_stages(problem, budget, space, limits)
             if complete and chain is not None:
@@ -106,8 +106,8 @@ def best_stages(
     problem: PlacementProblem,
     budget: Budget,
     space: tuple[ElementOrder, Lattice, list[Int32]],
-    limits: StageLimits,
-) -> tuple[StageChain | None, Int32, bool]:
+    limits: ChainLimits,
+) -> tuple[ContiguousChain | None, Int32, bool]:
     """Return (the best chain, [groups] the element of each group, whether the search was complete).
 
     space   (order, its ideals, sequences of its elements for `along_orders`)
@@ -143,8 +143,11 @@ def ideals_of(order: ElementOrder, most: int = MOST_IDEALS) -> Lattice:
 
     Raises `TooManyIdealsError` if there are more than `most`.
     """
-    before_offsets, befores = _csr(order.elements, order.edges[:, ::-1])
-    after_offsets, afters = _csr(order.elements, order.edges)
+    # The elements before and after each, as CSR.
+    before, after = order.edges[np.lexsort(order.edges.T)].T
+    before_offsets, befores = csr_offsets(after, order.elements), np.ascontiguousarray(before)
+    before, after = order.edges[np.lexsort(order.edges.T[::-1])].T
+    after_offsets, afters = csr_offsets(before, order.elements), np.ascontiguousarray(after)
     parents, lasts = np.full(most + 1, -1, np.int32), np.full(most + 1, -1, np.int32)
     offsets, marks = np.zeros(most + 2, np.int64), np.full(order.elements, -1, np.int32)
     room = 4 * (most + order.elements + 1)
@@ -160,7 +163,6 @@ def ideals_of(order: ElementOrder, most: int = MOST_IDEALS) -> Lattice:
             break
         room *= 2
     edges = int(offsets[ideals])
-    _fill_in(lattice, ideals)
     return Lattice(
         add_offsets=offsets[: ideals + 1].copy(),
         adds=adds[:edges].copy(),
@@ -171,23 +173,16 @@ def ideals_of(order: ElementOrder, most: int = MOST_IDEALS) -> Lattice:
     )
 
 
-def _csr(count: int, edges: NDArray[np.integer]) -> tuple[Int64, Int32]:
-    """Return the edges as CSR by their first end: (offsets [count + 1], second ends)."""
-    edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
-    offsets = np.searchsorted(edges[:, 0], np.arange(count + 1))
-    return offsets.astype(np.int64), np.ascontiguousarray(edges[:, 1], np.int32)
-
-
 @kernel
-def _enumerate(
-    before_offsets: Int64,
+def _enumerate(  # noqa: C901  (kernel)
+    before_offsets: Int32,
     befores: Int32,
-    after_offsets: Int64,
+    after_offsets: Int32,
     afters: Int32,
     lattice: Lattice,
     most: int,
 ) -> int:
-    """Fill in the ideals, and the edges from each ideal to those that are generated from it.
+    """Fill in the ideals, and the edges from each ideal to those with one element more.
 
     Returns the number of ideals; a number above `most` if there are more; 0 if the arrays of edges
     are too short. `lattice.ranks` holds marks meanwhile: marks[e] is the ideal that was last marked
@@ -221,7 +216,11 @@ def _enumerate(
                     lattice.adds[end] = lattice.adds[i]
                     end += 1
             for i in range(after_offsets[last], after_offsets[last + 1]):
-                if _is_ready(before_offsets, befores, marks, afters[i], ideal):
+                ready = True
+                for j in range(before_offsets[afters[i]], before_offsets[afters[i] + 1]):
+                    if marks[befores[j]] != ideal:
+                        ready = False
+                if ready:
                     # The list from `start` to `end` stays ascending.
                     at = end
                     while at > start and lattice.adds[at - 1] > afters[i]:
@@ -231,7 +230,7 @@ def _enumerate(
                     end += 1
         lattice.add_offsets[ideal + 1] = end
         for i in range(start, end):
-            # An edge to an ideal that another parent generates stays -1 until `_fill_in`.
+            # An edge to an ideal that another parent generates is filled in below.
             lattice.leads[i] = -1
             if lattice.adds[i] > last:
                 if count > most:
@@ -242,34 +241,16 @@ def _enumerate(
                     lattice.lasts[count] = lattice.adds[i]
                 count += 1
         ideal += 1
-    return count
-
-
-@inlined
-def _is_ready(
-    before_offsets: Int64, befores: Int32, marks: Int32, element: int, ideal: int
-) -> bool:
-    """Whether all predecessors of an element are in the ideal that was marked."""
-    ready = True
-    for i in range(before_offsets[element], before_offsets[element + 1]):
-        if marks[befores[i]] != ideal:
-            ready = False
-    return ready
-
-
-@kernel
-def _fill_in(lattice: Lattice, ideals: int) -> None:
-    """Fill in the edges to ideals that another ideal generated, by the recurrence on top.
-
-    Of the two edges that the recurrence reads, the parent's is filled in by now, because parents
-    have lower numbers. The other one adds `last`, so it leads to a new ideal and is there already.
-    """
-    for ideal in range(1, ideals):
+    # By the recurrence on top. Of the two edges that it reads, the parent's is filled in by now,
+    # because parents have lower numbers. The other one adds `last`, so it leads to a new ideal and
+    # is there already.
+    for ideal in range(1, count):
         last, parent = lattice.lasts[ideal], lattice.parents[ideal]
         for i in range(lattice.add_offsets[ideal], lattice.add_offsets[ideal + 1]):
             if lattice.leads[i] < 0:
                 beside = _lead(lattice, parent, lattice.adds[i])
                 lattice.leads[i] = _lead(lattice, beside, last)
+    return count
 
 
 @inlined

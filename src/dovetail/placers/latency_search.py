@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from dovetail.graph.grouping import numbered
 from dovetail.graph.records import csr_offsets
 from dovetail.placers.budget import Budget
+from dovetail.placers.load_search import UInt64, random_bits
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int32
+from dovetail.simulator.kernel import copy
 from dovetail.simulator.latency import (
     LatencyModel,
     LatencyWorkspace,
@@ -48,8 +51,6 @@ from dovetail.simulator.latency import (
 #
 #     energy' <= energy + temperature x X
 
-
-UInt64 = NDArray[np.uint64]
 
 # Places in `LatencyAnnealing.scalars`. They are in an array because a kernel cannot assign to the
 # fields of a named tuple, but can write into its arrays.
@@ -110,63 +111,45 @@ def anneal(
 ) -> None:
     """Propose `changes` changes, and accept or undo each."""
     for _ in range(changes):
+        # A group goes, in 3 of 4 cases, to the device of one that shares a tensor with it, else to
+        # any where it may be.
         group = search.free[draw(search, len(search.free))]
-        old, new = search.groups[group], target(search, group)
+        old = search.groups[group]
+        near = search.near_offsets[group + 1] - search.near_offsets[group]
+        if near and draw(search, 4):
+            new = search.groups[search.near[search.near_offsets[group] + draw(search, near)]]
+        else:
+            first, last = search.choice_offsets[group], search.choice_offsets[group + 1]
+            new = search.choices[first + draw(search, last - first)]
         if new == old or not may(search, group, new):
             continue
         for g in range(len(search.groups)):
             search.saved[g] = search.groups[g]
-        change(search, group, old, new)
+        # In one case of eight, a random group may come back in exchange. In one of eight, the later
+        # groups of the old device move too, and in another one the earlier groups.
+        kind = draw(search, 8)
+        shift(search, group, new)
+        if kind == 0:
+            other = search.free[draw(search, len(search.free))]
+            if search.saved[other] == new and may(search, other, old):
+                shift(search, other, old)
+        elif kind <= 2:
+            for g in search.free:
+                beyond = (g > group) == (kind == 1)
+                if beyond and search.saved[g] == old and may(search, g, new):
+                    shift(search, g, new)
         after = energy(model, work, search)
         # Uniform over (0, 1], never 0, so that its logarithm is finite.
         chance = (draw(search, 1 << 30) + 1) / (1 << 30)
         if after <= search.scalars[ENERGY] - temperature * np.log(chance):
-            accept(search, after)
+            search.scalars[ENERGY] = after
+            if after < search.scalars[BEST]:
+                search.scalars[BEST] = after
+                copy(search.groups, search.best)
         else:
             for g in range(len(search.groups)):
                 if search.groups[g] != search.saved[g]:
                     shift(search, g, search.saved[g])
-
-
-@inlined
-def target(search: LatencyAnnealing, group: int) -> int:
-    """Draw a device for the group: in 3 of 4 cases that of a group which shares a tensor with it,
-    else any that it may be on."""
-    near = search.near_offsets[group + 1] - search.near_offsets[group]
-    if near and draw(search, 4):
-        return int(search.groups[search.near[search.near_offsets[group] + draw(search, near)]])
-    first, last = search.choice_offsets[group], search.choice_offsets[group + 1]
-    return int(search.choices[first + draw(search, last - first)])
-
-
-@inlined
-def change(search: LatencyAnnealing, group: int, old: int, new: int) -> None:
-    """Move the group from device `old` to `new`.
-
-    In one case of eight, a random group may come back in exchange. In one of eight, the later
-    groups of the old device move too, and in another one the earlier groups.
-    """
-    kind = draw(search, 8)
-    shift(search, group, new)
-    if kind == 0:
-        other = search.free[draw(search, len(search.free))]
-        if search.saved[other] == new and may(search, other, old):
-            shift(search, other, old)
-    elif kind <= 2:
-        for g in search.free:
-            beyond = (g > group) == (kind == 1)
-            if beyond and search.saved[g] == old and may(search, g, new):
-                shift(search, g, new)
-
-
-@inlined
-def accept(search: LatencyAnnealing, after: float) -> None:
-    """Make the energy after a change current, and keep the placement if it is the best so far."""
-    search.scalars[ENERGY] = after
-    if after < search.scalars[BEST]:
-        search.scalars[BEST] = after
-        for g in range(len(search.groups)):
-            search.best[g] = search.groups[g]
 
 
 @inlined
@@ -217,15 +200,8 @@ def put(search: LatencyAnnealing, group: int, device: int) -> None:
 
 @inlined
 def draw(search: LatencyAnnealing, count: int) -> int:
-    """Draw a number from 0 to count - 1 by xorshift64* (Marsaglia,
-    https://doi.org/10.18637/jss.v008.i14)."""
-    x = search.random[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    search.random[0] = x
-    high = (x * np.uint64(0x2545F4914F6CDD1D)) >> np.uint64(33)
-    return int(high % np.uint64(count))
+    """Draw a number from 0 to count - 1."""
+    return int(random_bits(search.random) % count)
 
 
 CHANGES_PER_EVALUATION = 10
@@ -243,13 +219,67 @@ HOTTEST, COLDEST = 0.05, 1e-5
 def latency_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Return the best placement at the budget's end, of the greedy and then the annealed ones.
 
-    Ties: the earlier one.
+    Each cooling starts from the best placement so far and proposes twice the changes of the one
+    before. The best that it meets is evaluated, so that the budget holds it. Ties: the earlier one.
     """
+    ledger = budget.ledger
     if problem.objective == "latency":
         budget.score(problem, np.stack(greedy_placements(problem)), always=True)
-        if len(problem.free) and budget.ledger.best is not None:
-            _anneal(problem, budget)
-    return problem.fastest.copy() if budget.ledger.best is None else budget.ledger.best[1].copy()
+    if ledger.best is None:
+        return problem.fastest.copy()
+    if problem.objective != "latency" or not len(problem.free):
+        return ledger.best[1].copy()
+    model = latency_model(problem.graph, problem.machine, problem.costs)
+    work = latency_work(model)
+    rng = np.random.default_rng([problem.seed, ledger.next_round()])
+    count, of_op = problem.groups.count, problem.groups.of_op
+    rows, choices = np.nonzero(problem.allowed)
+    edges = _group_edges(problem)
+    both = np.unique(np.concatenate([edges, edges[:, ::-1]]), axis=0)
+    search = LatencyAnnealing(
+        free=problem.free,
+        choice_offsets=csr_offsets(rows, count),
+        choices=choices.astype(np.int32),
+        near_offsets=csr_offsets(both[:, 0], count),
+        near=both[:, 1].astype(np.int32),
+        member_offsets=csr_offsets(of_op, count),
+        members=np.argsort(of_op, kind="stable").astype(np.int32),
+        sizes=problem.load.resident_bytes.astype(np.float64),
+        capacities=problem.capacities.astype(np.float64),
+        used_bytes=np.zeros(problem.devices),
+        groups=np.zeros(count, np.int32),
+        saved=np.zeros(count, np.int32),
+        placement=np.zeros(len(problem.graph), np.int32),
+        best=np.zeros(count, np.int32),
+        scalars=np.zeros(3),
+        random=rng.integers(1, 2**63, 1, dtype=np.uint64),
+    )
+    finite = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0)
+    moved = model.in_seconds.max(axis=1) + model.out_seconds.max(axis=1)
+    longest = finite.max(axis=1).sum() + problem.devices * moved.sum()
+    # All work and all moves one after another take longer than any placement, so no placement that
+    # fits and completes is ever worse than one that does not.
+    search.scalars[PENALTY] = longest
+    changes, most = 50 * len(problem.free), max(1, CALL_OPS // model.ops)
+    while not budget.exhausted and not budget.closed:
+        search.groups[:] = search.best[:] = ledger.best[1]
+        start(model, work, search)
+        search.scalars[BEST] = search.scalars[ENERGY]
+        # One cooling proposes about `changes` changes. The energy of a start that does not fit
+        # contains penalties, which are no latency.
+        warm = min(float(search.scalars[ENERGY]), float(longest))
+        for share in np.linspace(0.0, 1.0, STEPS).tolist():
+            temperature = warm * HOTTEST ** (1 - share) * COLDEST**share
+            left = -(-changes // STEPS)
+            while left > 0 and not budget.exhausted:
+                affordable = int(min(budget.left * CHANGES_PER_EVALUATION, most))
+                some = max(1, min(left, affordable))
+                anneal(model, work, search, temperature, some)
+                budget.charge(some / CHANGES_PER_EVALUATION)
+                left -= some
+        budget.score(problem, search.best[None], always=True)
+        changes *= 2
+    return ledger.best[1].copy()
 
 
 def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
@@ -259,11 +289,8 @@ def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
     # their first groups.
     groups, edges = problem.groups.count, _group_edges(problem)
     matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), (groups, groups))
-    _, labels = connected_components(matrix.tocsr(), connection="strong")
-    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int32)
-    rank[np.argsort(first)] = np.arange(len(first))
-    blocks = rank[inverse]
+    numbering = numbered(connected_components(matrix.tocsr(), connection="strong")[1])
+    blocks, count = numbering.of_op, numbering.count
     pairs = blocks[edges]
     pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2)
 
@@ -279,8 +306,8 @@ def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
     # Of the ready blocks, the one that became ready last comes next, or else the first. Blocks that
     # become ready at once do so in the order of their numbers, or in reverse.
     for depth_first, ascending in itertools.product((True, False), repeat=2):
-        waits = np.bincount(pairs[:, 1], minlength=len(rank))
-        after: list[list[int]] = [[] for _ in rank]
+        waits = np.bincount(pairs[:, 1], minlength=count)
+        after: list[list[int]] = [[] for _ in range(count)]
         for a, b in pairs.tolist() if ascending else pairs[::-1].tolist():
             after[a].append(b)
         ready = np.flatnonzero(waits == 0).tolist()
@@ -317,62 +344,3 @@ def _group_edges(problem: PlacementProblem) -> NDArray[np.int32]:
     moves = ~graph.is_source[makers]
     pairs = np.stack([of_op[makers[moves]], of_op[graph.readers[moves]]], axis=1)
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2).astype(np.int32)
-
-
-def _anneal(problem: PlacementProblem, budget: Budget) -> None:
-    """Run coolings until the budget is spent, each with twice the changes of the one before.
-
-    Each starts from the best placement so far. The best that it meets is evaluated, so that the
-    budget holds it.
-    """
-    model = latency_model(problem.graph, problem.machine, problem.costs)
-    work = latency_work(model)
-    rng = np.random.default_rng([problem.seed, budget.ledger.next_round()])
-    count, of_op = problem.groups.count, problem.groups.of_op
-    rows, choices = np.nonzero(problem.allowed)
-    edges = _group_edges(problem)
-    both = np.unique(np.concatenate([edges, edges[:, ::-1]]), axis=0)
-    search = LatencyAnnealing(
-        free=problem.free,
-        choice_offsets=csr_offsets(rows, count),
-        choices=choices.astype(np.int32),
-        near_offsets=csr_offsets(both[:, 0], count),
-        near=both[:, 1].astype(np.int32),
-        member_offsets=csr_offsets(of_op, count),
-        members=np.argsort(of_op, kind="stable").astype(np.int32),
-        sizes=problem.load.resident_bytes.astype(np.float64),
-        capacities=problem.capacities.astype(np.float64),
-        used_bytes=np.zeros(problem.devices),
-        groups=np.zeros(count, np.int32),
-        saved=np.zeros(count, np.int32),
-        placement=np.zeros(len(problem.graph), np.int32),
-        best=np.zeros(count, np.int32),
-        scalars=np.zeros(3),
-        random=rng.integers(1, 2**63, 1, dtype=np.uint64),
-    )
-    finite = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0)
-    moved = model.in_seconds.max(axis=1) + model.out_seconds.max(axis=1)
-    longest = finite.max(axis=1).sum() + problem.devices * moved.sum()
-    # All work and all moves one after another take longer than any placement, so no placement that
-    # fits and completes is ever worse than one that does not.
-    search.scalars[PENALTY] = longest
-    changes, most = 50 * len(problem.free), max(1, CALL_OPS // model.ops)
-    while not budget.exhausted and not budget.closed:
-        assert budget.ledger.best is not None, "its caller has evaluated something"
-        search.groups[:] = search.best[:] = budget.ledger.best[1]
-        start(model, work, search)
-        search.scalars[BEST] = search.scalars[ENERGY]
-        # One cooling proposes about `changes` changes. The energy of a start that does not fit
-        # contains penalties, which are no latency.
-        warm = min(float(search.scalars[ENERGY]), float(longest))
-        for share in np.linspace(0.0, 1.0, STEPS).tolist():
-            temperature = warm * HOTTEST ** (1 - share) * COLDEST**share
-            left = -(-changes // STEPS)
-            while left > 0 and not budget.exhausted:
-                affordable = int(min(budget.left * CHANGES_PER_EVALUATION, most))
-                some = max(1, min(left, affordable))
-                anneal(model, work, search, temperature, some)
-                budget.charge(some / CHANGES_PER_EVALUATION)
-                left -= some
-        budget.score(problem, search.best[None], always=True)
-        changes *= 2

@@ -23,20 +23,20 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.contiguity import (
     LOOSE,
     MOST_ENTRIES,
+    ContiguousChain,
     DeviceKinds,
     ElementOrder,
     Lattice,
-    StageChain,
     best_chain,
     elements_of,
     is_star,
     kinds_of,
+    longest_paths,
     order_of,
     topological,
 )
@@ -49,7 +49,7 @@ MAX_CELLS = 512
 SHRINKS = 2
 """Number of searches for each way of counting bytes: one with all room, and one with less."""
 FIXED_ORDERS = 6
-"""The first orders that `_endless_orders` yields are tried even beyond the budget: this many."""
+"""This many orders, those that are not random, are tried even beyond the budget."""
 RANDOM_ORDERS = 24
 """At most this many random orders are tried at each call."""
 MOST_CANDIDATES = 8
@@ -60,7 +60,7 @@ ORDER_STEPS = 1_000_000
 """The orders together take at most this many steps; one order takes elements + edges."""
 
 
-class StageLimits(NamedTuple):
+class ChainLimits(NamedTuple):
     """What limits a search for stages.
 
     kinds        devices by kind, and their room
@@ -73,7 +73,7 @@ class StageLimits(NamedTuple):
     strict: bool = True
 
 
-Search = Callable[[StageLimits], list[GroupPlacement]]
+Search = Callable[[ChainLimits], list[GroupPlacement]]
 
 
 def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
@@ -86,7 +86,7 @@ def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     rng = np.random.default_rng([problem.seed, budget.ledger.next_round()])
     orders = list(orders_of(order, rng))
 
-    def search(limits: StageLimits) -> list[GroupPlacement]:
+    def search(limits: ChainLimits) -> list[GroupPlacement]:
         chains = along_orders(problem, budget, (order, orders), limits)
         # If the loads are exact, the first chain is the best, and evaluating others tells nothing.
         chains = chains[:1] if is_exact(problem) else chains
@@ -114,7 +114,7 @@ def fitted(
     then with more bytes counted for each group. If no search finds a plan, one more search ignores
     memory.
 
-    where   (devices that may be used, `StageLimits.strict`)
+    where   (devices that may be used, `ChainLimits.strict`)
     """
     devices, strict = where
     scored_placements: list[tuple[Score, GroupPlacement]] = []
@@ -125,7 +125,7 @@ def fitted(
         room = problem.capacities.astype(np.float64)
         for _ in range(SHRINKS):
             kinds = usable_kinds(problem, devices, room)
-            placements = search(StageLimits(kinds, np.asarray(sizes, np.float64), strict))
+            placements = search(ChainLimits(kinds, np.asarray(sizes, np.float64), strict))
             if not placements:
                 break
             # The first placement is scored even beyond the budget, so that there is a result.
@@ -143,7 +143,7 @@ def fitted(
                     room[members] *= 0.95 * share[members].min()
     if not scored_placements:
         unlimited = usable_kinds(problem, devices, np.full(problem.devices, np.inf))
-        placements = search(StageLimits(unlimited, problem.load.resident_bytes, False))[:1]
+        placements = search(ChainLimits(unlimited, problem.load.resident_bytes, False))[:1]
         placements = placements or [problem.fastest]
         scored_placements += zip(
             budget.score(problem, placements[0][None], always=True), placements, strict=True
@@ -169,8 +169,8 @@ def along_orders(
     problem: PlacementProblem,
     budget: Budget,
     space: tuple[ElementOrder, list[Int32]],
-    limits: StageLimits,
-) -> list[tuple[StageChain, Int32]]:
+    limits: ChainLimits,
+) -> list[tuple[ContiguousChain, Int32]]:
     """Return (chain, [groups] element of each group) for the best chains of the orders, best first.
 
     An order adds its best chain only if that is better than those of earlier orders or, if the
@@ -179,7 +179,7 @@ def along_orders(
     order, orders = space
     exact = is_exact(problem)
     whole = elements_of(problem, order.element_of, limits.kinds, limits.group_bytes, limits.strict)
-    chains: list[tuple[StageChain, Int32]] = []
+    chains: list[tuple[ContiguousChain, Int32]] = []
     ceiling = np.inf
     for number, sequence in enumerate(orders):
         if number >= FIXED_ORDERS and budget.exhausted:
@@ -228,7 +228,9 @@ def along_orders(
     return sorted(chains, key=lambda pair: pair[0].value)[:MOST_CANDIDATES]
 
 
-def to_placement(problem: PlacementProblem, chain: StageChain, element_of: Int32) -> GroupPlacement:
+def to_placement(
+    problem: PlacementProblem, chain: ContiguousChain, element_of: Int32
+) -> GroupPlacement:
     """Return a chain as a placement: groups go to the devices of their stages.
 
     Loose groups, which stand in no stage, follow in descending work. Each goes to a device that has
@@ -260,37 +262,25 @@ def to_placement(problem: PlacementProblem, chain: StageChain, element_of: Int32
 
 
 def orders_of(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
-    """Yield topological orders of the elements: six fixed ones, then random ones.
+    """Return topological orders of the elements: six fixed ones, then random ones.
 
     There are as many as `ORDER_STEPS` allows, but at least two.
     """
-    steps = order.elements + len(order.edges)
+    count, edges, turned = order.elements, order.edges, order.edges[:, ::-1]
+
+    def endless() -> Iterator[Int32]:
+        ascending = np.arange(count)
+        yield topological(count, edges, ascending)
+        yield topological(count, turned, ascending)[::-1]
+        yield np.argsort(longest_paths(count, edges), kind="stable").astype(np.int32)
+        yield np.argsort(-longest_paths(count, turned), kind="stable").astype(np.int32)
+        yield topological(count, edges, ascending[::-1])
+        yield topological(count, turned, ascending[::-1])[::-1]
+        while True:
+            # Random ones are depth first, from either end in turn.
+            yield topological(count, edges, rng.permutation(count))
+            yield topological(count, turned, rng.permutation(count))[::-1]
+
+    steps = count + len(edges)
     most = max(2, min(FIXED_ORDERS + RANDOM_ORDERS, ORDER_STEPS // max(steps, 1)))
-    yield from itertools.islice(_endless_orders(order, rng), most)
-
-
-def _endless_orders(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
-    """Yield the fixed orders, then random depth-first ones for ever, from either end in turn."""
-    edges, turned = order.edges, order.edges[:, ::-1]
-    ascending = np.arange(order.elements)
-    yield topological(order.elements, edges, ascending)
-    yield topological(order.elements, turned, ascending)[::-1]
-    yield np.argsort(_levels(order.elements, edges), kind="stable").astype(np.int32)
-    yield np.argsort(-_levels(order.elements, turned), kind="stable").astype(np.int32)
-    yield topological(order.elements, edges, ascending[::-1])
-    yield topological(order.elements, turned, ascending[::-1])[::-1]
-    while True:
-        yield topological(order.elements, edges, rng.permutation(order.elements))
-        yield topological(order.elements, turned, rng.permutation(order.elements))[::-1]
-
-
-def _levels(count: int, edges: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return [elements] the length in edges of the longest path to each element."""
-    levels = np.zeros(count, np.int64)
-    sequence = topological(count, edges, np.arange(count))
-    rank = np.empty(count, np.int64)
-    rank[sequence] = np.arange(count)
-    # In topological order of their first ends, a level is final before any edge reads it.
-    for before, after in edges[np.argsort(rank[edges[:, 0]], kind="stable")].tolist():
-        levels[after] = max(levels[after], levels[before] + 1)
-    return levels
+    return itertools.islice(endless(), most)

@@ -20,14 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dovetail.graph.records import csr_offsets
-from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, PlacementProblem
+from dovetail.placers.baselines import best_fitting
+from dovetail.placers.budget import Budget
+from dovetail.placers.problem import GroupPlacement, PlacementProblem, route
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
-
-MEMORY_ATTEMPTS = 4
-"""At most this many schedules are made per set of devices: one, and more if memory turns out
-short."""
 
 
 class Tasks(NamedTuple):
@@ -98,11 +95,10 @@ def tasks_of(problem: PlacementProblem) -> Tasks:
     readers, befores = keys // ops, keys % ops
 
     # Without a link, a transfer takes the sum over the two hops through the host.
-    index, host, count = machine.link_index, machine.host_index, len(machine.devices)
+    count = len(machine.devices)
     latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
     for a, b in itertools.permutations(range(count), 2):
-        hops = [index[a, b]] if index[a, b] >= 0 else [index[a, host], index[host, b]]
-        links = [machine.links[hop] for hop in hops]
+        links = route(machine, a, b)
         latency[a, b] = sum(link.latency_seconds for link in links)
         per_byte[a, b] = sum(1 / link.bandwidth_bytes_per_second for link in links)
 
@@ -125,31 +121,14 @@ def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler)
     """Return the better of the schedules over all devices and over those of the fastest model.
 
     A set of only the fast devices helps, because starting early does not mean ending early: idle
-    slow devices draw ops that fast ones should run. Memory is estimated while scheduling. If the
-    evaluator then finds a device over its capacity, the set is scheduled again as if all outputs of
-    a group stayed, and after that with less room. Ties: the earlier attempt, then the larger set.
+    slow devices draw ops that fast ones should run. Ties: the earlier attempt, then the larger set.
     """
-    open_sets = {i: problem.capacities.astype(np.int64) for i in range(len(problem.device_sets))}
-    scored_placements: list[tuple[Score, GroupPlacement]] = []
-    for attempt in range(MEMORY_ATTEMPTS):
-        placements = [
-            problem.settle(schedule(limits_of(problem, i, room, all_outputs=attempt > 0)))
-            for i, room in open_sets.items()
-        ]
-        scores = budget.score(problem, np.stack(placements), always=True)
-        scored_placements += zip(scores, placements, strict=True)
-        for i, score, placement in zip(list(open_sets), scores, placements, strict=True):
-            if not 0 < score.lacking_bytes < np.inf:
-                del open_sets[i]
-            elif attempt:
-                # The room shrinks by the share of the overrun, and by 5 % more, because the next
-                # plan will not overrun by exactly the same share.
-                share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
-                room = np.where(share < 1, 0.95 * share * open_sets[i], open_sets[i])
-                open_sets[i] = np.asarray(room, np.int64)
-        if not open_sets:
-            break
-    return min(scored_placements, key=lambda pair: pair[0])[1]
+    return best_fitting(
+        problem,
+        budget,
+        len(problem.device_sets),
+        lambda i, attempt, room: schedule(limits_of(problem, i, room, all_outputs=attempt > 0)),
+    )
 
 
 def limits_of(
@@ -257,17 +236,15 @@ def roomiest_unless_fitting(limits: GroupLimits, room: Int64, group: int) -> int
 
 
 class LaneHeaps(NamedTuple):
-    """Two binary min-heaps per lane (see `etf`), of which the first `*_sizes[lane]` entries count.
+    """A binary min-heap per lane (see `etf`) of ops by time, then rank. In a lane the first
+    `sizes[lane]` entries count.
 
-    now           [lanes, most] ranks of ops that can start as soon as the lane is free
-    later_times, later_ranks   [lanes, most] ops whose inputs come later, by time, then rank
+    times, ranks   [lanes, most]
     """
 
-    now: Int32
-    now_sizes: Int64
-    later_times: Float64
-    later_ranks: Int32
-    later_sizes: Int64
+    times: Float64
+    ranks: Int32
+    sizes: Int64
 
 
 def empty_heaps(lanes: int, most: int) -> LaneHeaps:
@@ -276,86 +253,50 @@ def empty_heaps(lanes: int, most: int) -> LaneHeaps:
     `np.empty` writes nothing, so pages that no entry is written to take no physical memory.
     """
     return LaneHeaps(
-        now=np.empty((lanes, most), np.int32),
-        now_sizes=np.zeros(lanes, np.int64),
-        later_times=np.empty((lanes, most)),
-        later_ranks=np.empty((lanes, most), np.int32),
-        later_sizes=np.zeros(lanes, np.int64),
+        np.empty((lanes, most)), np.empty((lanes, most), np.int32), np.zeros(lanes, np.int64)
     )
 
 
 @inlined
-def push_now(heaps: LaneHeaps, lane: int, rank: int) -> None:
-    """Add a rank to the `now` heap of a lane."""
-    i = heaps.now_sizes[lane]
-    heaps.now_sizes[lane] = i + 1
-    while i > 0:
-        parent = (i - 1) >> 1
-        if heaps.now[lane, parent] <= rank:
-            break
-        heaps.now[lane, i] = heaps.now[lane, parent]
-        i = parent
-    heaps.now[lane, i] = rank
-
-
-@inlined
-def pop_now(heaps: LaneHeaps, lane: int) -> None:
-    """Remove the lowest rank from the `now` heap of a lane."""
-    size = heaps.now_sizes[lane] - 1
-    heaps.now_sizes[lane] = size
-    rank = heaps.now[lane, size]
-    i, child = 0, 1
-    while child < size:
-        if child + 1 < size and heaps.now[lane, child + 1] < heaps.now[lane, child]:
-            child += 1
-        if rank <= heaps.now[lane, child]:
-            break
-        heaps.now[lane, i] = heaps.now[lane, child]
-        i = child
-        child = 2 * i + 1
-    heaps.now[lane, i] = rank
-
-
-@inlined
-def push_later(heaps: LaneHeaps, lane: int, rank: int, time: float) -> None:
-    """Add an entry to the `later` heap of a lane."""
-    i = heaps.later_sizes[lane]
-    heaps.later_sizes[lane] = i + 1
+def push(heaps: LaneHeaps, lane: int, time: float, rank: int) -> None:
+    """Add an entry to the heap of a lane."""
+    i = heaps.sizes[lane]
+    heaps.sizes[lane] = i + 1
     while i > 0:
         parent = (i - 1) >> 1
         if is_sooner(heaps, lane, parent, time, rank):
             break
-        heaps.later_times[lane, i] = heaps.later_times[lane, parent]
-        heaps.later_ranks[lane, i] = heaps.later_ranks[lane, parent]
+        heaps.times[lane, i] = heaps.times[lane, parent]
+        heaps.ranks[lane, i] = heaps.ranks[lane, parent]
         i = parent
-    heaps.later_times[lane, i] = time
-    heaps.later_ranks[lane, i] = rank
+    heaps.times[lane, i] = time
+    heaps.ranks[lane, i] = rank
 
 
 @inlined
-def pop_later(heaps: LaneHeaps, lane: int) -> None:
-    """Remove the soonest entry from the `later` heap of a lane."""
-    size = heaps.later_sizes[lane] - 1
-    heaps.later_sizes[lane] = size
-    time, rank = heaps.later_times[lane, size], heaps.later_ranks[lane, size]
+def pop(heaps: LaneHeaps, lane: int) -> None:
+    """Remove the soonest entry from the heap of a lane."""
+    size = heaps.sizes[lane] - 1
+    heaps.sizes[lane] = size
+    time, rank = heaps.times[lane, size], heaps.ranks[lane, size]
     i, child = 0, 1
     while child < size:
         if child + 1 < size:
-            right_time = heaps.later_times[lane, child + 1]
-            if not is_sooner(heaps, lane, child, right_time, heaps.later_ranks[lane, child + 1]):
+            right_time = heaps.times[lane, child + 1]
+            if not is_sooner(heaps, lane, child, right_time, heaps.ranks[lane, child + 1]):
                 child += 1
         if not is_sooner(heaps, lane, child, time, rank):
             break
-        heaps.later_times[lane, i] = heaps.later_times[lane, child]
-        heaps.later_ranks[lane, i] = heaps.later_ranks[lane, child]
+        heaps.times[lane, i] = heaps.times[lane, child]
+        heaps.ranks[lane, i] = heaps.ranks[lane, child]
         i = child
         child = 2 * i + 1
-    heaps.later_times[lane, i] = time
-    heaps.later_ranks[lane, i] = rank
+    heaps.times[lane, i] = time
+    heaps.ranks[lane, i] = rank
 
 
 @inlined
 def is_sooner(heaps: LaneHeaps, lane: int, i: int, time: float, rank: int) -> bool:
-    """Whether entry `i` of the `later` heap comes before (time, rank)."""
-    other = heaps.later_times[lane, i]
-    return bool(other < time or (other == time and heaps.later_ranks[lane, i] < rank))
+    """Whether entry `i` of the heap of a lane comes before (time, rank)."""
+    other = heaps.times[lane, i]
+    return bool(other < time or (other == time and heaps.ranks[lane, i] < rank))

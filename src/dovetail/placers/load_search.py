@@ -32,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.graph.records import csr_offsets
 from dovetail.placers.baselines import try_baselines
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
@@ -48,22 +49,20 @@ UInt64 = NDArray[np.uint64]
 
 
 @inlined
-def below(random: UInt64, count: int) -> int:
-    """Draw a number from 0 to count - 1, for a count of at most 2^31."""
+def random_bits(random: UInt64) -> np.int64:
+    """Draw a number of 31 bits."""
     x = random[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
     x ^= x >> np.uint64(27)
     random[0] = x
-    top = np.int64((x * np.uint64(2685821657736338717)) >> np.uint64(33))
-    return int((top * count) >> 31)
+    return np.int64((x * np.uint64(2685821657736338717)) >> np.uint64(33))
 
 
 @inlined
-def exponential(random: UInt64) -> float:
-    """Draw from the exponential distribution of mean 1."""
-    # The uniform number is above 0, so that its logarithm is finite.
-    return float(-np.log((below(random, 2**31 - 1) + 1) / 2.0**31))
+def below(random: UInt64, count: int) -> int:
+    """Draw a number from 0 to count - 1, for a count of at most 2^31."""
+    return int((random_bits(random) * count) >> 31)
 
 
 # ── Annealing of the largest load: kernels over flat arrays ─────────────────────────────────────
@@ -94,31 +93,20 @@ WORST, ENERGY, LACKING, BEST = range(4)
 
 
 class LoadTables(NamedTuple):
-    """What does not change during a walk: groups, nets and links. Shapes as in `LoadModel`, and
+    """What does not change during a walk.
 
+    model                groups, nets and links; groups without a choice may only be on their
+                         fastest device
+    direct               [devices, devices] 1: a send takes one hop, not two through the host
+    star                 no hop but those from the host is direct, and the host's load does not
+                         count; then the host's load is not kept up to date
     free                 groups that have a choice
     choice_offsets, choices     CSR of the devices that each group may be on
     made_offsets         CSR into the nets by their source group, by which nets are sorted
     read_offsets, reads  CSR of the nets that each group reads
-    direct               [devices, devices] 1: a send takes one hop, not two through the host
-    star                 no hop but those from the host is direct, and the host's load does not
-                         count; then the host's load is not kept up to date
     """
 
-    groups: int
-    devices: int
-    host: int
-    counted: Int8
-    work_seconds: Float64
-    sizes: Float64
-    capacities: Float64
-    net_sources: Int32
-    net_offsets: Int32
-    net_targets: Int32
-    net_bytes: Float64
-    net_sends: Float64
-    latency_seconds: Float64
-    seconds_per_byte: Float64
+    model: LoadModel
     direct: Int8
     star: bool
     free: Int32
@@ -173,22 +161,23 @@ class Temperature(NamedTuple):
 @kernel
 def start(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> None:
     """Compute counts, loads and energy of `walk.placement` from scratch; `best` stays as it is."""
+    model = tables.model
     walk.loads[:] = 0.0
     walk.used_bytes[:] = 0.0
-    for group in range(tables.groups):
+    for group in range(model.groups):
         home = walk.placement[group]
-        walk.loads[home] += tables.work_seconds[group, home]
-        walk.used_bytes[home] += tables.sizes[group]
+        walk.loads[home] += model.work_seconds[group, home]
+        walk.used_bytes[home] += model.resident_bytes[group]
         walk.stamps[group] = -1
-    for net in range(len(tables.net_sources)):
+    for net in range(len(model.net_sources)):
         walk.relays[net] = 0
-        for device in range(tables.devices):
+        for device in range(model.devices):
             walk.counts[net, device] = 0
-        for i in range(tables.net_offsets[net], tables.net_offsets[net + 1]):
-            walk.counts[net, walk.placement[tables.net_targets[i]]] += 1
-        add_all_hops(tables, walk, net, home_of(tables, walk, net), 1)
-    walk.scalars[ENERGY] = energy(tables, walk, heat)
-    walk.scalars[LACKING] = lacking_bytes(tables, walk)
+        for i in range(model.net_offsets[net], model.net_offsets[net + 1]):
+            walk.counts[net, walk.placement[model.net_targets[i]]] += 1
+        add_all_hops(tables, walk, net, home_of(model, walk, net), 1)
+    walk.scalars[ENERGY] = energy(model, walk, heat)
+    walk.scalars[LACKING] = lacking_bytes(model, walk)
 
 
 @kernel
@@ -198,7 +187,7 @@ def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: i
     Returns how many of them moved something; for each of those, the exact loads were computed. The
     others led from a device to itself.
     """
-    changes = 0
+    model, changes = tables.model, 0
     for move in range(moves):
         count = propose(tables, walk, move)
         if not count:
@@ -218,17 +207,19 @@ def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: i
                 keep(walk.saved_loads, walk.loads)
                 keep(walk.saved_bytes, walk.used_bytes)
                 break
-            lacking = lacking_bytes(tables, walk)
+            lacking = lacking_bytes(model, walk)
             # `energy` overwrites the worst device, so it is put back below if the change is undone.
             worst = walk.scalars[WORST]
-            last = energy(tables, walk, heat)
+            last = energy(model, walk, heat)
             before = walk.scalars[LACKING]
             accepted = lacking < before
             if lacking == before:
                 accepted = last <= walk.scalars[ENERGY]
                 if not accepted:
-                    limit = 1.0 + heat.temperature * exponential(walk.random)
-                    accepted = last <= walk.scalars[ENERGY] * limit
+                    # From the exponential distribution of mean 1. The uniform number is above 0, so
+                    # that its logarithm is finite.
+                    drawn = -np.log((below(walk.random, 2**31 - 1) + 1) / 2.0**31)
+                    accepted = last <= walk.scalars[ENERGY] * (1.0 + heat.temperature * drawn)
             if accepted:
                 walk.scalars[ENERGY] = last
                 walk.scalars[LACKING] = lacking
@@ -239,7 +230,7 @@ def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: i
                 break
             walk.scalars[WORST] = worst
     # The next call numbers its changes from 0 again.
-    for group in range(tables.groups):
+    for group in range(model.groups):
         walk.stamps[group] = -1
     return changes
 
@@ -258,12 +249,13 @@ def propose(tables: LoadTables, walk: AnnealingState, move: int) -> int:
     Half of the changes begin on the device with the largest load. Half go to a neighbour's device.
     Half also move a cluster of the target device, back to the first device or on to a third.
     """
-    group = tables.free[below(walk.random, len(tables.free))]
-    if below(walk.random, 2):
+    model, random = tables.model, walk.random
+    group = tables.free[below(random, len(tables.free))]
+    if below(random, 2):
         group = pick_on(tables, walk, int(walk.scalars[WORST]), group)
     origin = walk.placement[group]
     target = -1
-    if below(walk.random, 2):
+    if below(random, 2):
         other = neighbour(tables, walk, group)
         if other >= 0:
             target = walk.placement[other]
@@ -271,27 +263,46 @@ def propose(tables: LoadTables, walk: AnnealingState, move: int) -> int:
         target = pick_choice(tables, walk, group)
     count = 0
     for turn in range(2):
-        if target == origin or not allowed(tables.work_seconds, group, target):
+        # Where a group may not be, its seconds are inf.
+        if target == origin or not model.work_seconds[group, target] < np.inf:
             break
-        count = grow(tables, walk, (group, origin, target), count, pick_size(walk.random), move)
-        if turn or below(walk.random, 2):
+        # A cluster around the group goes along. Its size is in 3 of 4 cases 1, else 1 to 32, small
+        # ones more often.
+        size = 1
+        if not below(random, 4):
+            size += below(random, 1 << (1 + below(random, 5)))
+        first = count
+        walk.moved[count] = group
+        walk.ends[count] = target
+        walk.stamps[group] = move
+        count += 1
+        if size > 1:
+            # Draws may meet groups that cannot join, hence twice as many draws as groups, at most.
+            for _ in range(2 * size):
+                if count - first >= size or count >= model.groups:
+                    break
+                # In 7 of 8 draws a neighbour of a member joins, which keeps tensors on one device.
+                # In the others any group of the device may join, which only balances work or bytes.
+                member = walk.moved[first + below(random, count - first)]
+                other = tables.free[below(random, len(tables.free))]
+                if below(random, 8):
+                    other = neighbour(tables, walk, member)
+                if other < 0 or walk.placement[other] != origin or walk.stamps[other] == move:
+                    continue
+                if model.work_seconds[other, target] < np.inf:
+                    walk.moved[count] = other
+                    walk.ends[count] = target
+                    walk.stamps[other] = move
+                    count += 1
+        if turn or below(random, 2):
             break
-        group = pick_on(tables, walk, target, tables.free[below(walk.random, len(tables.free))])
+        group = pick_on(tables, walk, target, tables.free[below(random, len(tables.free))])
         if walk.placement[group] != target or walk.stamps[group] == move:
             break
         back = origin
         origin = target
-        target = back if below(walk.random, 4) else pick_choice(tables, walk, group)
+        target = back if below(random, 4) else pick_choice(tables, walk, group)
     return count
-
-
-@inlined
-def pick_size(random: UInt64) -> int:
-    """Draw the size of a cluster: in 3 of 4 cases 1, else 1 to 32, small ones more often."""
-    size = 1
-    if not below(random, 4):
-        size += below(random, 1 << (1 + below(random, 5)))
-    return size
 
 
 @inlined
@@ -313,53 +324,12 @@ def pick_choice(tables: LoadTables, walk: AnnealingState, group: int) -> int:
 
 
 @inlined
-def grow(
-    tables: LoadTables,
-    walk: AnnealingState,
-    step: tuple[int, int, int],
-    count: int,
-    size: int,
-    move: int,
-) -> int:
-    """Append to `moved` a cluster around `group` that goes from `origin` to `target`; return the
-    new number of groups in `moved`.
-
-    step   (group, origin, target)
-
-    In 7 of 8 draws a neighbour of a member joins, which keeps tensors on one device. In the others
-    any group of the device may join, which only balances work or bytes.
-    """
-    group, origin, target = step
-    first = count
-    walk.moved[count] = group
-    walk.ends[count] = target
-    walk.stamps[group] = move
-    count += 1
-    if size > 1:
-        # Draws may meet groups that cannot join, hence twice as many draws as groups, at most.
-        for _ in range(2 * size):
-            if count - first >= size or count >= tables.groups:
-                break
-            member = walk.moved[first + below(walk.random, count - first)]
-            other = tables.free[below(walk.random, len(tables.free))]
-            if below(walk.random, 8):
-                other = neighbour(tables, walk, member)
-            if other < 0 or walk.placement[other] != origin or walk.stamps[other] == move:
-                continue
-            if allowed(tables.work_seconds, other, target):
-                walk.moved[count] = other
-                walk.ends[count] = target
-                walk.stamps[other] = move
-                count += 1
-    return count
-
-
-@inlined
 def neighbour(tables: LoadTables, walk: AnnealingState, group: int) -> int:
     """Draw a group that shares a net with `group`, which may be `group` itself.
 
     -1: the group has no net, or the net drawn has an input as its source, which no group makes.
     """
+    model = tables.model
     first, reads = tables.read_offsets[group], tables.read_offsets[group + 1]
     first_made = tables.made_offsets[group]
     nets = reads - first + tables.made_offsets[group + 1] - first_made
@@ -367,28 +337,23 @@ def neighbour(tables: LoadTables, walk: AnnealingState, group: int) -> int:
         return -1
     i = below(walk.random, nets)
     net = tables.reads[first + i] if i < reads - first else first_made + i - (reads - first)
-    begin, end = tables.net_offsets[net], tables.net_offsets[net + 1]
+    begin, end = model.net_offsets[net], model.net_offsets[net + 1]
     j = begin + below(walk.random, end - begin + 1)
-    return int(tables.net_sources[net] if j == end else tables.net_targets[j])
-
-
-@inlined
-def allowed(work_seconds: Float64, group: int, device: int) -> bool:
-    """Whether the group may be on the device; elsewhere its seconds are inf."""
-    return bool(work_seconds[group, device] < np.inf)
+    return int(model.net_sources[net] if j == end else model.net_targets[j])
 
 
 @inlined
 def shift(tables: LoadTables, walk: AnnealingState, group: int, origin: int, target: int) -> None:
     """Move one group, with loads, bytes, counts and relays."""
+    model = tables.model
     walk.placement[group] = target
-    walk.loads[origin] -= tables.work_seconds[group, origin]
-    walk.loads[target] += tables.work_seconds[group, target]
-    walk.used_bytes[origin] -= tables.sizes[group]
-    walk.used_bytes[target] += tables.sizes[group]
+    walk.loads[origin] -= model.work_seconds[group, origin]
+    walk.loads[target] += model.work_seconds[group, target]
+    walk.used_bytes[origin] -= model.resident_bytes[group]
+    walk.used_bytes[target] += model.resident_bytes[group]
     for i in range(tables.read_offsets[group], tables.read_offsets[group + 1]):
         net = tables.reads[i]
-        home = home_of(tables, walk, net)
+        home = home_of(model, walk, net)
         # The reader first leaves `origin` (-1), then arrives at `target` (+1). A hop is removed
         # when the last reader on a device leaves, and added when the first one arrives.
         for sign in range(-1, 2, 2):
@@ -398,44 +363,35 @@ def shift(tables: LoadTables, walk: AnnealingState, group: int, origin: int, tar
             if count == (1 + sign) // 2 and device != home:
                 add_hop(tables, walk, net, home, device, sign)
     for net in range(tables.made_offsets[group], tables.made_offsets[group + 1]):
-        if tables.star:
-            turn_hops(tables, walk, net, origin, target)
-        else:
+        if not tables.star:
             for sign in range(-1, 2, 2):
-                home = origin if sign < 0 else target
-                add_all_hops(tables, walk, net, home, sign)
+                add_all_hops(tables, walk, net, origin if sign < 0 else target, sign)
+            continue
+        # In a star, readers on other devices than `origin` and `target` still get the tensor from
+        # the host, so their loads do not change and need no visit.
+        if walk.relays[net] > 0:
+            walk.loads[origin] -= price(model, net, origin, model.host)
+        if walk.counts[net, origin] > 0:
+            walk.relays[net] += 1
+            walk.loads[origin] += price(model, net, model.host, origin)
+        if walk.counts[net, target] > 0:
+            walk.relays[net] -= 1
+            walk.loads[target] -= price(model, net, model.host, target)
+        if walk.relays[net] > 0:
+            walk.loads[target] += price(model, net, target, model.host)
 
 
 @inlined
-def turn_hops(tables: LoadTables, walk: AnnealingState, net: int, origin: int, target: int) -> None:
-    """Update the loads for a net whose maker moves in a star.
-
-    Readers on other devices than `origin` and `target` still get the tensor from the host, so their
-    loads do not change and need no visit.
-    """
-    if walk.relays[net] > 0:
-        walk.loads[origin] -= price(tables, net, origin, tables.host)
-    if walk.counts[net, origin] > 0:
-        walk.relays[net] += 1
-        walk.loads[origin] += price(tables, net, tables.host, origin)
-    if walk.counts[net, target] > 0:
-        walk.relays[net] -= 1
-        walk.loads[target] -= price(tables, net, tables.host, target)
-    if walk.relays[net] > 0:
-        walk.loads[target] += price(tables, net, target, tables.host)
-
-
-@inlined
-def home_of(tables: LoadTables, walk: AnnealingState, net: int) -> int:
+def home_of(model: LoadModel, walk: AnnealingState, net: int) -> int:
     """Return the device that a net is sent from; inputs, whose source is -1, are on the host."""
-    source = tables.net_sources[net]
-    return int(tables.host if source < 0 else walk.placement[source])
+    source = model.net_sources[net]
+    return int(model.host if source < 0 else walk.placement[source])
 
 
 @inlined
 def add_all_hops(tables: LoadTables, walk: AnnealingState, net: int, home: int, sign: int) -> None:
     """Add (sign 1) or remove (sign -1) a net's hops from `home` to the devices of all readers."""
-    for device in range(tables.devices):
+    for device in range(tables.model.devices):
         if walk.counts[net, device] > 0 and device != home:
             add_hop(tables, walk, net, home, device, sign)
 
@@ -449,41 +405,42 @@ def add_hop(
     A tensor goes to the host once for all destinations behind it. So only the first destination
     that is added, and the last that is removed, changes the loads by the hop to the host.
     """
+    model, host = tables.model, tables.model.host
     if tables.direct[home, device]:
-        seconds = sign * price(tables, net, home, device)
+        seconds = sign * price(model, net, home, device)
         walk.loads[home] += seconds
         walk.loads[device] += seconds
         return
     relays_besides = walk.relays[net] + (sign - 1) // 2
     walk.relays[net] += sign
     if relays_besides == 0:
-        seconds = sign * price(tables, net, home, tables.host)
+        seconds = sign * price(model, net, home, host)
         walk.loads[home] += seconds
-        walk.loads[tables.host] += seconds
-    if device != tables.host:
-        seconds = sign * price(tables, net, tables.host, device)
-        walk.loads[tables.host] += seconds
+        walk.loads[host] += seconds
+    if device != host:
+        seconds = sign * price(model, net, host, device)
+        walk.loads[host] += seconds
         walk.loads[device] += seconds
 
 
 @inlined
-def price(tables: LoadTables, net: int, source: int, destination: int) -> float:
+def price(model: LoadModel, net: int, source: int, destination: int) -> float:
     """Return the seconds of one hop of a net; 0 if there is no link."""
     return float(
-        tables.net_sends[net] * tables.latency_seconds[source, destination]
-        + tables.net_bytes[net] * tables.seconds_per_byte[source, destination]
+        model.net_sends[net] * model.latency_seconds[source, destination]
+        + model.net_bytes[net] * model.seconds_per_byte[source, destination]
     )
 
 
 @inlined
-def energy(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> float:
+def energy(model: LoadModel, walk: AnnealingState, heat: Temperature) -> float:
     """Return the sum of the powers of loads, and write the worst device to `scalars`.
 
     Ties of the worst device: the first.
     """
     total, largest, worst = 0.0, -1.0, 0
-    for device in range(tables.devices):
-        if tables.counted[device]:
+    for device in range(model.devices):
+        if model.counted[device]:
             load = walk.loads[device]
             if load > largest:
                 largest, worst = load, device
@@ -496,11 +453,11 @@ def energy(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> float
 
 
 @inlined
-def lacking_bytes(tables: LoadTables, walk: AnnealingState) -> float:
+def lacking_bytes(model: LoadModel, walk: AnnealingState) -> float:
     """Return the bytes above capacity, summed over devices."""
     total = 0.0
-    for device in range(tables.devices):
-        total += max(0.0, walk.used_bytes[device] - tables.capacities[device])
+    for device in range(model.devices):
+        total += max(0.0, walk.used_bytes[device] - model.capacities[device])
     return total
 
 
@@ -539,9 +496,18 @@ def _search(problem: PlacementProblem, budget: Budget) -> None:
     ledger, tables = budget.ledger, load_tables(problem)
     rng = np.random.default_rng([problem.seed, ledger.next_round()])
     pool: list[tuple[Score, GroupPlacement]] = []
+    groups = problem.groups.count
+
+    def join(score: Score, placement: GroupPlacement) -> None:
+        """Add a plan to the pool, unless it is there, and keep the best `POOL`, best first."""
+        if all(not np.array_equal(placement, other) for _, other in pool):
+            pool.append((score, placement))
+            pool.sort(key=lambda pair: pair[0])
+            del pool[POOL:]
+
     assert ledger.best is not None, "the baselines were evaluated"
     for score, placement in [ledger.best[:2], *ledger.results.values()]:
-        _join(pool, score, placement)
+        join(score, placement)
     # Under a clock, walks use all cores. Without one, their number is fixed, because the result
     # must not depend on the machine.
     count = budget.threads if budget.timed else WALKS
@@ -556,10 +522,10 @@ def _search(problem: PlacementProblem, budget: Budget) -> None:
             # that is left.
             left = budget.left / len(walks)
             if budget.timed:
-                left = min(left, budget.left_seconds * pace / tables.groups)
+                left = min(left, budget.left_seconds * pace / groups)
             shortest, longest = CYCLE
             evaluations = left if left < 2 * shortest else min(max(left / 3, shortest), longest)
-            moves = max(1, int(evaluations * tables.groups))
+            moves = max(1, int(evaluations * groups))
 
             # Each walk is annealed from a plan of the pool. The first walk mostly starts from the
             # best plan. Other draws prefer the better plans.
@@ -579,34 +545,25 @@ def _search(problem: PlacementProblem, budget: Budget) -> None:
             moves_made = [task.result() for task in tasks]
             if budget.timed:
                 pace = max(moves_made) / max(budget.clock() - began, 1e-9)
-            budget.charge(sum(moves_made) / tables.groups)
+            budget.charge(sum(moves_made) / groups)
 
             # What the walks end with joins the pool.
             best_placements = {walk.best.tobytes(): walk.best.copy() for walk in walks}
             for placement in best_placements.values():
                 score = budget.score(problem, placement[None], always=True)[0]
-                _join(pool, score, placement)
+                join(score, placement)
                 # If memory lacks, later walks get less room.
                 if 0 < score.lacking_bytes < np.inf:
                     sizes = np.maximum(problem.load.resident_bytes, problem.group_bytes)
-                    used = np.bincount(placement, weights=sizes, minlength=tables.devices)
+                    used = np.bincount(placement, weights=sizes, minlength=problem.devices)
                     share = problem.capacities / np.maximum(ledger.peaks(placement), 1)
                     room = np.where(share < 1, 0.95 * share * used, np.inf)
-                    room = np.minimum(tables.capacities, room)
-                    tables = tables._replace(sizes=sizes, capacities=room)
+                    room = np.minimum(tables.model.capacities, room)
+                    model = tables.model._replace(resident_bytes=sizes, capacities=room)
+                    tables = tables._replace(model=model)
             stalled = 0 if pool[0][0] < before else stalled + 1
             if stalled >= PATIENCE and not limited:
                 return
-
-
-def _join(
-    pool: list[tuple[Score, GroupPlacement]], score: Score, placement: GroupPlacement
-) -> None:
-    """Add a plan to the pool, unless it is there, and keep the best `POOL`, best first."""
-    if all(not np.array_equal(placement, other) for _, other in pool):
-        pool.append((score, placement))
-        pool.sort(key=lambda pair: pair[0])
-        del pool[POOL:]
 
 
 def _cool(
@@ -649,8 +606,8 @@ def _cool(
 
 def chunk_moves(tables: LoadTables) -> int:
     """Return the moves of one call of the kernel: the more nets groups have, the fewer."""
-    nets = len(tables.reads) + len(tables.net_sources) * tables.devices
-    return max(1000, int(CHUNK_WORK / (100 + 10 * nets / max(tables.groups, 1))))
+    nets = len(tables.reads) + len(tables.model.net_sources) * tables.model.devices
+    return max(1000, int(CHUNK_WORK / (100 + 10 * nets / max(tables.model.groups, 1))))
 
 
 def load_tables(problem: PlacementProblem) -> LoadTables:
@@ -663,44 +620,30 @@ def load_tables(problem: PlacementProblem) -> LoadTables:
     fixed = np.ones(model.groups, bool)
     fixed[problem.free] = False
     work[fixed[:, None] & (np.arange(model.devices) != problem.fastest[:, None])] = np.inf
-    groups, devices = np.nonzero(np.isfinite(work))
-    choice_offsets, choices = _rows(groups, devices, model.groups)
+    groups, choices = np.nonzero(np.isfinite(work))
     nets = np.repeat(np.arange(len(model.net_sources)), np.diff(model.net_offsets))
-    read_offsets, reads = _rows(model.net_targets, nets, model.groups)
     made_offsets = np.searchsorted(model.net_sources, np.arange(model.groups + 1))
     direct = model.linked.copy()
     # A send to the host counts as one through the host that ends there: `add_hop` adds no second
     # hop for it. So all destinations share the one hop to the host.
     direct[:, model.host] = 0
     return LoadTables(
-        groups=model.groups,
-        devices=model.devices,
-        host=model.host,
-        counted=model.counted,
-        work_seconds=work,
-        sizes=model.resident_bytes,
-        capacities=model.capacities,
-        net_sources=model.net_sources,
-        net_offsets=model.net_offsets,
-        net_targets=model.net_targets,
-        net_bytes=model.net_bytes,
-        net_sends=model.net_sends,
-        latency_seconds=model.latency_seconds,
-        seconds_per_byte=model.seconds_per_byte,
+        model=model._replace(work_seconds=work),
         direct=direct,
         star=not np.delete(direct, model.host, 0).any() and not model.counted[model.host],
         free=problem.free,
-        choice_offsets=choice_offsets,
-        choices=choices,
+        choice_offsets=csr_offsets(groups, model.groups),
+        choices=choices.astype(np.int32),
         made_offsets=made_offsets.astype(np.int32),
-        read_offsets=read_offsets,
-        reads=reads,
+        read_offsets=csr_offsets(model.net_targets, model.groups),
+        reads=nets[np.argsort(model.net_targets, kind="stable")].astype(np.int32),
     )
 
 
 def new_walk(tables: LoadTables) -> AnnealingState:
     """Return the arrays of a walk, not yet on any placement."""
-    groups, devices, nets = tables.groups, tables.devices, len(tables.net_sources)
+    groups, devices = tables.model.groups, tables.model.devices
+    nets = len(tables.model.net_sources)
     return AnnealingState(
         placement=np.zeros(groups, np.int32),
         best=np.zeros(groups, np.int32),
@@ -716,11 +659,3 @@ def new_walk(tables: LoadTables) -> AnnealingState:
         scalars=np.array([0.0, 0.0, 0.0, np.inf]),
         random=np.ones(1, np.uint64),
     )
-
-
-def _rows(
-    rows: NDArray[np.integer], values: NDArray[np.integer], count: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return `values` as CSR by row (offsets [count + 1], values), in the order given."""
-    offsets = np.searchsorted(np.sort(rows), np.arange(count + 1))
-    return offsets.astype(np.int32), values[np.argsort(rows, kind="stable")].astype(np.int32)

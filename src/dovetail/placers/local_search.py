@@ -21,14 +21,14 @@ twice. Ties fall to the earlier proposal, so a seed and a budget of evaluations 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.baselines import try_baselines
-from dovetail.placers.budget import UNKNOWN, Budget, Score
+from dovetail.placers.budget import UNKNOWN, Budget
 from dovetail.placers.load_search import load_search
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.timeline import Timeline
@@ -137,6 +137,7 @@ def critical_path(problem: PlacementProblem, timeline: Timeline) -> CriticalPath
 # A move only touches groups with a choice, and only puts them where they may be.
 
 GroupSet = NDArray[np.int32]
+Random = np.random.Generator
 MODULE_SHARE = 0.8
 """A module or cluster is moved as a whole only if it holds at most this share of the groups."""
 CLUSTER_GROUPS = 256
@@ -147,7 +148,7 @@ CLUSTER_EDGES = 20_000
 
 @dataclass(frozen=True, eq=False)
 class MoveTables:
-    """Tables of a problem that moves look up.
+    """Tables of a problem, and the moves that look them up.
 
     neighbours       per group, the groups with a choice that it exchanges tensors with
     edges            [edges, 2] (from, to) groups, of which at least one has a choice
@@ -167,8 +168,203 @@ class MoveTables:
     clusters: tuple[GroupSet, ...]
     path: CriticalPath | None = None
 
+    def relocated(self, placement: GroupPlacement, groups: GroupSet, device: int) -> GroupPlacement:
+        """Return the placement with `groups` on `device`, except those that may not be there."""
+        moved = placement.copy()
+        moved[groups[self.problem.allowed[groups, device]]] = device
+        return moved
 
-Move = Callable[[GroupPlacement, MoveTables, np.random.Generator], GroupPlacement | None]
+    def exchanged(
+        self, placement: GroupPlacement, a: np.int32, b: np.int32
+    ) -> GroupPlacement | None:
+        """Return the placement with two groups each where the other was; None: one may not be."""
+        allowed = self.problem.allowed
+        if not (allowed[a, placement[b]] and allowed[b, placement[a]]):
+            return None
+        moved = placement.copy()
+        moved[a], moved[b] = placement[b], placement[a]
+        return moved
+
+    def other(self, placement: GroupPlacement, group: np.int32, rng: Random) -> int:
+        """Draw another device that `group` may be on."""
+        options = self.problem.allowed[group].copy()
+        options[placement[group]] = False
+        return int(rng.choice(np.flatnonzero(options)))
+
+    def one_group(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move one group to another device."""
+        group = self.free[rng.integers(len(self.free))]
+        return self.relocated(placement, group[None], self.other(placement, group, rng))
+
+    def with_neighbours(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move one group and some of its neighbours to one device."""
+        group = self.free[rng.integers(len(self.free))]
+        near = self.neighbours[group]
+        joining = near[rng.random(len(near)) < rng.choice((0.3, 0.6, 1.0))]
+        device = self.other(placement, group, rng)
+        return self.relocated(placement, np.append(joining, group), device)
+
+    def swap(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Exchange the devices of two groups."""
+        a, b = self.free[rng.integers(len(self.free), size=2)]
+        return self.exchanged(placement, a, b)
+
+    def window(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move a run of groups, in the order of their first ops, to one device."""
+        count = len(self.free)
+        # The cube makes short runs the most likely ones.
+        length = min(count, 2 + int(count / 2 * rng.random() ** 3))
+        start = rng.integers(count - length + 1)
+        device = int(rng.integers(self.problem.devices))
+        return self.relocated(placement, self.free[start : start + length], device)
+
+    def boundary(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Shift a boundary between two devices along the order of groups, by a few groups."""
+        devices = placement[self.free]
+        at = np.flatnonzero(devices[1:] != devices[:-1])
+        if not len(at):
+            return None
+        edge = int(at[rng.integers(len(at))])
+        length = 1 + int(rng.geometric(0.3))
+        if rng.random() < 0.5:
+            span, device = slice(max(0, edge + 1 - length), edge + 1), int(devices[edge + 1])
+        else:
+            span, device = slice(edge + 1, edge + 1 + length), int(devices[edge])
+        return self.relocated(placement, self.free[span], device)
+
+    def module(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move all groups of one module to one device."""
+        if not self.modules:
+            return None
+        groups = self.modules[rng.integers(len(self.modules))]
+        return self.relocated(placement, groups, int(rng.integers(self.problem.devices)))
+
+    def cluster(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move a cluster of groups that heavy tensors join (such as the sums of one gradient) to
+        one device."""
+        if not self.clusters:
+            return None
+        groups = self.clusters[rng.integers(len(self.clusters))]
+        return self.relocated(placement, groups, int(rng.integers(self.problem.devices)))
+
+    def follow(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move some groups, each to the device that it exchanges most bytes with."""
+        if not len(self.edges):
+            return None
+        pulled = np.zeros(self.problem.allowed.shape)
+        for ends, far_ends in (self.edges.T, self.edges.T[::-1]):
+            np.add.at(pulled, (ends, placement[far_ends]), self.pull)
+        pulled[~self.problem.allowed] = -1
+        followers = self.free[rng.random(len(self.free)) < rng.choice((0.1, 0.3, 1.0))]
+        moved = placement.copy()
+        moved[followers] = pulled[followers].argmax(axis=1)
+        return moved
+
+    def cut_edge(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move one end of an edge that crosses devices to the device of the other end.
+
+        Edges are drawn by their pull. In half of the cases, some neighbours on the same device move
+        along.
+        """
+        crosses = placement[self.edges[:, 0]] != placement[self.edges[:, 1]]
+        weights = np.cumsum(self.pull * crosses)
+        if not len(weights) or weights[-1] <= 0:
+            return None
+        edge = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
+        mover, stays = self.edges[edge][:: 1 if rng.random() < 0.5 else -1]
+        if rng.random() < 0.5:
+            return self.relocated(placement, mover[None], int(placement[stays]))
+        near = self.neighbours[mover]
+        along = near[placement[near] == placement[mover]]
+        along = along[rng.random(len(along)) < 0.5]
+        return self.relocated(placement, np.append(along, mover), int(placement[stays]))
+
+    def unload(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move a group of the busiest device to the device that is least busy with it added."""
+        problem = self.problem
+        seconds = problem.work_seconds[np.arange(len(placement)), placement]
+        loads = np.bincount(placement, weights=seconds, minlength=problem.devices)
+        groups = self.free[placement[self.free] == loads.argmax()]
+        if not len(groups):
+            return None
+        group = groups[rng.integers(len(groups))]
+        options = np.where(problem.allowed[group], loads + problem.work_seconds[group], np.inf)
+        return self.relocated(placement, group[None], int(options.argmin()))
+
+    def critical_group(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move a group of the critical path, drawn by its seconds there, to another device."""
+        group = self.critical(rng)
+        if group is None:
+            return None
+        alone = np.array([group], dtype=np.int32)
+        return self.relocated(placement, alone, self.other(placement, group, rng))
+
+    def critical_send(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move one end of a send on the critical path to the device of the other end, and sometimes
+        neighbours with it."""
+        path = self.path
+        if path is None or not len(path.producers):
+            return None
+        send = rng.integers(len(path.producers))
+        mover, stays = path.producers[send], path.readers[send]
+        if rng.random() < 0.5:
+            mover, stays = stays, mover
+        near = self.neighbours[mover]
+        along = near[(placement[near] == placement[mover]) & (near != stays)]
+        along = along[rng.random(len(along)) < rng.choice((0.0, 0.5))]
+        return self.relocated(placement, np.append(along, mover), int(placement[stays]))
+
+    def make_room(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Move a group that is not on the critical path off a device that the path waits for."""
+        path = self.path
+        if path is None or path.crowded.sum() <= 0:
+            return None
+        odds = np.cumsum(path.crowded)
+        device = int(np.searchsorted(odds, rng.random() * odds[-1], side="right"))
+        movable = np.setdiff1d(self.free[placement[self.free] == device], path.groups)
+        if not len(movable):
+            return None
+        group = movable[rng.integers(len(movable))]
+        return self.relocated(placement, group[None], self.other(placement, group, rng))
+
+    def critical_swap(self, placement: GroupPlacement, rng: Random) -> GroupPlacement | None:
+        """Exchange the devices of a group on the critical path and a group of another device."""
+        a = self.critical(rng)
+        if a is None:
+            return None
+        candidates = self.free[placement[self.free] != placement[a]]
+        if not len(candidates):
+            return None
+        return self.exchanged(placement, a, candidates[rng.integers(len(candidates))])
+
+    def critical(self, rng: Random) -> np.int32 | None:
+        """Draw a group with a choice from the critical path, by its seconds there, if any has."""
+        if self.path is None:
+            return None
+        can = self.problem.allowed[self.path.groups].sum(axis=1) > 1
+        odds = np.cumsum(self.path.seconds * can)
+        if not len(odds) or odds[-1] <= 0:
+            return None
+        chosen = np.searchsorted(odds, rng.random() * odds[-1], side="right")
+        return np.int32(self.path.groups[chosen])
+
+
+MOVES: tuple[Callable[[MoveTables, GroupPlacement, Random], GroupPlacement | None], ...] = (
+    MoveTables.one_group,
+    MoveTables.with_neighbours,
+    MoveTables.swap,
+    MoveTables.window,
+    MoveTables.boundary,
+    MoveTables.module,
+    MoveTables.cluster,
+    MoveTables.follow,
+    MoveTables.cut_edge,
+    MoveTables.unload,
+    MoveTables.critical_group,
+    MoveTables.critical_send,
+    MoveTables.make_room,
+    MoveTables.critical_swap,
+)
 
 
 @lru_cache(maxsize=1)
@@ -225,254 +421,6 @@ def move_tables(problem: PlacementProblem) -> MoveTables:
     )
 
 
-def relocate(
-    placement: GroupPlacement, groups: GroupSet, device: int, problem: PlacementProblem
-) -> GroupPlacement:
-    """Return the placement with `groups` moved to `device`, except those that may not be there."""
-    moved = placement.copy()
-    moved[groups[problem.allowed[groups, device]]] = device
-    return moved
-
-
-def one_group(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move one group to another device."""
-    group = tables.free[rng.integers(len(tables.free))]
-    return relocate(placement, group[None], _other(placement, group, tables, rng), tables.problem)
-
-
-def with_neighbours(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move one group and some of its neighbours to one device."""
-    group = tables.free[rng.integers(len(tables.free))]
-    near = tables.neighbours[group]
-    joining = near[rng.random(len(near)) < rng.choice((0.3, 0.6, 1.0))]
-    device = _other(placement, group, tables, rng)
-    return relocate(placement, np.append(joining, group), device, tables.problem)
-
-
-def swap(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Exchange the devices of two groups."""
-    a, b = tables.free[rng.integers(len(tables.free), size=2)]
-    allowed = tables.problem.allowed
-    if not (allowed[a, placement[b]] and allowed[b, placement[a]]):
-        return None
-    moved = placement.copy()
-    moved[a], moved[b] = placement[b], placement[a]
-    return moved
-
-
-def window(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move a run of groups, in the order of their first ops, to one device."""
-    count = len(tables.free)
-    # The cube makes short runs the most likely ones.
-    length = min(count, 2 + int(count / 2 * rng.random() ** 3))
-    start = rng.integers(count - length + 1)
-    device = int(rng.integers(tables.problem.devices))
-    return relocate(placement, tables.free[start : start + length], device, tables.problem)
-
-
-def boundary(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Shift a boundary between two devices along the order of groups, by a few groups."""
-    devices = placement[tables.free]
-    at = np.flatnonzero(devices[1:] != devices[:-1])
-    if not len(at):
-        return None
-    edge = int(at[rng.integers(len(at))])
-    length = 1 + int(rng.geometric(0.3))
-    if rng.random() < 0.5:
-        span, device = slice(max(0, edge + 1 - length), edge + 1), int(devices[edge + 1])
-    else:
-        span, device = slice(edge + 1, edge + 1 + length), int(devices[edge])
-    return relocate(placement, tables.free[span], device, tables.problem)
-
-
-def module(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move all groups of one module to one device."""
-    if not tables.modules:
-        return None
-    groups = tables.modules[rng.integers(len(tables.modules))]
-    return relocate(placement, groups, int(rng.integers(tables.problem.devices)), tables.problem)
-
-
-def cluster(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move a cluster of groups that heavy tensors join (such as the sums of one gradient) to one
-    device."""
-    if not tables.clusters:
-        return None
-    groups = tables.clusters[rng.integers(len(tables.clusters))]
-    return relocate(placement, groups, int(rng.integers(tables.problem.devices)), tables.problem)
-
-
-def follow(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move some groups, each to the device that it exchanges most bytes with."""
-    if not len(tables.edges):
-        return None
-    pulled = np.zeros(tables.problem.allowed.shape)
-    for ends, far_ends in (tables.edges.T, tables.edges.T[::-1]):
-        np.add.at(pulled, (ends, placement[far_ends]), tables.pull)
-    pulled[~tables.problem.allowed] = -1
-    followers = tables.free[rng.random(len(tables.free)) < rng.choice((0.1, 0.3, 1.0))]
-    moved = placement.copy()
-    moved[followers] = pulled[followers].argmax(axis=1)
-    return moved
-
-
-def cut_edge(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move one end of an edge that crosses devices to the device of the other end.
-
-    Edges are drawn by their pull. In half of the cases, some neighbours on the same device move
-    along.
-    """
-    crosses = placement[tables.edges[:, 0]] != placement[tables.edges[:, 1]]
-    weights = np.cumsum(tables.pull * crosses)
-    if not len(weights) or weights[-1] <= 0:
-        return None
-    edge = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
-    mover, stays = tables.edges[edge][:: 1 if rng.random() < 0.5 else -1]
-    if rng.random() < 0.5:
-        return relocate(placement, mover[None], int(placement[stays]), tables.problem)
-    near = tables.neighbours[mover]
-    along = near[placement[near] == placement[mover]]
-    along = along[rng.random(len(along)) < 0.5]
-    return relocate(placement, np.append(along, mover), int(placement[stays]), tables.problem)
-
-
-def unload(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move a group of the busiest device to the device that is least busy with the group added."""
-    problem = tables.problem
-    seconds = problem.work_seconds[np.arange(len(placement)), placement]
-    loads = np.bincount(placement, weights=seconds, minlength=problem.devices)
-    groups = tables.free[placement[tables.free] == loads.argmax()]
-    if not len(groups):
-        return None
-    group = groups[rng.integers(len(groups))]
-    options = np.where(problem.allowed[group], loads + problem.work_seconds[group], np.inf)
-    return relocate(placement, group[None], int(options.argmin()), problem)
-
-
-def critical_group(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move a group of the critical path to another device; groups are drawn by seconds there."""
-    group = _critical(tables, rng)
-    if group is None:
-        return None
-    alone = np.array([group], dtype=np.int32)
-    return relocate(placement, alone, _other(placement, group, tables, rng), tables.problem)
-
-
-def critical_send(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move one end of a send on the critical path to the device of the other end, and sometimes
-    neighbours with it."""
-    path = tables.path
-    if path is None or not len(path.producers):
-        return None
-    send = rng.integers(len(path.producers))
-    mover, stays = path.producers[send], path.readers[send]
-    if rng.random() < 0.5:
-        mover, stays = stays, mover
-    near = tables.neighbours[mover]
-    along = near[(placement[near] == placement[mover]) & (near != stays)]
-    along = along[rng.random(len(along)) < rng.choice((0.0, 0.5))]
-    return relocate(placement, np.append(along, mover), int(placement[stays]), tables.problem)
-
-
-def make_room(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Move a group that is not on the critical path off a device that the path waits for."""
-    path = tables.path
-    if path is None or path.crowded.sum() <= 0:
-        return None
-    odds = np.cumsum(path.crowded)
-    device = int(np.searchsorted(odds, rng.random() * odds[-1], side="right"))
-    movable = np.setdiff1d(tables.free[placement[tables.free] == device], path.groups)
-    if not len(movable):
-        return None
-    group = movable[rng.integers(len(movable))]
-    return relocate(placement, group[None], _other(placement, group, tables, rng), tables.problem)
-
-
-def critical_swap(
-    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
-) -> GroupPlacement | None:
-    """Exchange the devices of a group on the critical path and a group of another device."""
-    a = _critical(tables, rng)
-    if a is None:
-        return None
-    candidates = tables.free[placement[tables.free] != placement[a]]
-    if not len(candidates):
-        return None
-    b = candidates[rng.integers(len(candidates))]
-    allowed = tables.problem.allowed
-    if not (allowed[a, placement[b]] and allowed[b, placement[a]]):
-        return None
-    moved = placement.copy()
-    moved[a], moved[b] = placement[b], placement[a]
-    return moved
-
-
-def _critical(tables: MoveTables, rng: np.random.Generator) -> np.int32 | None:
-    """Draw a group with a choice from the critical path, by its seconds there; None: no such."""
-    if tables.path is None:
-        return None
-    can = tables.problem.allowed[tables.path.groups].sum(axis=1) > 1
-    odds = np.cumsum(tables.path.seconds * can)
-    if not len(odds) or odds[-1] <= 0:
-        return None
-    return np.int32(
-        tables.path.groups[np.searchsorted(odds, rng.random() * odds[-1], side="right")]
-    )
-
-
-MOVES: tuple[Move, ...] = (
-    one_group,
-    with_neighbours,
-    swap,
-    window,
-    boundary,
-    module,
-    cluster,
-    follow,
-    cut_edge,
-    unload,
-    critical_group,
-    critical_send,
-    make_room,
-    critical_swap,
-)
-
-
-def _other(
-    placement: GroupPlacement, group: np.int32, tables: MoveTables, rng: np.random.Generator
-) -> int:
-    """Draw another device that `group` may be on."""
-    options = tables.problem.allowed[group].copy()
-    options[placement[group]] = False
-    return int(rng.choice(np.flatnonzero(options)))
-
-
 # ── The search ──────────────────────────────────────────────────────────────────────────────────
 
 BATCH = 16
@@ -508,147 +456,118 @@ def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     starts = list({placement.tobytes(): placement for placement in placements}.values())
     if len(problem.free):
         try:
-            _LocalSearch(problem, budget, np.stack(starts)).run()
+            _search(problem, budget, np.stack(starts))
         except KeyboardInterrupt:
             budget.interrupted = True
     return budget.ledger.best[1] if budget.ledger.best is not None else starts[0]
 
 
-@dataclass
-class _LocalSearch:
-    """The state of one search.
+def _search(  # noqa: C901  one search, with the choices that its docstring names
+    problem: PlacementProblem, budget: Budget, starts: NDArray[np.int32]
+) -> None:
+    """Descend and restart until the budget is spent or nothing new is left.
 
     starts   [starts, groups] best first
-    wins     [moves] how often each kind of move improved the current placement; old counts fade
-    tries    [moves] how often each kind was evaluated; old counts fade
     """
+    tables = move_tables(problem)
+    rng = np.random.default_rng((problem.seed, budget.ledger.next_round()))
+    # [moves] How often each kind of move improved the current placement, and was evaluated; old
+    # counts fade. As if each kind had won 1 of 4 tries: so a kind without luck at first is still
+    # tried.
+    wins, tries = np.ones(len(MOVES)), np.full(len(MOVES), 4.0)
 
-    problem: PlacementProblem
-    budget: Budget
-    starts: NDArray[np.int32]
-    tables: MoveTables = field(init=False)
-    rng: np.random.Generator = field(init=False)
-    wins: NDArray[np.float64] = field(init=False)
-    tries: NDArray[np.float64] = field(init=False)
+    def complete() -> bool:
+        """Whether the budget is spent, or every placement was evaluated."""
+        return budget.exhausted or len(budget.ledger) >= problem.placements
 
-    def __post_init__(self) -> None:
-        self.tables = move_tables(self.problem)
-        self.rng = np.random.default_rng((self.problem.seed, self.budget.ledger.next_round()))
-        # As if each kind had won 1 of 4 tries: so a kind without luck at first is still tried.
-        self.wins = np.ones(len(MOVES))
-        self.tries = np.full(len(MOVES), 4.0)
-
-    def run(self) -> None:
-        """Descend and restart until the budget is spent or nothing new is left."""
-        problem, budget = self.problem, self.budget
-        patience = STALL_ROUNDS + len(problem.free) // BATCH
-        barren = 0
-        current = self.starts[0]
-        while not self._complete() and barren < GIVE_UP:
-            spent = budget.spent
-            # A descent moves from `current` until `patience` rounds bring no new best.
-            score = budget.score(problem, current[None])[0]
-            best, stalled, rounds = score, 0, 0
-            merged: list[GroupPlacement] = []
-            self._trace(current)
-            while stalled < patience and not self._complete():
-                kinds, batch = self._propose(current, merged)
-                if not len(batch):
-                    break
-                scores = budget.score(problem, batch)
-                better = [i for i in range(len(batch)) if scores[i] < score]
-                better.sort(key=lambda i: (scores[i], i))
-
-                # The odds of a kind of move follow how often it wins. Halving old counts lets the
-                # odds follow the search: what helps early may not help later.
-                for kind, new in zip(kinds, scores, strict=True):
-                    if kind >= 0:
-                        self.tries[kind] += 1
-                        self.wins[kind] += new < score
-                if self.tries.sum() > 2000:
-                    self.wins = 1 + (self.wins - 1) / 2
-                    self.tries = 4 + (self.tries - 4) / 2
-
-                # The next batch tries improving moves together: the best two, three and four. Where
-                # two moves change the same group, the better one wins.
-                merged, laid = [], current.copy()
-                for rank, i in enumerate(better[:4]):
-                    changed = batch[i] != current
-                    laid = np.where(changed & (laid == current), batch[i], laid)
-                    if rank:
-                        merged.append(laid)
-
-                winner = min(range(len(batch)), key=lambda i: (scores[i], i))
-                if self._accepts(scores[winner], score):
-                    current, score = batch[winner], scores[winner]
-                rounds += 1
-                if rounds % TRACE_ROUNDS == 0:
-                    self._trace(current)
-                stalled = 0 if score < best else stalled + 1
-                best = min(best, score)
-            barren = barren + 1 if budget.spent == spent else 0
-
-            # A restart is from another start, or from the best placement after a few random moves.
-            # In some cases, a run of its groups is taken from another start before.
-            best_of_all = budget.ledger.best
-            current = (self.starts[0] if best_of_all is None else best_of_all[1]).copy()
-            chance = self.rng.random()
-            other = self.starts[self.rng.integers(len(self.starts))]
-            if chance < 0.15:
-                current = other
-                continue
-            if chance < 0.4:
-                a, b = np.sort(self.rng.integers(len(current) + 1, size=2))
-                current[a:b] = other[a:b]
-            for _ in range(int(self.rng.integers(1, 6))):
-                moved = MOVES[self.rng.integers(len(MOVES))](current, self.tables, self.rng)
-                current = current if moved is None else moved
-
-    def _trace(self, current: GroupPlacement) -> None:
+    def trace(current: GroupPlacement) -> None:
         """Trace the critical path of `current`. Moves use it until the next trace, though it is
         then out of date."""
-        if self.problem.trace is not None and self.problem.objective == "step":
-            timeline = self.problem.trace(self.problem.spread(current))
-            self.tables = replace(self.tables, path=critical_path(self.problem, timeline))
+        nonlocal tables
+        if problem.trace is not None and problem.objective == "step":
+            timeline = problem.trace(problem.spread(current))
+            tables = replace(tables, path=critical_path(problem, timeline))
 
-    def _complete(self) -> bool:
-        """Whether the budget is spent, or every placement was evaluated."""
-        return self.budget.exhausted or len(self.budget.ledger) >= self.problem.placements
-
-    def _propose(
-        self, current: GroupPlacement, merged: list[GroupPlacement]
-    ) -> tuple[list[int], NDArray[np.int32]]:
-        """Return (kinds, placements [batch, groups]) of up to `BATCH` that were never evaluated.
-
-        merged   candidates that are proposed first; their kind is -1
-        """
-        kinds, batch = [], []
-        proposed = {current.tobytes()}
-        for candidate in merged:
-            if candidate.tobytes() not in proposed and candidate not in self.budget.ledger:
-                proposed.add(candidate.tobytes())
-                kinds.append(-1)
-                batch.append(candidate)
-        odds = np.cumsum(self.wins / self.tries)
-        draws = np.searchsorted(odds, self.rng.random(BATCH * TRIES) * odds[-1], side="right")
-        for kind in draws.tolist():
-            if len(batch) >= BATCH:
+    patience = STALL_ROUNDS + len(problem.free) // BATCH
+    barren = 0
+    current = starts[0]
+    while not complete() and barren < GIVE_UP:
+        spent = budget.spent
+        # A descent moves from `current` until `patience` rounds bring no new best.
+        score = budget.score(problem, current[None])[0]
+        best, stalled, rounds = score, 0, 0
+        merged: list[GroupPlacement] = []
+        trace(current)
+        while stalled < patience and not complete():
+            # Up to `BATCH` placements that were never evaluated: first those of `merged`, whose
+            # kind is -1, and then moves.
+            kinds: list[int] = []
+            batch: list[GroupPlacement] = []
+            proposed = {current.tobytes()}
+            odds = np.cumsum(wins / tries)
+            draws = np.searchsorted(odds, rng.random(BATCH * TRIES) * odds[-1], side="right")
+            for kind in [-1] * len(merged) + draws.tolist():
+                if kind >= 0 and len(batch) >= BATCH:
+                    break
+                moved = MOVES[kind](tables, current, rng) if kind >= 0 else merged.pop(0)
+                if moved is None or moved.tobytes() in proposed or moved in budget.ledger:
+                    continue
+                proposed.add(moved.tobytes())
+                kinds.append(kind)
+                batch.append(moved)
+            if not batch:
                 break
-            moved = MOVES[kind](current, self.tables, self.rng)
-            if moved is None or moved.tobytes() in proposed or moved in self.budget.ledger:
-                continue
-            proposed.add(moved.tobytes())
-            kinds.append(kind)
-            batch.append(moved)
-        return kinds, np.array(batch, dtype=np.int32)
+            scores = budget.score(problem, np.array(batch, dtype=np.int32))
+            better = [i for i in range(len(batch)) if scores[i] < score]
+            better.sort(key=lambda i: (scores[i], i))
 
-    def _accepts(self, new: Score, old: Score) -> bool:
-        """Whether a new placement replaces the current one."""
-        if new == UNKNOWN:
-            return False
-        if new <= old:
-            return True
-        if new.lacking_bytes > old.lacking_bytes:
-            return False
-        temperature = TEMPERATURE * (1 - self.budget.fraction) ** 2
-        return new.value <= old.value * (1 + temperature * self.rng.exponential())
+            # The odds of a kind of move follow how often it wins. Halving old counts lets the odds
+            # follow the search: what helps early may not help later.
+            for kind, new in zip(kinds, scores, strict=True):
+                if kind >= 0:
+                    tries[kind] += 1
+                    wins[kind] += new < score
+            if tries.sum() > 2000:
+                wins = 1 + (wins - 1) / 2
+                tries = 4 + (tries - 4) / 2
+
+            # The next batch tries improving moves together: the best two, three and four. Where two
+            # moves change the same group, the better one wins.
+            merged, laid = [], current.copy()
+            for rank, i in enumerate(better[:4]):
+                changed = batch[i] != current
+                laid = np.where(changed & (laid == current), batch[i], laid)
+                if rank:
+                    merged.append(laid)
+
+            # The best of the batch becomes current if it is no worse, or only a little worse.
+            winner = min(range(len(batch)), key=lambda i: (scores[i], i))
+            new = scores[winner]
+            accepted = new != UNKNOWN and new <= score
+            if new != UNKNOWN and not accepted and new.lacking_bytes <= score.lacking_bytes:
+                temperature = TEMPERATURE * (1 - budget.fraction) ** 2
+                accepted = new.value <= score.value * (1 + temperature * rng.exponential())
+            if accepted:
+                current, score = batch[winner], new
+            rounds += 1
+            if rounds % TRACE_ROUNDS == 0:
+                trace(current)
+            stalled = 0 if score < best else stalled + 1
+            best = min(best, score)
+        barren = barren + 1 if budget.spent == spent else 0
+
+        # A restart is from another start, or from the best placement after a few random moves. In
+        # some cases, a run of its groups is taken from another start before.
+        best_of_all = budget.ledger.best
+        current = (starts[0] if best_of_all is None else best_of_all[1]).copy()
+        chance = rng.random()
+        other = starts[rng.integers(len(starts))]
+        if chance < 0.15:
+            current = other
+            continue
+        if chance < 0.4:
+            a, b = np.sort(rng.integers(len(current) + 1, size=2))
+            current[a:b] = other[a:b]
+        for _ in range(int(rng.integers(1, 6))):
+            moved = MOVES[rng.integers(len(MOVES))](tables, current, rng)
+            current = current if moved is None else moved

@@ -26,16 +26,10 @@ import numpy as np
 
 from dovetail.placers.budget import Budget
 from dovetail.placers.partitioning import (
-    GroupNetwork,
-    PartitionCandidate,
     PartitionProblem,
-    best_fitting,
-    has_empty_part,
+    best_candidate,
+    candidates_within,
     net_of,
-    overflows,
-    parts_of,
-    placed,
-    trivial_labels,
 )
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.flat import Int64
@@ -54,29 +48,20 @@ def metis(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     Ties: the larger set, then the earlier try.
     """
     net = net_of(problem)
-    candidates = []
-    for within in problem.device_sets:
-        cuts = _cuts(problem, net, parts_of(problem, net, within))
-        candidates += cuts
-        if any(overflows(problem, candidate.placement) for candidate in cuts):
-            candidates += _cuts(problem, net, parts_of(problem, net, within, memory=True))
-    return best_fitting(problem, net, budget, candidates)
 
+    def cut(parts: PartitionProblem) -> tuple[list[Int64], bool]:
+        count = max(1, VERTICES_PER_SET // len(parts.groups))
+        return [
+            partition(parts, problem.seed + i, recursive=recursive, imbalance=imbalance)
+            for i, (recursive, imbalance) in enumerate(TRIES[:count])
+        ], True
 
-def _cuts(
-    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem
-) -> list[PartitionCandidate]:
-    """Return one candidate for each try. Tries with an empty part count only if all have one."""
-    labels = trivial_labels(parts)
-    if labels is not None:
-        return [placed(problem, net, parts, labels, reorder=True)]
-    count = max(1, VERTICES_PER_SET // len(parts.groups))
-    tried = [
-        partition(parts, problem.seed + i, recursive=recursive, imbalance=imbalance)
-        for i, (recursive, imbalance) in enumerate(TRIES[:count])
+    candidates = [
+        candidate
+        for within in problem.device_sets
+        for candidate in candidates_within(problem, net, within, cut)
     ]
-    full = [labels for labels in tried if not has_empty_part(parts, labels)]
-    return [placed(problem, net, parts, labels, reorder=True) for labels in full or tried]
+    return best_candidate(problem, net, budget, candidates)
 
 
 def partition(parts: PartitionProblem, seed: int, *, recursive: bool, imbalance: int) -> Int64:

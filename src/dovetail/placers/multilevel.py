@@ -27,7 +27,7 @@ graph underestimated the peaks.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from dovetail.graph.records import csr_offsets
 from dovetail.graph.topological import topological_order
 from dovetail.placers.baselines import BASELINES, try_baselines
 from dovetail.placers.budget import Budget, Score
+from dovetail.placers.contiguity import longest_paths
 from dovetail.placers.local_search import local_search
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
@@ -91,65 +92,145 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
     are estimates of those on the true graph. O(ops + reads x log reads).
     """
     graph, unit_of_op = problem.graph, unit_of[problem.groups.of_op]
-    nodes = _nodes(problem, unit_of_op, most_ops)
-    tensors = _tensors(problem, nodes)
 
-    # Source ops come first, one for each tensor of sources, then nodes. The graph wants tensors in
-    # the order of their producers. The new value of a parameter comes after all other tensors of
-    # the node that writes it.
-    count = len(nodes)
-    source_owners = tensors.owners[tensors.owners >= count]
+    # 1. Merged ops (nodes), in the most of the windows tried that give at most `most_ops`. One
+    # window is accepted with any number of nodes.
+    real = np.flatnonzero(~graph.is_source)
+    before_ops = np.concatenate([graph.producers[graph.input_tensors], graph.control[:, 0]])
+    after_ops = np.concatenate([graph.readers, graph.control[:, 1]])[~graph.is_source[before_ops]]
+    before_ops = before_ops[~graph.is_source[before_ops]]
+    offsets = csr_offsets(after_ops, len(graph))
+    befores = before_ops[np.argsort(after_ops, kind="stable")].astype(np.int32)
+    least = problem.costs.compute_seconds.min(axis=1)
+    starts = np.zeros(len(graph))
+    keys = (unit_of_op * len(Phase) + graph.phases).astype(np.int64)
+    _earliest_starts(offsets, befores, least, starts)
+    longest = float((starts + least).max())
+    windows = MOST_WINDOWS
+    while True:
+        window = np.minimum(starts / longest * windows if longest > 0 else 0 * starts, windows - 1)
+        window = window.astype(np.int64)
+        steps = np.zeros(len(graph), np.int64)
+        _steps(offsets, befores, window, keys, steps)
+        codes = window * (int(keys.max()) + 1) + keys
+        codes = codes * (int(steps.max()) + 1) + steps
+        _, lowest, of_real = np.unique(codes[real], return_index=True, return_inverse=True)
+        if len(lowest) <= most_ops or windows == 1:
+            break
+        windows //= FEWER_WINDOWS
+    count = len(lowest)
+    node_of = np.full(len(graph), -1, np.int64)  # [ops] -1: a source
+    node_of[real] = of_real.reshape(-1)
+    # Of the ready nodes, the one with the lowest first op goes next, so that nodes stand as nearly
+    # in the order of their ops as possible.
+    before, after = node_of[before_ops], node_of[after_ops]
+    edges = np.unique(before[before != after] * count + after[before != after])
+    edges = np.stack([edges // count, edges % count], axis=1)
+    rank = np.empty(count, np.int64)
+    rank[topological_order(count, edges, real[lowest].tolist())] = np.arange(count)
+    node_of[real] = rank[node_of[real]]
+    first_ops = np.empty(count, np.int64)  # [nodes] the lowest op of each
+    first_ops[rank] = real[lowest]
+
+    # 2. Tensors. `makers` [tensors of the true graph] is the node that makes each. Tensors of
+    # sources have numbers above the n nodes: n for inputs, n + 1 for tensors resident on every
+    # device that reads them, and n + 2 + w for a tensor that node w overwrites.
+    homes = graph.residences[graph.producers].astype(np.int64)
+    overwritten = count + 2 + node_of[np.maximum(homes, 0)]
+    of_sources = np.where(homes >= 0, overwritten, count + (homes != HOST))
+    from_source = graph.is_source[graph.producers]
+    makers = np.where(from_source, of_sources, node_of[graph.producers])
+    is_written = np.flatnonzero(makers >= count + 2)
+    read = np.append(graph.input_tensors, is_written).astype(np.int64)
+    # The node that overwrites a tensor counts as a reader of it, also if none of its ops reads it.
+    readers = np.append(node_of[graph.readers], makers[is_written] - count - 2)
+    outside = makers[read] != readers
+    pairs = np.unique(read[outside] * count + readers[outside])
+    read, readers = pairs // count, pairs % count
+    is_output = np.zeros(graph.tensors, dtype=bool)
+    is_output[graph.outputs] = True
+    is_output &= ~from_source
+    # All tensors of one maker with the same readers become one. Sets of readers are compared by
+    # hash: every node has a random 64-bit word, and a set's hash is the sum of its words, which
+    # wraps around. Maker and `is_output` enter the hash too.
+    words = np.random.default_rng(0).integers(2**63, size=2 * count + 2, dtype=np.uint64)
+    hashes = words[makers % len(words)] * np.uint64(3) + is_output.astype(np.uint64)
+    np.add.at(hashes, read, words[readers])
+    is_seen = is_output.copy()
+    is_seen[read] = True
+    seen = np.flatnonzero(is_seen)
+    _, first, inverse = np.unique(hashes[seen], return_index=True, return_inverse=True)
+    first = seen[first]
+    # Merged tensors stand by their owners, those of sources first.
+    by_owner = np.lexsort((first, makers[first], makers[first] < count))
+    place_of = np.empty(len(first), np.int64)
+    place_of[by_owner] = np.arange(len(by_owner))
+    first = first[by_owner]
+    owners = makers[first]
+    merged_of = np.full(graph.tensors, -1, np.int64)
+    merged_of[seen] = place_of[inverse.reshape(-1)]
+    # A view of a tensor that is kept anyway, or that belongs to a source, occupies nothing more.
+    roots = np.where(graph.bases < 0, np.arange(graph.tensors), graph.bases)
+    while (roots[roots] != roots).any():
+        roots = roots[roots]
+    root_stays = is_seen[roots] | from_source[roots]
+    kept_bytes = np.where((graph.bases >= 0) & root_stays, 0, graph.tensor_bytes)
+    occupied_bytes = np.bincount(merged_of[seen], weights=kept_bytes[seen]).astype(np.int64)
+    several = (np.bincount(merged_of[seen]) - 1) * _latency_bytes(problem)
+    sent_bytes = several + np.bincount(merged_of[seen], weights=problem.sent_bytes[seen])
+    reads = np.unique(readers * len(first) + merged_of[read])
+    readers, read = reads // len(first), reads % len(first)
+
+    # 3. The graph. Source ops come first, one for each tensor of sources, then nodes. The graph
+    # wants tensors in the order of their producers. The new value of a parameter comes after all
+    # other tensors of the node that writes it.
+    source_owners = owners[owners >= count]
     sources = len(source_owners)
-    written = np.flatnonzero(tensors.owners[:sources] >= count + 2)
-    writers = tensors.owners[written] - count - 2
-    producers = np.concatenate(
-        [np.arange(sources), sources + tensors.owners[sources:], sources + writers]
-    )
+    written = np.flatnonzero(owners[:sources] >= count + 2)
+    writers = owners[written] - count - 2
+    producers = np.concatenate([np.arange(sources), sources + owners[sources:], sources + writers])
     order = np.argsort(producers, kind="stable")
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order))
     storages = np.arange(len(order), dtype=np.int32)
-    storages[place[len(tensors.owners) :]] = written
+    storages[place[len(owners) :]] = written
     overwrites = np.zeros(len(order), dtype=bool)
-    overwrites[place[len(tensors.owners) :]] = True
+    overwrites[place[len(owners) :]] = True
     phases = np.zeros(sources + count, np.int8)
-    phases[sources:] = graph.phases[nodes.first]
-    before, after = nodes.of_op[graph.control.T]
+    phases[sources:] = graph.phases[first_ops]
+    before, after = node_of[graph.control.T]
     control = np.unique(before[before != after] * count + after[before != after])
     source_kinds = ["input" if owner == count else "parameter" for owner in source_owners.tolist()]
     merged = Graph(
         names=tuple(map(str, range(sources + count))),
         kinds=(*source_kinds, *("merged",) * count),
         signatures=("",) * (sources + count),
-        modules=("",) * sources + tuple(graph.modules[op] for op in nodes.first.tolist()),
+        modules=("",) * sources + tuple(graph.modules[op] for op in first_ops.tolist()),
         phases=phases,
         shapes=((),) * len(order),
         strides=((),) * len(order),
         dtypes=("uint8",) * len(order),
-        input_offsets=csr_offsets(sources + tensors.readers[:, 0], sources + count),
+        input_offsets=csr_offsets(sources + readers, sources + count),
         control=sources + np.stack([control // count, control % count], axis=1),
         producers=producers[order],
-        tensor_bytes=np.append(tensors.occupied_bytes, tensors.occupied_bytes[written])[order],
+        tensor_bytes=np.append(occupied_bytes, occupied_bytes[written])[order],
         storages=storages,
         overwrites=overwrites,
-        outputs=place[np.flatnonzero(tensors.is_output)],
-        input_tensors=place[tensors.readers[:, 1]],
+        outputs=place[np.flatnonzero(is_output[first])],
+        input_tensors=place[read],
     )
 
-    real = np.flatnonzero(nodes.of_op >= 0)
+    # 4. Costs and units.
     columns = problem.costs.compute_seconds[real].T
-    sums = [np.bincount(nodes.of_op[real], weights=c, minlength=count) for c in columns]
+    sums = [np.bincount(node_of[real], weights=c, minlength=count) for c in columns]
     seconds = np.concatenate([np.zeros((sources, problem.devices)), np.stack(sums, axis=1)])
-    sent = np.append(tensors.sent_bytes, tensors.sent_bytes[written])[order]
-    costs = Costs(seconds, "given", sent)
-
+    costs = Costs(seconds, "given", np.append(sent_bytes, sent_bytes[written])[order])
     # A source op has the unit of an op that reads it. Reversed, so that of several readers of a
     # source the first one is written last, and stays.
     units = np.zeros(sources + count, np.int32)
-    units[sources:] = unit_of_op[nodes.first]
-    readers, read = tensors.readers[::-1].T
-    of_sources = read < sources
-    units[read[of_sources]] = units[sources + readers[of_sources]]
+    units[sources:] = unit_of_op[first_ops]
+    readers, read = readers[::-1], read[::-1]
+    units[read[read < sources]] = units[sources + readers[read < sources]]
     units[written] = units[sources + writers]
 
     allowed = _allowed_devices(problem, unit_of)
@@ -186,196 +267,41 @@ def _allowed_devices(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bo
     return allowed
 
 
-@dataclass(frozen=True, eq=False)
-class _MergedNodes:
-    """The merged ops (nodes), in topological order; of the ready ones, the lowest first op is next.
-
-    of_op   [ops] node of each op; -1: a source
-    first   [nodes] the lowest op of each
-    """
-
-    of_op: Int64
-    first: Int64
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-
-@dataclass(frozen=True, eq=False)
-class _MergedTensors:
-    """The tensors between nodes: those of sources first, then by node.
-
-    owners     [tensors] node that makes each; for tensors of sources see `_tensors`
-    occupied_bytes, sent_bytes, is_output   [tensors]
-    readers    [reads, 2] distinct (node, tensor), ordered
-    """
-
-    owners: Int64
-    occupied_bytes: Int64
-    sent_bytes: Float64
-    is_output: NDArray[np.bool_]
-    readers: Int64
-
-
-def _nodes(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedNodes:
-    """Merge ops into nodes, with the most windows tried that give at most `most_ops` nodes.
-
-    One window is accepted with any number of nodes.
-    """
-    graph = problem.graph
-    real = np.flatnonzero(~graph.is_source)
-    order = np.argsort(graph.control[:, 1], kind="stable")
-    befores = graph.control[order, 0].astype(np.int32)
-    offsets = csr_offsets(graph.control[:, 1], len(graph))
-    least = problem.costs.compute_seconds.min(axis=1)
-    starts = np.zeros(len(graph))
-    keys = (unit_of_op * len(Phase) + graph.phases).astype(np.int64)
-    flat = (graph.input_offsets, graph.input_tensors, graph.producers, graph.is_source)
-    _earliest_starts(*flat, offsets, befores, least, starts)
-    longest = float((starts + least).max())
-    windows = MOST_WINDOWS
-    while True:
-        window = np.minimum(starts / longest * windows if longest > 0 else 0 * starts, windows - 1)
-        window = window.astype(np.int64)
-        steps = np.zeros(len(graph), np.int64)
-        _steps(*flat, offsets, befores, window, keys, steps)
-        codes = window * (int(keys.max()) + 1) + keys
-        codes = codes * (int(steps.max()) + 1) + steps
-        _, first, of_real = np.unique(codes[real], return_index=True, return_inverse=True)
-        if len(first) <= most_ops or windows == 1:
-            break
-        windows //= FEWER_WINDOWS
-    of_op = np.full(len(graph), -1, np.int64)
-    of_op[real] = of_real.reshape(-1)
-
-    # Of the ready nodes, the one with the lowest first op goes next, so that nodes stand as nearly
-    # in the order of their ops as possible.
-    count = len(first)
-    before_ops = np.concatenate([graph.producers[graph.input_tensors], graph.control[:, 0]])
-    after_ops = np.concatenate([graph.readers, graph.control[:, 1]])
-    before, after = of_op[before_ops], of_op[after_ops]
-    crosses = (before >= 0) & (before != after)
-    edges = np.unique(before[crosses] * count + after[crosses])
-    edges = np.stack([edges // count, edges % count], axis=1)
-    rank = np.empty(count, np.int64)
-    rank[topological_order(count, edges, real[first].tolist())] = np.arange(count)
-    of_op[real] = rank[of_op[real]]
-    ordered = np.empty(len(first), np.int64)
-    ordered[rank] = real[first]
-    return _MergedNodes(of_op, ordered)
+def _latency_bytes(problem: PlacementProblem) -> float:
+    """Return the bytes that a link moves in the time of its latency, on average."""
+    links = problem.machine.links
+    beyond = [link.latency_seconds * link.bandwidth_bytes_per_second for link in links]
+    return float(np.mean(beyond)) if beyond else 0.0
 
 
 @kernel
-def _earliest_starts(  # noqa: PLR0917 (kernel)
-    input_offsets: Int32,
-    input_tensors: Int32,
-    producers: Int32,
-    is_source: NDArray[np.bool_],
-    offsets: Int32,
-    befores: Int32,
-    seconds: Float64,
-    starts: Float64,
-) -> None:
+def _earliest_starts(offsets: Int32, befores: Int32, seconds: Float64, starts: Float64) -> None:
     """Fill `starts` [ops] with the earliest start of each op.
 
     Every op is on its fastest device, and transfers take no time.
+
+    offsets, befores   CSR: the ops that run before each op, by data or control
     """
-    for op in range(len(is_source)):
+    for op in range(len(starts)):
         start = 0.0
-        for i in range(input_offsets[op], input_offsets[op + 1]):
-            before = producers[input_tensors[i]]
-            if not is_source[before]:
-                start = max(start, starts[before] + seconds[before])
         for i in range(offsets[op], offsets[op + 1]):
             start = max(start, starts[befores[i]] + seconds[befores[i]])
         starts[op] = start
 
 
 @kernel
-def _steps(  # noqa: PLR0917 (kernel)
-    input_offsets: Int32,
-    input_tensors: Int32,
-    producers: Int32,
-    is_source: NDArray[np.bool_],
-    offsets: Int32,
-    befores: Int32,
-    windows: Int64,
-    keys: Int64,
-    steps: Int64,
-) -> None:
+def _steps(offsets: Int32, befores: Int32, windows: Int64, keys: Int64, steps: Int64) -> None:
     """Fill `steps` [ops] by the recurrence for `step` above.
 
     keys   [ops] equal for ops of the same unit and phase
     """
-    for op in range(len(is_source)):
+    for op in range(len(steps)):
         step = 0
-        reads = input_offsets[op + 1] - input_offsets[op]
-        for i in range(reads + offsets[op + 1] - offsets[op]):
-            if i < reads:
-                before = producers[input_tensors[input_offsets[op] + i]]
-            else:
-                before = befores[offsets[op] + i - reads]
-            if not is_source[before] and windows[before] == windows[op]:
+        for i in range(offsets[op], offsets[op + 1]):
+            before = befores[i]
+            if windows[before] == windows[op]:
                 step = max(step, steps[before] + (keys[before] != keys[op]))
         steps[op] = step
-
-
-def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
-    """Merge the tensors of each owner that have the same readers into one tensor."""
-    graph, count = problem.graph, len(nodes)
-    # The node that makes each tensor of the true graph. Tensors of sources have numbers above the n
-    # nodes: n for inputs, n + 1 for tensors resident on every device that reads them, and n + 2 + w
-    # for a tensor that node w overwrites.
-    homes = graph.residences[graph.producers].astype(np.int64)
-    overwritten = count + 2 + nodes.of_op[np.maximum(homes, 0)]
-    of_sources = np.where(homes >= 0, overwritten, count + (homes != HOST))
-    from_source = graph.is_source[graph.producers]
-    owners = np.where(from_source, of_sources, nodes.of_op[graph.producers])
-    written = np.flatnonzero(owners >= count + 2)
-    tensors = np.append(graph.input_tensors, written).astype(np.int64)
-    # The node that overwrites a tensor counts as a reader of it, also if none of its ops reads it.
-    readers = np.append(nodes.of_op[graph.readers], owners[written] - count - 2)
-    outside = owners[tensors] != readers
-    pairs = np.unique(tensors[outside] * count + readers[outside])
-    tensors, readers = pairs // count, pairs % count
-    is_output = np.zeros(graph.tensors, dtype=bool)
-    is_output[graph.outputs] = True
-    is_output &= ~from_source
-    # Sets of readers are compared by hash: every node has a random 64-bit word, and a set's hash is
-    # the sum of its words, which wraps around. Owner and `is_output` enter the key too.
-    words = np.random.default_rng(0).integers(2**63, size=2 * count + 2, dtype=np.uint64)
-    key = words[owners % len(words)] * np.uint64(3) + is_output.astype(np.uint64)
-    np.add.at(key, tensors, words[readers])
-    is_seen = is_output.copy()
-    is_seen[tensors] = True
-    tensors_seen = np.flatnonzero(is_seen)
-    _, first, node_tensors = np.unique(key[tensors_seen], return_index=True, return_inverse=True)
-    first = tensors_seen[first]
-    rank = np.empty(len(first), np.int64)
-    order = np.lexsort((first, owners[first], owners[first] < count))
-    rank[order] = np.arange(len(order))
-    first = first[order]
-    of = np.full(graph.tensors, -1, np.int64)
-    of[tensors_seen] = rank[node_tensors.reshape(-1)]
-    # A view of a tensor that is kept anyway, or that belongs to a source, occupies nothing more.
-    roots = np.where(graph.bases < 0, np.arange(graph.tensors), graph.bases)
-    while (roots[roots] != roots).any():
-        roots = roots[roots]
-    root_stays = is_seen[roots] | from_source[roots]
-    kept_bytes = np.where((graph.bases >= 0) & root_stays, 0, graph.tensor_bytes)
-    occupied = np.bincount(of[tensors_seen], weights=kept_bytes[tensors_seen])
-    links = problem.machine.links
-    beyond = [link.latency_seconds * link.bandwidth_bytes_per_second for link in links]
-    several = (np.bincount(of[tensors_seen]) - 1) * (float(np.mean(beyond)) if beyond else 0.0)
-    sent = several + np.bincount(of[tensors_seen], weights=problem.sent_bytes[tensors_seen])
-    reads = np.unique(readers * len(first) + of[tensors])
-    return _MergedTensors(
-        owners=owners[first],
-        occupied_bytes=occupied.astype(np.int64),
-        sent_bytes=sent.astype(np.float64),
-        is_output=is_output[first],
-        readers=np.stack([reads // len(first), reads % len(first)], axis=1),
-    )
 
 
 # ── Coarsening: groups are joined to ever fewer units, hundreds instead of many thousands ────────
@@ -426,22 +352,77 @@ def coarsen(
 
     O(rounds x edges x log edges).
     """
-    groups = problem.groups.count
+    # The units of a round, at first the groups: [units] a choice, of which units must have the same
+    # to be joined, their seconds, and the bytes that stay for long; the distinct pairs [edges, 2]
+    # of units with the bytes between them; and the distinct pairs with an edge between forward ops.
     _, choice = np.unique(problem.allowed, axis=0, return_inverse=True)
     if labels is not None:
         _, choice = np.unique([choice.reshape(-1), labels], axis=1, return_inverse=True)
-    units = _UnitGraph.of(problem, choice.reshape(-1), most)
-    levels = [np.arange(groups, dtype=np.int32)]
+    choice = choice.reshape(-1)
+    real = [device.kind != "host" for device in problem.machine.devices]
+    work = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, np.nan)
+    seconds = np.nan_to_num(np.nanmin(work[:, real], axis=1))
+    sizes = problem.group_bytes.astype(np.float64)
+    befores, afters, weights = problem.edges
+    ends, weights = _sum_weights(befores, afters, weights + _latency_bytes(problem))
+    forward = problem.load.edges
+    # No unit becomes larger than this.
+    most_seconds = max(float(seconds.max()), LARGEST_SHARE * float(seconds.sum()) / most)
+    most_bytes = max(float(sizes.max()), LARGEST_MEMORY * float(problem.capacities[real].min()))
+
+    levels = [np.arange(problem.groups.count, dtype=np.int32)]
     strict = True
-    while units.count > most:
-        joined = units.join(strict)
-        if units.count - int(joined.max()) - 1 < LEAST_FALL * units.count:
+    while len(choice) > most:
+        count = len(choice)
+        # The floor keeps the rating of units without work finite.
+        floor = seconds.mean() / 10 + 1e-12
+        rating = weights**2 / ((seconds + floor)[ends]).prod(axis=1)
+        order = np.lexsort((ends[:, 1], ends[:, 0], -rating)).astype(np.int32)
+        level = np.full(count, LOOSE, np.int32)
+        if strict:
+            # A level is the length of the longest forward path. Units that wait for each other in a
+            # circle have one level. Units that no forward edge touches stay `LOOSE`.
+            before, after = forward.T
+            ones = coo_array((np.ones(len(before), np.int8), (before, after)), (count,) * 2)
+            circles, circle = connected_components(ones, connection="strong")
+            between = np.unique(circle[forward], axis=0)
+            longest = longest_paths(circles, between[between[:, 0] != between[:, 1]])
+            touched = np.unique(forward)
+            level[touched] = longest[circle[touched]]
+        forwards = forward[np.argsort(forward[:, 0], kind="stable")]
+        backwards = forward[np.argsort(forward[:, 1], kind="stable")]
+        mates = np.full(count, -1, np.int32)
+        _match(
+            np.ascontiguousarray(ends[order]),
+            choice.astype(np.int64),
+            seconds,
+            sizes,
+            np.array([most_seconds, most_bytes]),
+            level,
+            csr_offsets(forwards[:, 0], count),
+            np.ascontiguousarray(forwards[:, 1], np.int32),
+            csr_offsets(backwards[:, 1], count),
+            np.ascontiguousarray(backwards[:, 0], np.int32),
+            mates,
+        )
+        # [units] the unit of the next round that each becomes part of.
+        numbers = np.arange(count)
+        lower = np.where((mates >= 0) & (mates < numbers), mates, numbers)
+        joined = (np.cumsum(lower == numbers) - 1).astype(np.int32)[lower]
+        fewer = int(joined.max()) + 1
+        if count - fewer < LEAST_FALL * count:
             if not strict:
                 break
             strict = False
             continue
-        units = units.under(joined)
         levels.append(joined[levels[-1]])
+        choices = choice
+        choice = np.empty(fewer, choices.dtype)
+        choice[joined] = choices
+        forward = joined[forward]
+        forward = np.unique(forward[forward[:, 0] != forward[:, 1]], axis=0)
+        ends, weights = _sum_weights(joined[ends[:, 0]], joined[ends[:, 1]], weights)
+        seconds, sizes = _sums(joined, seconds, fewer), _sums(joined, sizes, fewer)
     return levels
 
 
@@ -464,116 +445,6 @@ def by_modules(problem: PlacementProblem) -> Int32:
     return unit
 
 
-@dataclass(frozen=True, eq=False)
-class _UnitGraph:
-    """The graph of units of one round.
-
-    ends, weights    [edges, 2], [edges] distinct pairs with a < b, and the bytes between them
-    forward          [edges, 2] distinct (before, after) with an edge between forward ops
-    choice           [units] id; only units with equal ids may be joined
-    seconds, sizes   [units] work, and bytes that stay for long
-    limits           (seconds, bytes) that a joined unit may have at most
-    """
-
-    ends: Int32
-    weights: Float64
-    forward: Int32
-    choice: NDArray[np.integer]
-    seconds: Float64
-    sizes: Float64
-    limits: tuple[float, float]
-
-    @property
-    def count(self) -> int:
-        return len(self.choice)
-
-    @staticmethod
-    def of(problem: PlacementProblem, choice: NDArray[np.integer], most: int) -> "_UnitGraph":
-        befores, afters, weights = problem.edges
-        links = problem.machine.links
-        beyond = [link.latency_seconds * link.bandwidth_bytes_per_second for link in links]
-        work = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, np.nan)
-        real = [device.kind != "host" for device in problem.machine.devices]
-        seconds = np.nan_to_num(np.nanmin(work[:, real], axis=1))
-        sizes = problem.group_bytes.astype(np.float64)
-        roomy = problem.capacities[real]
-        return _UnitGraph(
-            *_sum_weights(befores, afters, weights + (np.mean(beyond) if beyond else 0.0)),
-            problem.load.edges,
-            choice,
-            seconds,
-            sizes,
-            (
-                max(float(seconds.max()), LARGEST_SHARE * float(seconds.sum()) / most),
-                max(float(sizes.max()), LARGEST_MEMORY * float(roomy.min())),
-            ),
-        )
-
-    def join(self, strict: bool) -> Int32:
-        """Return [units] the unit of the next round that each becomes part of.
-
-        strict   keep to levels
-        """
-        # The floor keeps the rating of units without work finite.
-        floor = self.seconds.mean() / 10 + 1e-12
-        rating = self.weights**2 / ((self.seconds + floor)[self.ends]).prod(axis=1)
-        order = np.lexsort((self.ends[:, 1], self.ends[:, 0], -rating)).astype(np.int32)
-        mates = np.full(self.count, -1, np.int32)
-        levels = np.full(self.count, LOOSE, np.int32)
-        if strict:
-            # A level is the length of the longest forward path. Units that wait for each other in a
-            # circle have one level. Units that no forward edge touches stay `LOOSE`.
-            before, after = self.forward.T
-            ones = coo_array((np.ones(len(before), np.int8), (before, after)), (self.count,) * 2)
-            circles, circle = connected_components(ones, connection="strong")
-            between = np.unique(circle[self.forward], axis=0)
-            between = between[between[:, 0] != between[:, 1]].astype(np.int32)
-            longest = np.zeros(circles, np.int32)
-            _longest_paths(
-                csr_offsets(between[:, 0], circles),
-                np.ascontiguousarray(between[:, 1]),
-                np.bincount(between[:, 1], minlength=circles).astype(np.int32),
-                np.zeros(circles, np.int32),
-                longest,
-            )
-            touched = np.unique(self.forward)
-            levels[touched] = longest[circle[touched]]
-        forward = self.forward[np.argsort(self.forward[:, 0], kind="stable")]
-        backward = self.forward[np.argsort(self.forward[:, 1], kind="stable")]
-        _match(
-            np.ascontiguousarray(self.ends[order]),
-            self.choice.astype(np.int64),
-            self.seconds,
-            self.sizes,
-            np.array(self.limits),
-            levels,
-            csr_offsets(forward[:, 0], self.count),
-            np.ascontiguousarray(forward[:, 1], np.int32),
-            csr_offsets(backward[:, 1], self.count),
-            np.ascontiguousarray(backward[:, 0], np.int32),
-            mates,
-        )
-        numbers = np.arange(self.count)
-        first = np.where((mates >= 0) & (mates < numbers), mates, numbers)
-        return (np.cumsum(first == numbers) - 1).astype(np.int32)[first]
-
-    def under(self, joined: Int32) -> "_UnitGraph":
-        """Return the graph of the next round's units; `joined` [units] as `join` returns it."""
-        count = int(joined.max()) + 1
-        choice = np.empty(count, self.choice.dtype)
-        choice[joined] = self.choice
-        forward = joined[self.forward]
-        forward = np.unique(forward[forward[:, 0] != forward[:, 1]], axis=0)
-        return _UnitGraph(
-            *_sum_weights(joined[self.ends[:, 0]], joined[self.ends[:, 1]], self.weights),
-            forward,
-            choice,
-            _sums(joined, self.seconds, count),
-            _sums(joined, self.sizes, count),
-            self.limits,
-        )
-
-
 def _sum_weights(a: Int32, b: Int32, weights: Float64) -> tuple[Int32, Float64]:
     """Return the distinct pairs, lower end first, and their summed weights. Loops are dropped."""
     low, high = np.minimum(a, b).astype(np.int64), np.maximum(a, b).astype(np.int64)
@@ -586,32 +457,6 @@ def _sum_weights(a: Int32, b: Int32, weights: Float64) -> tuple[Int32, Float64]:
 
 def _sums(owners: NDArray[np.integer], values: Float64, count: int) -> Float64:
     return np.asarray(np.bincount(owners, weights=values, minlength=count), dtype=np.float64)
-
-
-@kernel
-def _longest_paths(
-    offsets: Int32, targets: Int32, waits: Int32, ready: Int32, levels: Int32
-) -> None:
-    """Fill `levels` [nodes] with the longest path to each node of an acyclic graph.
-
-    waits   [nodes] number of predecessors; used up
-    ready   [nodes] working memory for the queue of ready nodes
-    """
-    first = last = 0
-    for node in range(len(levels)):
-        if waits[node] == 0:
-            ready[last] = node
-            last += 1
-    while first < last:
-        node = ready[first]
-        first += 1
-        for i in range(offsets[node], offsets[node + 1]):
-            after = targets[i]
-            levels[after] = max(levels[after], levels[node] + 1)
-            waits[after] -= 1
-            if waits[after] == 0:
-                ready[last] = after
-                last += 1
 
 
 @kernel
@@ -691,125 +536,104 @@ def multilevel(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     This is plain local search if contiguity is asked for, if at most `COARSEST` groups have a
     choice, or if a merged graph cannot estimate the objective.
     """
-    small = len(problem.free) <= COARSEST
-    if problem.contiguous or problem.objective not in OBJECTIVES or small:
+    few = len(problem.free) <= COARSEST
+    if problem.contiguous or problem.objective not in OBJECTIVES or few:
         return local_search(problem, budget)
-    levels = _MultilevelSearch(problem, budget)
-    best = levels.plan() if budget.ledger.best is None else budget.ledger.best[1]
-    while not budget.exhausted and levels.cycles < MOST_CYCLES:
-        best = levels.cycle(best, CYCLE_SHARE)
-    return best if budget.exhausted else local_search(problem, budget)
+    # [devices] The most bytes by which merged graphs underestimated peaks.
+    shifts = np.zeros(problem.devices)
+    finest: PlacementProblem | None = None
 
+    def score_of(placement: GroupPlacement) -> Score:
+        return budget.score(problem, placement[None], always=True)[0]
 
-class _MultilevelSearch:
-    """The state of one search over levels.
+    def merge_units(units: Int32) -> PlacementProblem:
+        """Return the problem of placing these units on a merged graph. That of single groups is the
+        most accurate, so it is used if it is small enough."""
+        nonlocal finest
+        if finest is None:
+            finest = merged_problem(problem, np.arange(len(units), dtype=np.int32), MOST_OPS)
+        small, is_large = finest, len(finest.graph) > FINE_OPS
+        if int(units.max()) + 1 < len(units):
+            small = (
+                merged_problem(problem, units, MOST_OPS) if is_large else under_units(small, units)
+            )
+        room = np.maximum(problem.capacities - shifts, 0).astype(np.int64)
+        return replace(small, capacities=room)
 
-    shifts    [devices] most bytes by which merged graphs underestimated peaks
-    cycles    number of cycles so far
-    refined   number of local searches on merged graphs so far; each has another seed
-    """
+    def part_for(share: float, small: PlacementProblem) -> Budget:
+        """Return a separate budget for a merged graph, with a share of the whole budget.
 
-    def __init__(self, problem: PlacementProblem, budget: Budget) -> None:
-        self.problem, self.budget = problem, budget
-        self.shifts = np.zeros(problem.devices)
-        self.cycles = self.refined = 0
-        self._finest: PlacementProblem | None = None
+        It is separate because the budget's ledger is keyed by placement, and placements of units
+        are not placements of groups. A Ctrl-C that interrupts the whole budget interrupts it too.
+        """
+        evaluations = share * budget.evaluations * len(problem.graph) / len(small.graph)
+        part = Budget(
+            seconds=min(share * budget.seconds, budget.left_seconds),
+            evaluations=evaluations if evaluations == np.inf else max(1.0, float(int(evaluations))),
+            clock=budget.clock,
+            threads=budget.threads,
+        )
 
-    def plan(self) -> GroupPlacement:
-        """Return the best placement that baselines find at any level, or with repeated modules as
-        units."""
+        def relay(_share: float, _value: float) -> None:
+            part.interrupted |= budget.interrupted
+
+        part.progress = relay
+        return part
+
+    def charge(part: Budget, small: PlacementProblem) -> None:
+        """Charge what a part spent to the whole budget, in evaluations of the true graph."""
+        budget.charge(part.spent * len(small.graph) / len(problem.graph))
+        budget.interrupted |= part.interrupted
+
+    if budget.ledger.best is None:
+        # The best placement that baselines find at any level, or with repeated modules as units.
         placements = []
-        levels = _space_levels(coarsen(self.problem, COARSEST))
-        modules = by_modules(self.problem)
+        levels = _space_levels(coarsen(problem, COARSEST))
+        modules = by_modules(problem)
         if int(modules.max()) + 1 < len(modules):
             levels.append(modules)
         for units in levels:
-            small = self._merge_units(units)
-            part = self._part(1 - self.budget.fraction, small)
+            small = merge_units(units)
+            part = part_for(1 - budget.fraction, small)
             try_baselines(small, part)
-            self._charge(part, small)
+            charge(part, small)
             assert part.ledger.best is not None, "the baselines were evaluated"
             placements.append(part.ledger.best[1][units])
-        return min(placements, key=self._score)
+        best = min(placements, key=score_of)
+    else:
+        best = budget.ledger.best[1]
 
-    def cycle(self, incumbent: GroupPlacement, share: float) -> GroupPlacement:
-        """Return the better of `incumbent` and the result of one cycle.
-
-        The cycle spends `share` of what is left of the budget.
-        """
-        self.cycles += 1
-        levels = _space_levels(coarsen(self.problem, COARSEST, incumbent))
-        share *= 1 - self.budget.fraction
+    # Each local search on a merged graph has another seed.
+    refined = 0
+    for _ in range(MOST_CYCLES):
+        if budget.exhausted:
+            break
+        levels = _space_levels(coarsen(problem, COARSEST, best))
+        share = CYCLE_SHARE * (1 - budget.fraction)
         for units in levels:
-            if self.budget.exhausted:
+            if budget.exhausted:
                 break
-            # Local search on a merged graph starts from `incumbent`, which puts each unit on one
-            # device.
-            small = self._merge_units(units)
-            self.refined += 1
-            small = replace(small, seed=small.seed + self.refined)
-            part = self._part(share / len(levels), small)
+            # It starts from the best placement, which puts each unit on one device.
+            small = merge_units(units)
+            refined += 1
+            small = replace(small, seed=small.seed + refined)
+            part = part_for(share / len(levels), small)
             of_units = np.empty(small.groups.count, np.int32)
-            of_units[units] = incumbent
+            of_units[units] = best
             score = part.score(small, of_units[None], always=True)[0]
             # Noted under every baseline's name, so that local search constructs none and starts
             # here.
             for name in BASELINES:
                 part.note(name, score, of_units)
             of_units_refined = local_search(small, part)
-            self._charge(part, small)
-            refined = of_units_refined[units]
+            charge(part, small)
+            placement = of_units_refined[units]
             # If memory lacks on the true graph, later merged graphs get less.
-            if self._score(refined).lacking_bytes > 0:
-                under = self.budget.ledger.peaks(refined) - part.ledger.peaks(of_units_refined)
-                self.shifts = np.maximum(self.shifts, under)
-            incumbent = min(incumbent, refined, key=self._score)
-        return incumbent
-
-    def _score(self, placement: GroupPlacement) -> Score:
-        return self.budget.score(self.problem, placement[None], always=True)[0]
-
-    def _merge_units(self, units: NDArray[np.int32]) -> PlacementProblem:
-        """Return the problem of placing these units on a merged graph.
-
-        The merged graph of single groups is the most accurate, so it is used if it is small enough.
-        """
-        if self._finest is None:
-            every = np.arange(len(units), dtype=np.int32)
-            self._finest = merged_problem(self.problem, every, MOST_OPS)
-        small = self._finest
-        if len(small.graph) > FINE_OPS and int(units.max()) + 1 < len(units):
-            small = merged_problem(self.problem, units, MOST_OPS)
-        elif int(units.max()) + 1 < len(units):
-            small = under_units(small, units)
-        room = np.maximum(self.problem.capacities - self.shifts, 0).astype(np.int64)
-        return replace(small, capacities=room)
-
-    def _part(self, share: float, small: PlacementProblem) -> Budget:
-        """Return a separate budget for a merged graph, with a share of the whole budget.
-
-        It is separate because the budget's ledger is keyed by placement, and placements of units
-        are not placements of groups. A Ctrl-C that interrupts the whole budget interrupts it too.
-        """
-        whole = self.budget
-        evaluations = share * whole.evaluations * len(self.problem.graph) / len(small.graph)
-        part = Budget(
-            seconds=min(share * whole.seconds, whole.left_seconds),
-            evaluations=evaluations if evaluations == np.inf else max(1.0, float(int(evaluations))),
-            clock=whole.clock,
-            threads=whole.threads,
-        )
-
-        def relay(_share: float, _value: float) -> None:
-            part.interrupted |= whole.interrupted
-
-        part.progress = relay
-        return part
-
-    def _charge(self, part: Budget, small: PlacementProblem) -> None:
-        """Charge what a part spent to the whole budget, in evaluations of the true graph."""
-        self.budget.charge(part.spent * len(small.graph) / len(self.problem.graph))
-        self.budget.interrupted |= part.interrupted
+            if score_of(placement).lacking_bytes > 0:
+                under = budget.ledger.peaks(placement) - part.ledger.peaks(of_units_refined)
+                shifts = np.maximum(shifts, under)
+            best = min(best, placement, key=score_of)
+    return best if budget.exhausted else local_search(problem, budget)
 
 
 def _space_levels(levels: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:

@@ -9,11 +9,12 @@ of their device. With t(g) the weight of group g and w(g, d) its seconds on devi
     share(d)  ~  all work x speed(d) / all speeds - work of the groups fixed on d
 
 An edge is weighted by the bytes that go between its two groups, in both directions, each tensor
-once per reading group. Partitioners ignore memory and constraints. `best_fitting` repairs that: it
-moves groups off devices where they may not be or that are over-full, first those with the fewest
+once per reading group. Partitioners ignore memory and constraints. `best_candidate` repairs that:
+it moves groups off devices where they may not be or that are over-full, first those with the fewest
 bytes newly cut per byte moved, and each to the device that it exchanges most bytes with.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_matrix
 
-from dovetail.placers.budget import Budget, Score
+from dovetail.placers.baselines import best_fitting
+from dovetail.placers.budget import Budget
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
@@ -30,8 +32,6 @@ MOST_WEIGHT = 2**28
 """Integer weights sum to about this, so that sums fit 32 bits, also with what a library adds."""
 MIN_SHARE = 1e-3
 """A device with a smaller share gets no part, because partitioners cannot cut one so small."""
-MEMORY_ATTEMPTS = 4
-"""Groups are moved at most this many times: once, and again if memory turns out short."""
 HEAVY = 1.1
 """Groups that must move avoid a device that would then have more than this many times the largest
 work that a device had before."""
@@ -94,6 +94,11 @@ class PartitionCandidate(NamedTuple):
 
     within: list[int]
     placement: GroupPlacement
+
+
+Cut = Callable[[PartitionProblem], tuple[list[Int64], bool]]
+"""A partitioner's answers ([vertices] the part of each), and whether parts may be reordered as in
+`placed`."""
 
 
 def net_of(problem: PlacementProblem) -> GroupNetwork:
@@ -246,7 +251,34 @@ def placed(
     return PartitionCandidate(parts.within, placement)
 
 
-def best_fitting(
+def candidates_within(
+    problem: PlacementProblem, net: GroupNetwork, within: list[int], cut: Cut
+) -> list[PartitionCandidate]:
+    """Return one candidate for each answer of a partitioner on the devices `within`, without those
+    that have an empty part, unless all have one.
+
+    If some device is then over-full, by `PlacementProblem.group_bytes`, the partitioner is also
+    asked with bytes counted in the weights.
+    """
+    candidates: list[PartitionCandidate] = []
+    for memory in (False, True):
+        parts = parts_of(problem, net, within, memory=memory)
+        labels = trivial_labels(parts)
+        tried, reorder = cut(parts) if labels is None else ([labels], True)
+        full = [labels for labels in tried if not has_empty_part(parts, labels)]
+        candidates += [
+            placed(problem, net, parts, labels, reorder=reorder) for labels in full or tried
+        ]
+        held = [
+            np.bincount(candidate.placement, problem.group_bytes, problem.devices)
+            for candidate in candidates
+        ]
+        if not (np.stack(held) > problem.capacities).any():
+            break
+    return candidates
+
+
+def best_candidate(
     problem: PlacementProblem,
     net: GroupNetwork,
     budget: Budget,
@@ -254,35 +286,14 @@ def best_fitting(
 ) -> GroupPlacement:
     """Return the best candidate after its groups were moved to where they may be and fit.
 
-    Memory is estimated while moving. If the evaluator then finds a device over its capacity, groups
-    are moved once more as if all outputs of a group stayed, and after that with less room. Ties:
-    the earlier attempt, then the earlier candidate.
+    Memory is estimated while moving: the second attempt counts as if all outputs of a group stayed.
     """
-    rooms = dict.fromkeys(range(len(candidates)), problem.capacities.astype(np.int64))
-    scored_placements: list[tuple[Score, GroupPlacement]] = []
-    for attempt in range(MEMORY_ATTEMPTS):
+
+    def moved(i: int, attempt: int, room: NDArray[np.int64]) -> GroupPlacement:
         sizes = problem.made_bytes if attempt == 1 else problem.group_bytes
-        placements = [
-            problem.settle(refit(problem, net, candidates[i], sizes, room))
-            for i, room in rooms.items()
-        ]
-        scores = budget.score(problem, np.stack(placements), always=True)
-        scored_placements += zip(scores, placements, strict=True)
-        for i, score, placement in zip(list(rooms), scores, placements, strict=True):
-            if not 0 < score.lacking_bytes < np.inf:
-                del rooms[i]
-            elif attempt:
-                share = problem.capacities / np.maximum(budget.ledger.peaks(placement), 1)
-                rooms[i] = (rooms[i] * np.where(share < 1, 0.95 * share, 1.0)).astype(np.int64)
-        if not rooms:
-            break
-    return min(scored_placements, key=lambda pair: pair[0])[1]
+        return refit(problem, net, candidates[i], sizes, room)
 
-
-def overflows(problem: PlacementProblem, placement: GroupPlacement) -> bool:
-    """Whether some device is over-full, by `PlacementProblem.group_bytes`."""
-    held = np.bincount(placement, weights=problem.group_bytes, minlength=problem.devices)
-    return bool((held > problem.capacities).any())
+    return best_fitting(problem, budget, len(candidates), moved)
 
 
 def refit(

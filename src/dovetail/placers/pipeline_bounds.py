@@ -1,6 +1,6 @@
 """Proves a lower bound on the step of every pipeline of a problem.
 
-A pipeline here: stages along the edges of `StageElements`, each on a device of its own
+A pipeline here: stages along the edges of `PipelineElements`, each on a device of its own
 (interleaved: on a device with others), each device's tasks in the order of a schedule, the ops of a
 task together, and then its updates.
 
@@ -50,7 +50,7 @@ All programmes have one form, with terms of their own, and the devices that are 
 Each takes O(ideals^2 x sets of devices), and is left out with more than `MOST_IDEALS` ideals.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -64,8 +64,8 @@ from dovetail.placers.pipelines import (
     Bool,
     Float64,
     Int64,
+    PipelineElements,
     PipelineProblem,
-    StageElements,
     sum_seconds,
 )
 from dovetail.runtime.compiling import inlined, kernel
@@ -161,7 +161,7 @@ def _depths(
     return ends
 
 
-def _ideals(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | None:
+def _ideals(elements: PipelineElements, counts: Bool) -> tuple[Int64, Bool] | None:
     """Return (elements that count, ideals [ideals, those elements]), smaller ones first; None if
     there are none or more than `MOST_IDEALS`.
 
@@ -216,9 +216,11 @@ def _ideals(elements: StageElements, counts: Bool) -> tuple[Int64, Bool] | None:
     return members, _bits(masks, len(members))
 
 
-def _bits(masks: Iterable[int], size: int) -> Bool:
+def _bits(masks: Collection[int], size: int) -> Bool:
     """[masks, size] the bits of integers."""
     width = (size + 7) // 8
+    if not masks:
+        return np.zeros((0, size), dtype=bool)
     rows = [np.frombuffer(mask.to_bytes(width, "little"), np.uint8) for mask in masks]
     return np.unpackbits(np.stack(rows), axis=1, bitorder="little")[:, :size].astype(bool)
 
@@ -329,7 +331,16 @@ class _BoundTable:
         through = np.unique(exits[exits >= 0])
         position = np.where(exits < 0, -1, np.searchsorted(through, exits))
         points = np.unique(np.concatenate([through, starts - 1]))
-        before, behind = _closures(len(ops), makers, readers, through)
+        # [exits, ops] The op of an exit and all before it, and all after it. Reads are taken by
+        # their readers, last first, so that a reader's own readers are known.
+        upto_of, behind_of = [1 << op for op in range(len(ops))], [0] * len(ops)
+        for maker, reader in zip(makers.tolist(), readers.tolist(), strict=True):
+            upto_of[reader] |= upto_of[maker]
+        for at in np.argsort(-readers, kind="stable").tolist():
+            maker, reader = int(makers[at]), int(readers[at])
+            behind_of[maker] |= behind_of[reader] | 1 << reader
+        before = _bits([upto_of[op] for op in through.tolist()], len(ops))
+        behind = _bits([behind_of[op] for op in through.tolist()], len(ops))
         # The last row stands for the beginning, which everything comes after.
         after = np.concatenate([behind, np.ones((1, len(ops)), dtype=bool)]).astype(np.float64)
         between = np.stack([after @ (before * column).T for column in seconds.T], axis=2)
@@ -534,31 +545,11 @@ def _through(makers: Int64, readers: Int64, place: Int64) -> Int64:
             from_of[reader] = from_of.get(reader, 0) | comes
         elif place[maker] < 0 and comes:
             pairs[reader] = pairs.get(reader, 0) | comes
-    found = (
-        [
-            np.stack([(members := np.flatnonzero(row)), np.full(len(members), reader)])
-            for reader, row in zip(pairs, _bits(pairs.values(), len(place)), strict=True)
-        ]
-        if pairs
-        else []
-    )
+    found = [
+        np.stack([(members := np.flatnonzero(row)), np.full(len(members), reader)])
+        for reader, row in zip(pairs, _bits(pairs.values(), len(place)), strict=True)
+    ]
     return np.concatenate([np.zeros((2, 0), dtype=np.int64), *found], axis=1)
-
-
-def _closures(count: int, firsts: Int64, seconds: Int64, through: Int64) -> tuple[Bool, Bool]:
-    """([through, ops] the op and all before it, [through, ops] all after it)."""
-    before = [1 << op for op in range(count)]
-    for first, second in zip(firsts.tolist(), seconds.tolist(), strict=True):
-        before[second] |= before[first]
-    # Edges are taken by their reader, last first, so that a reader's own readers are known.
-    behind = [0] * count
-    for at in np.argsort(-seconds, kind="stable").tolist():
-        first, second = int(firsts[at]), int(seconds[at])
-        behind[first] |= behind[second] | 1 << second
-    chosen = through.tolist()
-    if not chosen:
-        return np.zeros((0, count), bool), np.zeros((0, count), bool)
-    return _bits([before[op] for op in chosen], count), _bits([behind[op] for op in chosen], count)
 
 
 FILL, PEAK, ROUND_TRIP = range(3)
@@ -588,10 +579,11 @@ class _Terms(NamedTuple):
 
     programme   FILL, PEAK or ROUND_TRIP
     work        [ideals, kinds] seconds of the tasks: of all micro-batches for FILL, else of one
-    second, each   [ideals, kinds] seconds of the second part, and of one forward task in it
+    second, each   [ideals, kinds] seconds of the second part as if nothing were done ahead, and of
+                one forward task in it
     ahead       forward tasks that the first stage may do ahead
-    low, high   limits of second parts (see `_second_part`): that of the stage that is waited for is
-                not below the one, and no stage's above the other
+    low, high   limits of second parts: that of the stage that is waited for is not below the one,
+                and no stage's above the other
     free        tasks that need not come before the value that drains a stage
     drain       True: tails count
     longest     stages whose own term is longer are not looked at
@@ -610,7 +602,7 @@ class _Terms(NamedTuple):
 
 
 @kernel
-def _solve(
+def _solve(  # noqa: C901  the programmes share one loop
     lattice: _Lattice,
     forward: _Passage,
     backward: _Passage,
@@ -631,16 +623,35 @@ def _solve(
         for other_turn in range(turn):
             larger = order[other_turn]
             is_last = other_turn == 0
+            # A stage is what lies between an ideal and one that holds it.
+            is_held = True
+            for word in range(words.shape[1]):
+                if words[ideal, word] & ~words[larger, word]:
+                    is_held = False
+                    break
+            if not is_held:
+                continue
             for kind in range(len(counts)):
-                if not _may_be_stage(words, barred, ideal, larger, kind):
-                    continue
+                if barred[larger, kind] > barred[ideal, kind]:
+                    continue  # no device of the kind may run it
                 term, added, mine, ends, updates = 0.0, 0.0, 0.0, 0.0, 0.0
-                if terms.programme == FILL:
-                    term, added = _fill(words, forward, backward, terms, ideal, larger, kind)
-                elif terms.programme == ROUND_TRIP:
-                    term, added, mine, ends = _trip(
-                        words, forward, backward, terms, ideal, larger, kind
-                    )
+                work = terms.work[larger, kind] - terms.work[ideal, kind]
+                if terms.programme != PEAK:
+                    # Work of the stage that is certainly done after the value came that fills it
+                    # and before the value goes that drains it; and head and tail.
+                    mine = work - _free(forward, words, ideal, larger, kind, 1)
+                    ends = _passed(forward, words, ideal, larger, kind)
+                    if terms.drain:
+                        mine -= _free(backward, words, ideal, larger, kind, terms.free)
+                        ends += _passed(backward, words, ideal, larger, kind)
+                    term, added = mine, ends
+                if terms.programme == ROUND_TRIP:
+                    # In the middle of the step: the stage's own tasks, one after the other whatever
+                    # is between them, and the ways to the next stage and back.
+                    term = work - _free_between(forward, words, ideal, larger, kind)
+                    term = max(0.0, term - _free_between(backward, words, ideal, larger, kind))
+                    added = _passed_between(forward, words, ideal, larger, kind)
+                    added += _passed_between(backward, words, ideal, larger, kind)
                     if turn == len(order) - 1:
                         # The first stage's updates come behind all its tasks.
                         updates = backward.updates[larger, kind]
@@ -653,14 +664,20 @@ def _solve(
                 for state in range(len(least)):
                     if state // strides[kind] % (counts[kind] + 1) == counts[kind]:
                         continue  # all devices of the kind are used
-                    used = state + strides[kind]
                     part = 0.0
                     if terms.programme != FILL:
-                        part = _second_part(second, each, terms.ahead, state, counts, strides)
+                        # The second part is less what the stage may do of its forward tasks before
+                        # its first backward task: `ahead` tasks on the first device, and one less
+                        # on each later one.
+                        before = 0
+                        for other in range(len(counts)):
+                            before += state // strides[other] % (counts[other] + 1)
+                        part = second - max(0, terms.ahead - before) * each
                         if part > terms.high:
                             continue
                     if terms.programme == PEAK:
                         term = part
+                    used = state + strides[kind]
                     back = added + least[used, larger]
                     least[state, ideal] = min(least[state, ideal], max(term, back))
                     if terms.programme == ROUND_TRIP:
@@ -668,78 +685,6 @@ def _solve(
                         if part >= terms.low:
                             seconds = min(seconds, max(mine + updates, back + updates))
                         first[state, ideal] = min(first[state, ideal], seconds)
-
-
-@inlined
-def _fill(
-    words: NDArray[np.uint64],
-    forward: _Passage,
-    backward: _Passage,
-    terms: _Terms,
-    ideal: int,
-    larger: int,
-    kind: int,
-) -> Any:
-    """(term, added) of fill, work and drain: work of the stage that is certainly done after the
-    value came that fills it and before the value goes that drains it, and head and tail."""
-    term = terms.work[larger, kind] - terms.work[ideal, kind]
-    term -= _free(forward, words, ideal, larger, kind, 1)
-    added = _passed(forward, words, ideal, larger, kind)
-    if terms.drain:
-        term -= _free(backward, words, ideal, larger, kind, terms.free)
-        added += _passed(backward, words, ideal, larger, kind)
-    return term, added
-
-
-@inlined
-def _trip(
-    words: NDArray[np.uint64],
-    forward: _Passage,
-    backward: _Passage,
-    terms: _Terms,
-    ideal: int,
-    larger: int,
-    kind: int,
-) -> Any:
-    """(term, added, mine, ends) of the round trip: in the middle of the step the stage's own tasks
-    and the ways to the next stage and back; as the stage s its own tasks; and the ways at both ends
-    of the step."""
-    # The stage's own tasks come one after the other, whatever is between them.
-    work = terms.work[larger, kind] - terms.work[ideal, kind]
-    mine = work - _free(forward, words, ideal, larger, kind, 1)
-    mine -= _free(backward, words, ideal, larger, kind, 1)
-    term = work - _free_between(forward, words, ideal, larger, kind)
-    term = max(0.0, term - _free_between(backward, words, ideal, larger, kind))
-    added = _passed_between(forward, words, ideal, larger, kind)
-    added += _passed_between(backward, words, ideal, larger, kind)
-    ends = _passed(forward, words, ideal, larger, kind)
-    ends += _passed(backward, words, ideal, larger, kind)
-    return term, added, mine, ends
-
-
-@inlined
-def _second_part(
-    work: float, forward: float, ahead: int, state: int, counts: Int64, strides: Int64
-) -> float:
-    """A stage's `work`, less what it may do of its forward tasks before its first backward task:
-    `ahead` tasks on the first device, and one less on each later one."""
-    used = 0
-    for kind in range(len(counts)):
-        used += state // strides[kind] % (counts[kind] + 1)
-    return work - max(0, ahead - used) * forward
-
-
-@inlined
-def _may_be_stage(
-    words: NDArray[np.uint64], barred: Float64, ideal: int, larger: int, kind: int
-) -> bool:
-    """True if the one ideal holds the other, and a device of the kind may run what is between."""
-    if barred[larger, kind] > barred[ideal, kind]:
-        return False
-    for word in range(words.shape[1]):  # noqa: SIM110  numba compiles no generators
-        if words[ideal, word] & ~words[larger, word]:
-            return False
-    return True
 
 
 @inlined

@@ -63,7 +63,7 @@ Orders = list[list[Task]]
 
 
 @dataclass(frozen=True, eq=False)
-class StageTimes:
+class PipelineTimes:
     """What stages take, in seconds.
 
     forward, inputs, weights   [stages] of the tasks F, I and W on the stage's device
@@ -94,7 +94,7 @@ class StageTimes:
 
 
 def orders_of(
-    schedule: str, times: StageTimes, micro_batches: int, held: tuple[int, ...] = ()
+    schedule: str, times: PipelineTimes, micro_batches: int, held: tuple[int, ...] = ()
 ) -> Orders:
     """Return the tasks of each device in the order of a schedule. Raises `KeyError`.
 
@@ -105,7 +105,7 @@ def orders_of(
     return make(times, micro_batches, held) if held else make(times, micro_batches)
 
 
-def gpipe(times: StageTimes, micro_batches: int) -> Orders:
+def gpipe(times: PipelineTimes, micro_batches: int) -> Orders:
     """All forward tasks, then all backward tasks."""
     orders: Orders = [[] for _ in times.updates]
     for kind in (F, B):
@@ -116,7 +116,7 @@ def gpipe(times: StageTimes, micro_batches: int) -> Orders:
     return orders
 
 
-def one_forward_one_backward(times: StageTimes, micro_batches: int) -> Orders:
+def one_forward_one_backward(times: PipelineTimes, micro_batches: int) -> Orders:
     """Stage s of S begins with S - s forward tasks, and then takes a backward and a forward task in
     turn."""
     orders: Orders = [[] for _ in times.updates]
@@ -130,7 +130,7 @@ def one_forward_one_backward(times: StageTimes, micro_batches: int) -> Orders:
     return orders
 
 
-def interleaved(times: StageTimes, micro_batches: int) -> Orders:
+def interleaved(times: PipelineTimes, micro_batches: int) -> Orders:
     """Each device takes its stages for about as many micro-batches as there are devices, one stage
     after another, and goes on with the next ones; after a while in turn with backward tasks."""
     used = list(dict.fromkeys(times.devices.tolist()))
@@ -152,7 +152,7 @@ def interleaved(times: StageTimes, micro_batches: int) -> Orders:
     return orders
 
 
-def zero_bubble(times: StageTimes, micro_batches: int, held: tuple[int, ...] = ()) -> Orders:
+def zero_bubble(times: PipelineTimes, micro_batches: int, held: tuple[int, ...] = ()) -> Orders:
     """W fills the gaps of 1f1b. `held` [stages] micro-batches at most wait for W; (): on each stage
     as many as the first one of 1f1b holds. Of several ways to fill them the one with the shortest
     step; ties: the first."""
@@ -187,7 +187,7 @@ def other_held(room: Float64, micro_batches: int) -> list[tuple[int, ...]]:
 
 
 def _filled(
-    times: StageTimes,
+    times: PipelineTimes,
     micro_batches: int,
     preference: dict[int, int],
     ahead: int,
@@ -293,7 +293,7 @@ def in_flight(schedule: str, stage: int, stages: int, devices: int, micro_batche
 # --- Seconds of a step ---
 
 
-def step_seconds(orders: Orders, times: StageTimes, micro_batches: int) -> float:
+def step_seconds(orders: Orders, times: PipelineTimes, micro_batches: int) -> float:
     """Return the seconds of a step in which every task is one piece of work and sends at its end;
     inf if the orders cannot complete.
 

@@ -5,9 +5,10 @@
                stay together)                      programme,
                                                    then moved)
 
-A *stage* holds forward ops, their backward ops and their parameters. Activations go from a stage to
-later ones only, gradients to earlier ones only; they may leap over stages (skips). A parameter that
-several stages read (tied weights) lives in one of them and is sent to the others once a step.
+A *stage*, here always a pipeline stage, holds forward ops, their backward ops and their parameters.
+Activations go from a stage to later ones only, gradients to earlier ones only; they may leap over
+stages (skips). A parameter that several stages read (tied weights) lives in one of them and is sent
+to the others once a step.
 
 The cuts come from dynamic programmes over an order of the elements. With T the seconds of a
 stage's tasks for one micro-batch and C those of sending its activations, 1F1B takes about
@@ -45,14 +46,16 @@ from dovetail.graph.topological import topological_order
 from dovetail.machine import Machine
 from dovetail.methods import PIPELINE_SCHEDULES
 from dovetail.placers.budget import Budget
+from dovetail.placers.contiguity import longest_paths
 from dovetail.placers.pipeline_schedules import (
     Orders,
-    StageTimes,
+    PipelineTimes,
     in_flight,
     orders_of,
     other_held,
     step_seconds,
 )
+from dovetail.placers.problem import route
 from dovetail.runtime.compiling import inlined, kernel
 
 Float64 = NDArray[np.float64]
@@ -130,36 +133,28 @@ class PipelineProblem:
         return (self,) if same else (self, other)
 
     @cached_property
-    def elements(self) -> "StageElements":
+    def elements(self) -> "PipelineElements":
         return elements_of(self)
 
     @cached_property
-    def routes(self) -> list[list[tuple[int, float, float]]]:
-        """[from, to] (channel, latency seconds, bytes per second) of a transfer; through the host
-        if there is no link, over the channel of the first hop. A device is on channel -1 with
+    def routes(self) -> tuple[Int64, Float64, Float64]:
+        """[from, to] the channel, latency seconds and bytes per second of a transfer; through the
+        host if there is no link, over the channel of the first hop. A device is on channel -1 with
         itself."""
-        machine, host = self.machine, self.machine.host_index
+        machine, count = self.machine, len(self.machine.devices)
         channel_of = {name: index for index, name in enumerate(machine.channels)}
-        routes = []
-        for source in range(len(machine.devices)):
-            row = []
-            for target in range(len(machine.devices)):
-                if source == target:
-                    row.append((-1, 0.0, math.inf))
-                    continue
-                hops = [machine.link_index[source, target]]
-                if hops[0] < 0:
-                    hops = [machine.link_index[source, host], machine.link_index[host, target]]
-                links = [machine.links[int(hop)] for hop in hops]
-                rate = 1 / sum(1 / link.bandwidth_bytes_per_second for link in links)
-                latency = sum(link.latency_seconds for link in links)
-                row.append((channel_of[links[0].channel], latency, rate))
-            routes.append(row)
-        return routes
+        channels = np.full((count, count), -1, dtype=np.int64)
+        latency, rate = np.zeros((count, count)), np.full((count, count), np.inf)
+        for source, target in itertools.permutations(range(count), 2):
+            links = route(machine, source, target)
+            channels[source, target] = channel_of[links[0].channel]
+            latency[source, target] = sum(link.latency_seconds for link in links)
+            rate[source, target] = 1 / sum(1 / link.bandwidth_bytes_per_second for link in links)
+        return channels, latency, rate
 
 
 @dataclass(frozen=True, eq=False)
-class StageCut:
+class PipelineCut:
     """Stages, their devices and the schedule.
 
     stages       [ops] -1 for sources
@@ -193,14 +188,14 @@ class SimulatedCut:
     feasible: bool
 
 
-Simulate = Callable[[StageCut], SimulatedCut]
+Simulate = Callable[[PipelineCut], SimulatedCut]
 
 
-# --- StageElements: what is in one stage whatever the cuts are ---
+# --- PipelineElements: what is in one stage whatever the cuts are ---
 
 
 @dataclass(frozen=True, eq=False)
-class StageElements:
+class PipelineElements:
     """Sets of groups that are in one stage, and what they take. Seconds are [elements, devices].
 
     of_op            [ops] the element of each op
@@ -237,7 +232,7 @@ class StageElements:
         return self.inputs + self.weights
 
 
-def elements_of(problem: PipelineProblem) -> StageElements:
+def elements_of(problem: PipelineProblem) -> PipelineElements:
     """Return the elements of a problem. Near-linear in ops and reads, for each merged parameter."""
     graph, groups = problem.graph, problem.groups
     phases, group_of = graph.phases, groups.of_op
@@ -306,7 +301,7 @@ def elements_of(problem: PipelineProblem) -> StageElements:
 
     added = np.zeros((count, seconds.shape[1]))
     np.add.at(added, of_op, sum_seconds(problem))
-    return StageElements(
+    return PipelineElements(
         of_op=of_op,
         count=count,
         edges=ends,
@@ -478,8 +473,8 @@ def element_orders(problem: PipelineProblem) -> list[Int64]:
     edges = place[elements.edges]
     edges = edges[(edges >= 0).all(axis=1)]
     firsts = elements.firsts[members]
-    levels = _levels(len(members), edges, firsts)
-    late = -_levels(len(members), edges[:, ::-1], -firsts)
+    levels = longest_paths(len(members), edges)
+    late = -longest_paths(len(members), edges[:, ::-1])
     layer = np.array(_layers_of(problem))[members]
     orders: list[Int64] = []
     for keys in (firsts, layer * len(problem.graph) + firsts, levels, late):
@@ -489,23 +484,11 @@ def element_orders(problem: PipelineProblem) -> list[Int64]:
     return orders
 
 
-def _ordered(count: int, edges: Int64, keys: Int64, firsts: Int64) -> Int64:
+def _ordered(count: int, edges: Int64, keys: NDArray[np.integer], firsts: Int64) -> Int64:
     """Return the topological order that takes, of what is free, the least key, then the first."""
     rank = np.empty(count)
     rank[np.lexsort((firsts, keys))] = np.arange(count)
     return np.array(topological_order(count, edges, rank.tolist()), dtype=np.int64)
-
-
-def _levels(count: int, edges: Int64, firsts: Int64) -> Int64:
-    """Return [nodes] the number of nodes on the longest path to each."""
-    levels = np.zeros(count, dtype=np.int64)
-    after: list[list[int]] = [[] for _ in range(count)]
-    for first, second in edges.tolist():
-        after[first].append(second)
-    for node in _ordered(count, edges, firsts, firsts).tolist():
-        for other in after[node]:
-            levels[other] = max(levels[other], levels[node] + 1)
-    return levels
 
 
 _LAYER = re.compile(r".*?\.?\d+(?=\.|$)")
@@ -575,6 +558,19 @@ class _Cutting:
     order: Int64
 
     @cached_property
+    def ends(self) -> Int64:
+        """[cells + 1] places between which the dynamic programmes cut: all, or those between runs
+        (cells) of about equal work."""
+        places = len(self.order)
+        if places <= MOST_CELLS:
+            return np.arange(places + 1, dtype=np.int64)
+        forward, inputs, weights, _ = self.sums
+        seconds = forward + inputs + weights
+        total = np.where(np.isfinite(seconds), seconds, 0).max(axis=1)
+        marks = np.searchsorted(total, np.linspace(0, total[-1], MOST_CELLS + 1))
+        return np.unique(np.concatenate([[0], marks, [places]])).astype(np.int64)
+
+    @cached_property
     def sums(self) -> tuple[Float64, ...]:
         """Prefix sums [places + 1, devices] of F, I, W and updates."""
         elements = self.problem.elements
@@ -602,7 +598,7 @@ class _Cutting:
 
     def times(
         self, cuts: Sequence[int], devices: Sequence[int], recompute: Sequence[bool]
-    ) -> StageTimes:
+    ) -> PipelineTimes:
         """Return what the stages between cuts take on their devices."""
         stages = self.stages_of(cuts)
         bounds = np.array([0, *cuts, len(self.order)])
@@ -616,6 +612,42 @@ class _Cutting:
         np.add.at(by_device, of, updates)
         return stage_times(self.problem, stages, devices, (forward, inputs, weights), by_device)
 
+    @cached_property
+    def cells(self) -> tuple[Float64, Float64, Int64, Float64, Float64, Float64, Float64]:
+        """The fields of `_CutTables` that depend on the order alone."""
+        problem, elements, order = self.problem, self.problem.elements, self.order
+        # [places + 1] bytes of tensors that cross a cut at each place: sent, and returned.
+        place = np.full(elements.count, -1, dtype=np.int64)
+        place[order] = np.arange(len(order))
+        crossing: list[Float64] = []
+        for pairs in (elements.sent, elements.returned):
+            one, other = place[pairs[:, 1]], place[pairs[:, 2]]
+            there = (one >= 0) & (other >= 0)
+            low, high = np.minimum(one, other)[there], np.maximum(one, other)[there]
+            # Of a tensor that several elements read, the furthest counts at every cut before it.
+            tensors, inverse = np.unique(pairs[there, 0], return_inverse=True)
+            first, last = np.full(len(tensors), len(order)), np.zeros(len(tensors), dtype=np.int64)
+            np.minimum.at(first, inverse, low)
+            np.maximum.at(last, inverse, high)
+            sizes = problem.costs.sends_of(problem.graph)[tensors]
+            change = np.zeros(len(order) + 2)
+            np.add.at(change, first + 1, sizes)
+            np.add.at(change, last + 1, -sizes)
+            crossing.append(np.cumsum(change)[: len(order) + 1][self.ends])
+        # They take the fastest link, for a cut may be between any two devices.
+        channels, latencies, rates = problem.routes
+        between, latency, rate = channels >= 0, 0.0, math.inf
+        if between.any():
+            latency, rate = float(latencies[between].min()), float(rates[between].max())
+        send = latency + (crossing[0] + crossing[1]) / 2 / rate
+        kept, saved = _prefix(elements.kept_bytes[order]), _prefix(elements.saved_bytes[order])
+        forward, inputs, weights, _ = self.sums
+        totals, ends = forward + inputs + weights, self.ends
+        return (
+            totals[ends], forward[ends], self.barred[ends], kept[ends], saved[ends], crossing[0],
+            send,
+        )  # fmt: skip
+
 
 def _prefix(values: NDArray[Any]) -> NDArray[Any]:
     """Return [n + 1, ...] sums of the first 0 to n rows."""
@@ -628,22 +660,33 @@ def stage_times(
     devices: Sequence[int],
     seconds: tuple[Float64, Float64, Float64],
     updates: Float64,
-) -> StageTimes:
+) -> PipelineTimes:
     """Return the times of stages [elements], with what they send to each other."""
-    count = len(devices)
-    of = np.array(devices, dtype=np.int64)
-    channels = np.full((count, count), -1, dtype=np.int64)
-    latency, rate = np.zeros((count, count)), np.full((count, count), np.inf)
-    for a in range(count):
-        for b in range(count):
-            if of[a] != of[b]:
-                channels[a, b], latency[a, b], rate[a, b] = problem.routes[int(of[a])][int(of[b])]
-    sends = _transfers(problem, problem.elements.sent, stages, latency, rate)
-    returns = _transfers(problem, problem.elements.returned, stages, latency, rate)
-    return StageTimes(*seconds, updates, sends, returns, channels, of)
+    of, count = np.array(devices, dtype=np.int64), len(devices)
+    between = np.ix_(of, of)
+    channels, latency, rate = problem.routes
+    channels, latency, rate = channels[between], latency[between], rate[between]
+    # [stages, stages] seconds of what one stage sends to another for a micro-batch: activations,
+    # and gradients; nan: nothing.
+    transfers: list[Float64] = []
+    for pairs in (problem.elements.sent, problem.elements.returned):
+        seconds_sent = np.full((count, count), np.nan)
+        source, target = stages[pairs[:, 1]], stages[pairs[:, 2]]
+        away = (source != target) & (source >= 0) & (target >= 0)
+        keys = np.unique(pairs[away, 0] * count + target[away])
+        tensors, targets = keys // count, keys % count
+        sources = stages[problem.elements.of_op[problem.graph.producers[tensors]]]
+        total, number = np.zeros((count, count)), np.zeros((count, count))
+        np.add.at(total, (sources, targets), problem.costs.sends_of(problem.graph)[tensors])
+        np.add.at(number, (sources, targets), 1)
+        sent = number > 0
+        seconds_sent[sent] = number[sent] * latency[sent] + total[sent] / rate[sent]
+        transfers.append(seconds_sent)
+    sends, returns = transfers
+    return PipelineTimes(*seconds, updates, sends, returns, channels, of)
 
 
-def times_of(problem: PipelineProblem, cut: StageCut) -> StageTimes:
+def times_of(problem: PipelineProblem, cut: PipelineCut) -> PipelineTimes:
     """Return what the stages of a cut take, summed over their ops."""
     graph, seconds = problem.graph, problem.costs.compute_seconds
     stages, count = cut.stages, len(cut.devices)
@@ -667,32 +710,9 @@ def times_of(problem: PipelineProblem, cut: StageCut) -> StageTimes:
     return stage_times(problem, of_element, cut.devices, (forward, inputs, weights), updates)
 
 
-def tasks_of(problem: PipelineProblem, cut: StageCut) -> Orders:
+def tasks_of(problem: PipelineProblem, cut: PipelineCut) -> Orders:
     """Return [devices] the tasks of each device in running order."""
     return orders_of(cut.schedule, times_of(problem, cut), problem.micro_batches, cut.held)
-
-
-def _transfers(
-    problem: PipelineProblem, pairs: Int64, stages: Int64, latency: Float64, rate: Float64
-) -> Float64:
-    """Return [stages, stages] seconds of what one stage sends to another for a micro-batch; nan:
-    nothing."""
-    count = len(latency)
-    seconds = np.full((count, count), np.nan)
-    source, target = stages[pairs[:, 1]], stages[pairs[:, 2]]
-    away = (source != target) & (source >= 0) & (target >= 0)
-    if not away.any():
-        return seconds
-    keys = np.unique(pairs[away, 0] * count + target[away])
-    tensors, targets = keys // count, keys % count
-    sources = stages[problem.elements.of_op[problem.graph.producers[tensors]]]
-    sizes = problem.costs.sends_of(problem.graph)[tensors]
-    total, number = np.zeros((count, count)), np.zeros((count, count))
-    np.add.at(total, (sources, targets), sizes)
-    np.add.at(number, (sources, targets), 1)
-    sent = number > 0
-    seconds[sent] = number[sent] * latency[sent] + total[sent] / rate[sent]
-    return seconds
 
 
 # --- Cuts by dynamic programming ---
@@ -808,51 +828,6 @@ def _fill(
     return float(best[0, 0])
 
 
-@dataclass(frozen=True, eq=False)
-class _Cells:
-    """Runs of an order's elements, and what the dynamic programme needs of them."""
-
-    cutting: _Cutting
-    ends: Int64  # [cells + 1] places in the order
-
-    @cached_property
-    def tables(self) -> tuple[NDArray[Any], ...]:
-        problem, elements = self.cutting.problem, self.cutting.problem.elements
-        forward, inputs, weights, _ = self.cutting.sums
-        ends = self.ends
-        order = self.cutting.order
-        kept = _prefix(elements.kept_bytes[order])[ends]
-        saved = _prefix(elements.saved_bytes[order])[ends]
-        crossing = self._crossing(elements.sent)[ends]
-        returned = self._crossing(elements.returned)[ends]
-        routes = [r for row in problem.routes for r in row if r[0] >= 0]
-        rate = max((r[2] for r in routes), default=math.inf)
-        latency = min((r[1] for r in routes), default=0.0)
-        send = latency + (crossing + returned) / 2 / rate
-        totals = (forward + inputs + weights)[ends]
-        return totals, forward[ends], self.cutting.barred[ends], kept, saved, crossing, send
-
-    def _crossing(self, pairs: Int64) -> Float64:
-        """Return [places + 1] bytes of tensors that cross a cut at each place."""
-        problem, order = self.cutting.problem, self.cutting.order
-        place = np.full(problem.elements.count, -1, dtype=np.int64)
-        place[order] = np.arange(len(order))
-        one, other = place[pairs[:, 1]], place[pairs[:, 2]]
-        there = (one >= 0) & (other >= 0)
-        low, high = np.minimum(one, other)[there], np.maximum(one, other)[there]
-        tensors = pairs[there, 0]
-        # Of a tensor that several elements read, the furthest counts at every cut before it.
-        unique, inverse = np.unique(tensors, return_inverse=True)
-        first, last = np.full(len(unique), len(order)), np.zeros(len(unique), dtype=np.int64)
-        np.minimum.at(first, inverse, low)
-        np.maximum.at(last, inverse, high)
-        sizes = problem.costs.sends_of(problem.graph)[unique]
-        change = np.zeros(len(order) + 2)
-        np.add.at(change, first + 1, sizes)
-        np.add.at(change, last + 1, -sizes)
-        return np.cumsum(change)[: len(order) + 1]
-
-
 def device_sequences(problem: PipelineProblem) -> list[tuple[int, ...]]:
     """Return orders of devices for stages: all devices, and those of the fastest model; of unlike
     devices several orders, of like ones one."""
@@ -869,18 +844,25 @@ def device_sequences(problem: PipelineProblem) -> list[tuple[int, ...]]:
     for chosen in (like, gpus, devices):
         # Devices of one model differ where a pin or a cap names one of them.
         numbers: dict[tuple[bytes, int], int] = {}
-        names = {}
+        by_name: dict[str, list[int]] = {}
+        names = []
         for d in chosen:
             own = problem.allowed[:, d].tobytes(), int(problem.capacities[d])
-            names[d] = f"{machine.devices[d].model} {numbers.setdefault(own, len(numbers))}"
-        by_model: dict[str, list[int]] = {}
-        for device in chosen:
-            by_model.setdefault(names[device], []).append(device)
-        for pattern in _patterns([names[d] for d in chosen]):
-            left = {name: iter(members) for name, members in by_model.items()}
-            sequence = tuple(next(left[name]) for name in pattern)
-            if sequence and sequence not in sequences:
-                sequences.append(sequence)
+            names.append(f"{machine.devices[d].model} {numbers.setdefault(own, len(numbers))}")
+            by_name.setdefault(names[-1], []).append(d)
+        # Orders of names: as given, reversed, grouped, and then all others, up to a limit. Devices
+        # of one name come in their order.
+        tried: list[tuple[int, ...]] = []
+        grouped = sorted(names)
+        for pattern in (names, names[::-1], grouped, grouped[::-1]):
+            left = {name: iter(members) for name, members in by_name.items()}
+            tried.append(tuple(next(left[name]) for name in pattern))
+        rest: Iterator[tuple[int, ...]] = iter(())
+        if len(chosen) <= 8:
+            kinds = [by_name[name] for name in sorted(by_name)]
+            rest = itertools.islice(_orders_of(kinds, len(chosen)), MOST_SEQUENCES)
+        distinct = list(dict.fromkeys([*tried, *rest]))[:MOST_SEQUENCES]
+        sequences += [found for found in distinct if found and found not in sequences]
     return sequences
 
 
@@ -893,39 +875,6 @@ def stage_devices(problem: PipelineProblem) -> list[int]:
     ]
 
 
-def _patterns(models: list[str]) -> Iterator[tuple[str, ...]]:
-    """Orders of models: as given, reversed, grouped, and then all others, up to a limit."""
-    if not models:
-        return
-    seen: set[tuple[str, ...]] = set()
-    grouped = sorted(models)
-    firsts = (tuple(models), tuple(models[::-1]), tuple(grouped), tuple(grouped[::-1]))
-    rest = _distinct_orders(grouped) if len(models) <= 8 else iter(())
-    for pattern in itertools.chain(firsts, rest):
-        if len(seen) == MOST_SEQUENCES:
-            return
-        if pattern not in seen:
-            seen.add(pattern)
-            yield pattern
-
-
-def _distinct_orders(models: list[str]) -> Iterator[tuple[str, ...]]:
-    """Distinct orders of a list with repeats, in lexicographic order."""
-    counts = {name: models.count(name) for name in dict.fromkeys(models)}
-
-    def extend(done: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        if len(done) == len(models):
-            yield done
-            return
-        for name, left in counts.items():
-            if left:
-                counts[name] -= 1
-                yield from extend((*done, name))
-                counts[name] += 1
-
-    return extend(())
-
-
 # --- The search ---
 
 
@@ -935,7 +884,7 @@ class _Search:
 
     problem: PipelineProblem
     budget: Budget
-    found: dict[tuple[object, ...], tuple[StageCut, _Cutting, tuple[int, ...]]] = field(
+    found: dict[tuple[object, ...], tuple[PipelineCut, _Cutting, tuple[int, ...]]] = field(
         default_factory=dict
     )
     seconds: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -963,7 +912,7 @@ class _Search:
             return math.inf
         micro_batches = self.problem.micro_batches
         stages = stages_of_ops(self.problem, cutting.stages_of(cuts))
-        cut = StageCut(schedule, stages, devices, recompute)
+        cut = PipelineCut(schedule, stages, devices, recompute)
         held: tuple[int, ...] = ()
         if schedule == "zero-bubble":
             # Whether its memory lasts is known when it is simulated op by op.
@@ -976,22 +925,18 @@ class _Search:
         self.seconds[asked] = seconds
         return seconds
 
-    def by_programme(self, cells: _Cells, sequence: tuple[int, ...], schedule: str) -> None:
+    def by_programme(self, cutting: _Cutting, sequence: tuple[int, ...], schedule: str) -> None:
         """Consider the cuts of the dynamic programmes: of the first one for each of several limits
         of the longest stage, and of the second one for several numbers of micro-batches, as a
         schedule lets a device wait in between."""
         problem = self.problem
-        totals, again, barred, kept, saved, crossing, send = cells.tables
-        stages, count = len(sequence), len(kept) - 1
+        stages, count = len(sequence), len(cutting.ends) - 1
         flights = [
             in_flight(schedule, s, stages, len(set(sequence)), problem.micro_batches)
             for s in range(stages)
         ]
         room = self.share * problem.capacities.astype(np.float64)
-        tables = _CutTables(
-            totals, again, barred, kept, saved, crossing, send,
-            np.array(sequence), np.array(flights), room,
-        )  # fmt: skip
+        tables = _CutTables(*cutting.cells, np.array(sequence), np.array(flights), room)
         shape = (stages + 1, count + 1)
         best, choice = np.empty(shape), np.zeros(shape, dtype=np.int64)
         repeats = np.zeros(shape, dtype=bool)
@@ -999,9 +944,26 @@ class _Search:
         def solve(limit: float) -> bool:
             return math.isfinite(_cut(tables, limit, problem.recompute, best, choice, repeats))
 
+        def follow(*, forwards: bool) -> None:
+            """Consider the cuts that a programme chose."""
+            ends, devices, recompute = [], [], []
+            at = 0 if forwards else count
+            for turn in range(stages) if forwards else range(stages, 0, -1):
+                other = int(choice[turn, at])
+                if other != at:
+                    ends.append(int(cutting.ends[other]))
+                    devices.append(sequence[turn if forwards else turn - 1])
+                    recompute.append(bool(repeats[turn, at]))
+                at = other
+            if not forwards:
+                ends, devices, recompute = ends[::-1], devices[::-1], recompute[::-1]
+            # The programmes name the ends of stages, or their beginnings.
+            places = tuple(ends[:-1] if forwards else ends[1:])
+            self.consider(cutting, places, tuple(devices), schedule, tuple(recompute))
+
         if not solve(math.inf):
             return
-        whole = totals[-1][list(sequence)]
+        whole = tables.totals[-1][list(sequence)]
         high = 2 * float(whole[np.isfinite(whole)].max(initial=0.0)) or math.inf
         low = high / 32 / stages
         # The least limit for which there are cuts, to .1 %.
@@ -1010,36 +972,15 @@ class _Search:
             low, high = (low, middle) if solve(middle) else (middle, high)
         for limit in [*(high * np.geomspace(1, 1.6, LIMITS)).tolist(), math.inf]:
             if solve(limit):
-                self._follow(cells, sequence, schedule, choice, repeats, forwards=False)
+                follow(forwards=False)
         for more in FILLS:
             micro_batches = problem.micro_batches + more * stages
             if math.isfinite(
                 _fill(tables, micro_batches, problem.recompute, best, choice, repeats)
             ):
-                self._follow(cells, sequence, schedule, choice, repeats, forwards=True)
+                follow(forwards=True)
 
-    def _follow(
-        self, cells: _Cells, sequence: tuple[int, ...], schedule: str,
-        choice: Int64, repeats: Bool, *, forwards: bool,
-    ) -> None:  # fmt: skip
-        """Consider the cuts that a programme chose."""
-        ends, devices, recompute = [], [], []
-        at = 0 if forwards else len(cells.ends) - 1
-        turns = range(len(sequence)) if forwards else range(len(sequence), 0, -1)
-        for turn in turns:
-            other = int(choice[turn, at])
-            if other != at:
-                ends.append(int(cells.ends[other]))
-                devices.append(sequence[turn if forwards else turn - 1])
-                recompute.append(bool(repeats[turn, at]))
-            at = other
-        if not forwards:
-            ends, devices, recompute = ends[::-1], devices[::-1], recompute[::-1]
-        # The programmes name the ends of stages, or their beginnings.
-        places = tuple(ends[:-1] if forwards else ends[1:])
-        self.consider(cells.cutting, places, tuple(devices), schedule, tuple(recompute))
-
-    def move(self, entry: tuple[StageCut, _Cutting, tuple[int, ...]]) -> None:
+    def move(self, entry: tuple[PipelineCut, _Cutting, tuple[int, ...]]) -> None:
         """Move single cuts while the step gets shorter."""
         cut, cutting, cuts = entry
         best, places = cut.seconds, len(cutting.order)
@@ -1062,7 +1003,7 @@ class _Search:
             if not improved:
                 step //= 2
 
-    def ranked(self) -> list[tuple[StageCut, _Cutting, tuple[int, ...]]]:
+    def ranked(self) -> list[tuple[PipelineCut, _Cutting, tuple[int, ...]]]:
         return sorted(self.found.values(), key=lambda entry: entry[0].seconds)
 
 
@@ -1097,7 +1038,7 @@ class PipelineOutcome:
     is_exact    True: every cut was simulated, so none is better
     """
 
-    cut: StageCut
+    cut: PipelineCut
     simulated: SimulatedCut
     baselines: dict[str, float | None]
     is_exact: bool
@@ -1150,14 +1091,14 @@ class _TriedCuts:
 
     def __init__(self, problem: PipelineProblem, budget: Budget, simulate: Simulate) -> None:
         self.problem, self.budget, self.simulate = problem, budget, simulate
-        self.best: tuple[StageCut, SimulatedCut] | None = None
+        self.best: tuple[PipelineCut, SimulatedCut] | None = None
         self.baselines: dict[str, float | None] = {}
         self.peaks = np.full(len(problem.capacities), np.iinfo(np.int64).max)
         """[devices] of what came closest to fitting."""
         self.is_any = False
         """True once a cut was simulated to its end."""
 
-    def add(self, cut: StageCut) -> SimulatedCut:
+    def add(self, cut: PipelineCut) -> SimulatedCut:
         """Return what simulating the cut gives; of zero-bubble, with the memory of 1f1b or with
         what there is, if that is faster or the first does not fit."""
         outcome = self._try(cut)
@@ -1196,7 +1137,7 @@ class _TriedCuts:
                 break
         return outcome
 
-    def _try(self, cut: StageCut) -> SimulatedCut:
+    def _try(self, cut: PipelineCut) -> SimulatedCut:
         if not self.problem.permits(cut.schedule, cut.devices):
             return SimulatedCut(math.inf, self.peaks, False)
         outcome = self.simulate(cut)
@@ -1210,7 +1151,7 @@ class _TriedCuts:
             self.peaks = outcome.peak_memory_bytes
         return outcome
 
-    def baseline(self, name: str, cut: StageCut) -> None:
+    def baseline(self, name: str, cut: PipelineCut) -> None:
         outcome = self.add(replace(cut, name=name))
         known = self.baselines.setdefault(name, None)
         if outcome.feasible and (known is None or outcome.value < known):
@@ -1220,7 +1161,7 @@ class _TriedCuts:
         return int(np.maximum(peaks - self.problem.capacities, 0).max())
 
 
-def _room_of(problem: PipelineProblem, cut: StageCut) -> Float64:
+def _room_of(problem: PipelineProblem, cut: PipelineCut) -> Float64:
     """Return [stages] for so many micro-batches a device has memory: what forward ops leave for
     backward ops, if they are not computed again, and what comes from other stages."""
     elements, count = problem.elements, len(cut.devices)
@@ -1239,32 +1180,21 @@ def _room_of(problem: PipelineProblem, cut: StageCut) -> Float64:
     return np.asarray(room / np.maximum(each, 1.0))
 
 
-def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[StageCut]:
+def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[PipelineCut]:
     """Return the best cuts, first those of each schedule in turn."""
     search = _Search(problem, budget, share=share)
-    cuttings = []
-    for order in element_orders(problem):
-        cutting, places = _Cutting(problem, order), len(order)
-        ends = np.arange(places + 1)
-        if places > MOST_CELLS:
-            # The programmes cut runs of about equal work.
-            forward, inputs, weights, _ = cutting.sums
-            seconds = forward + inputs + weights
-            total = np.where(np.isfinite(seconds), seconds, 0).max(axis=1)
-            marks = np.searchsorted(total, np.linspace(0, total[-1], MOST_CELLS + 1))
-            ends = np.unique(np.concatenate([[0], marks, [places]]))
-        cuttings.append(_Cells(cutting, ends.astype(np.int64)))
+    cuttings = [_Cutting(problem, order) for order in element_orders(problem)]
     for sequence in device_sequences(problem):
         for schedule in problem.schedules:
-            for cells in cuttings:
+            for cutting in cuttings:
                 if budget.exhausted and search.found:
                     break
                 if schedule != "interleaved":
-                    search.by_programme(cells, sequence, schedule)
+                    search.by_programme(cutting, sequence, schedule)
                     continue
                 for chunks in CHUNKS:
                     if len(sequence) > 1:
-                        search.by_programme(cells, sequence * chunks, schedule)
+                        search.by_programme(cutting, sequence * chunks, schedule)
     for schedule in problem.schedules:
         mine = [entry for entry in search.ranked() if entry[0].schedule == schedule]
         for entry in mine[:3]:
@@ -1279,7 +1209,7 @@ def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[S
     return chosen[:FINALISTS]
 
 
-def _every_cut(problem: PipelineProblem, budget: Budget) -> list[StageCut] | None:
+def _every_cut(problem: PipelineProblem, budget: Budget) -> list[PipelineCut] | None:
     """Every cut of a small graph: stages x devices x schedules x recomputation, without those of
     the interleaved schedule; None if there are more than `MOST_TRIED`, or the budget is spent."""
     elements = problem.elements
@@ -1294,7 +1224,7 @@ def _every_cut(problem: PipelineProblem, budget: Budget) -> list[StageCut] | Non
             kinds.append([device])
         else:
             like.append(device)
-    cuts: list[StageCut] = []
+    cuts: list[PipelineCut] = []
     for stages in _monotone(problem, members, len(devices)):
         count = int(stages.max()) + 1
         of_op = stages_of_ops(problem, stages)
@@ -1307,7 +1237,7 @@ def _every_cut(problem: PipelineProblem, budget: Budget) -> list[StageCut] | Non
             for schedule in problem.schedules:
                 if schedule != "interleaved":
                     for again in itertools.product(options, repeat=count):
-                        cuts.append(StageCut(schedule, of_op, order, again))
+                        cuts.append(PipelineCut(schedule, of_op, order, again))
     return None if len(cuts) > MOST_TRIED else cuts
 
 
@@ -1390,7 +1320,7 @@ def _monotone(problem: PipelineProblem, members: Int64, most: int) -> Iterator[I
     yield from assign(0)
 
 
-def usual_cuts(problem: PipelineProblem) -> Iterator[tuple[str, StageCut]]:
+def usual_cuts(problem: PipelineProblem) -> Iterator[tuple[str, PipelineCut]]:
     """The cuts that people make by hand, with every schedule: equal numbers of layers, and equal
     numbers of parameters (DeepSpeed's `uniform` and `parameters`,
     https://deepspeed.readthedocs.io/en/latest/pipeline.html)."""
@@ -1431,7 +1361,9 @@ def usual_cuts(problem: PipelineProblem) -> Iterator[tuple[str, StageCut]]:
             devices = sequence[: len(used)]
             if not _runs(problem, stages, devices):
                 continue
-            cut = StageCut(schedule, stages_of_ops(problem, stages), devices, (False,) * len(used))
+            cut = PipelineCut(
+                schedule, stages_of_ops(problem, stages), devices, (False,) * len(used)
+            )
             yield name, cut
 
 

@@ -66,7 +66,7 @@ class PlacerOutcome:
     notes: tuple[str, ...] = ()
 
 
-def place(
+def place(  # noqa: C901  three steps, each of which depends on what was asked for
     problem: PlacementProblem,
     placer_name: str,
     budget: Budget,
@@ -92,8 +92,34 @@ def place(
     budget.progress = progress
     if placer_name != "auto" or problem.objective == "latency":
         min_gain = 0.0
-    _search(problem, placer_name, budget, method, min_gain)
+    # 1. What the baselines and the method return is entered into the ledger.
+    if problem.chain is not None:
+        if placer_name not in ("single", "auto"):
+            detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
+            raise UsageError("placer", detail)
+        methods = dict(CHAIN_METHODS)
+        if method is not None and placer_name == "auto":
+            methods["auto"] = method
+        for name, run in methods.items():
+            attempt(name, run, problem, budget)
+    else:
+        # Where groups may be split, `auto` runs the baselines on the coarsest units.
+        if not (problem.coarser and placer_name == "auto" and method is None):
+            try_baselines(problem, budget)
+        # If there is a smallest gain, a part of the budget is for plans with fewer devices.
+        part = budget.share(1 - SEARCH_SHARE) if min_gain else budget
+        if placer_name == "auto" and method is None:
+            try:
+                # `auto` enters what its methods return into the ledger, each under its own name.
+                auto(problem, part)
+            except KeyboardInterrupt:
+                budget.interrupted = True
+                if not budget.ledger.results:
+                    raise
+        elif placer_name not in BASELINES:
+            attempt(placer_name, method or PLACERS[placer_name].load(), problem, part)
 
+    # 2. The result of the method that was asked for, or the best.
     # A method that runs under the name "auto" may itself run methods that enter their results into
     # the ledger, as the one of `pipeline.phases` does. Its own result is then one of theirs, and
     # is left out unless it is the best.
@@ -120,25 +146,28 @@ def place(
             "pins, or --placer exact"
         )
 
-    # If additional devices gain too little, the best plan with fewer devices is returned instead.
+    # 3. If additional devices gain too little, the best plan with fewer devices is returned.
     notes: list[str] = []
     if min_gain:
-        kept = simplest(problem, budget, (score, placement), min_gain)
-        if kept.devices < kept.best_devices:
-            score, placement = kept.score, kept.placement
+        best_value, most = score.value, devices_of(problem, placement)
+        kept_score, kept = simplest(problem, budget, (score, placement), min_gain)
+        devices = devices_of(problem, kept)
+        if devices < most:
+            score, placement = kept_score, kept
             same = (n for n, (_, other) in results.items() if np.array_equal(other, placement))
             chosen = next(same, FEWER)
             if chosen == FEWER:
                 budget.note(FEWER, score, placement)
                 results[FEWER] = (score, placement)
-        gain = 1 - kept.best_value / kept.score.value if kept.score.value else 0.0
-        if kept.devices < kept.best_devices and gain > CLOSED_GAP:
+        gain = 1 - best_value / kept_score.value if kept_score.value else 0.0
+        if devices < most and gain > CLOSED_GAP:
+            count = "1 device" if devices == 1 else f"{devices} devices"
             notes.append(
-                f"{_count(kept.devices)}: {_count(kept.best_devices)} would gain {100 * gain:.2g} "
+                f"{count}: {most} devices would gain {100 * gain:.2g} "
                 f"%, less than the smallest gain of {100 * min_gain:.3g} %; --min-gain 0 takes them"
             )
         computing = sum(device.kind != "host" for device in problem.machine.devices)
-        if kept.devices == 1 and computing > 1 and gain < HELPS and problem.objective == "step":
+        if devices == 1 and computing > 1 and gain < HELPS and problem.objective == "step":
             towers = ", or data-parallel towers with --replicas" if problem.graph.training else ""
             notes.append(
                 "placement does not help one step here; for more samples a second use --objective "
@@ -164,46 +193,6 @@ def place(
     )
 
 
-def _search(
-    problem: PlacementProblem,
-    placer_name: str,
-    budget: Budget,
-    method: Placer | None,
-    min_gain: float,
-) -> None:
-    """Enter what the baselines and the method return into the ledger."""
-    if problem.chain is not None:
-        if placer_name not in ("single", "auto"):
-            detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
-            raise UsageError("placer", detail)
-        methods = dict(CHAIN_METHODS)
-        if method is not None and placer_name == "auto":
-            methods["auto"] = method
-        for name, run in methods.items():
-            attempt(name, run, problem, budget)
-        return
-    # Where groups may be split, `auto` runs the baselines on the coarsest units.
-    if not (problem.coarser and placer_name == "auto" and method is None):
-        try_baselines(problem, budget)
-    if min_gain:
-        # The rest of the budget is for plans with fewer devices.
-        budget = budget.share(1 - SEARCH_SHARE)
-    if placer_name == "auto" and method is None:
-        try:
-            # `auto` enters what its methods return into the ledger, each under its own name.
-            auto(problem, budget)
-        except KeyboardInterrupt:
-            budget.interrupted = True
-            if not budget.ledger.results:
-                raise
-    elif placer_name not in BASELINES:
-        attempt(placer_name, method or PLACERS[placer_name].load(), problem, budget)
-
-
-def _count(devices: int) -> str:
-    return "1 device" if devices == 1 else f"{devices} devices"
-
-
 # --- Fewer devices ---
 #
 # A plan on more devices must beat every plan on fewer devices by the smallest gain:
@@ -224,31 +213,16 @@ EMPTIED = 2
 """In each step this many devices, those with the least work, are candidates for being emptied."""
 
 
-@dataclass(frozen=True, eq=False)
-class SimplestPlan:
-    """The plan that `simplest` chose.
-
-    devices                    number of devices that the plan uses
-    best_value, best_devices   value and number of devices of the best plan of all, for comparison
-    """
-
-    score: Score
-    placement: GroupPlacement
-    devices: int
-    best_value: float
-    best_devices: int
-
-
 def simplest(
     problem: PlacementProblem, budget: Budget, best: ScoredPlacement, min_gain: float
-) -> SimplestPlan:
+) -> ScoredPlacement:
     """Return the plan to take instead of `best`; it may be `best` itself.
 
     Going up from one device, a plan on more devices is taken only if its value is below that of the
     plan taken so far by more than the share `min_gain`. Plans that lack memory are skipped.
     """
     placement = best[1]
-    count = best_devices = devices_of(problem, placement)
+    count = devices_of(problem, placement)
     # Number of devices -> the best plan that runs something on so many.
     by_count = {count: best}
     alone = single(problem, budget)
@@ -315,15 +289,14 @@ def simplest(
     # 3. The plan with the fewest devices that none with more devices beats by the gain.
     for count, scored in budget.ledger.fewest.items():
         _keep_better(by_count, count, scored)
-    kept: tuple[int, ScoredPlacement] | None = None
-    for count, scored in sorted(by_count.items(), key=lambda entry: entry[0]):
+    kept: ScoredPlacement | None = None
+    for _, scored in sorted(by_count.items(), key=lambda entry: entry[0]):
         if scored[0].lacking_bytes:
             continue
-        if kept is None or scored[0].value < kept[1][0].value * (1 - min_gain):
-            kept = count, scored
+        if kept is None or scored[0].value < kept[0].value * (1 - min_gain):
+            kept = scored
     assert kept is not None, "the best plan fits"
-    count, (score, placement) = kept
-    return SimplestPlan(score, placement, count, best[0].value, best_devices)
+    return kept
 
 
 def devices_of(problem: PlacementProblem, placement: GroupPlacement) -> int:

@@ -21,7 +21,7 @@ from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.graph.convexity import find_return
 from dovetail.graph.copies import names_in_one
 from dovetail.graph.grouping import numbered
-from dovetail.machine import Machine
+from dovetail.machine import Link, Machine
 from dovetail.plans import capacities_of
 from dovetail.simulator.loads import LoadModel, load_model
 from dovetail.timeline import Timeline
@@ -279,13 +279,31 @@ def make_problem(
         real = ops[~graph.is_source[ops]]
         raise NoDeviceError(graph.names[real[0] if len(real) else ops[0]])
     capacities = capacities_of(machine, dict(caps))
-    if contiguous:
-        evaluate = _only_contiguous(evaluate, graph)
-    places = None
+    places, along = None, np.zeros(0, dtype=np.int64)
     if chain is not None:
         places = np.full(groups.count, -1, dtype=np.int32)
         np.maximum.at(places, groups.of_op, chain)
-        evaluate = _only_runs(evaluate, groups, places)
+        # All ops of a group are on one device, so the first op of each group tells where it is.
+        _, first = np.unique(groups.of_op, return_index=True)
+        placed = np.flatnonzero(places >= 0)
+        along = first[placed[np.argsort(places[placed], kind="stable")]]
+
+    def evaluate_kept(placements: NDArray[np.int32]) -> BatchEvaluation:
+        """Evaluate, where a placement is infeasible also if its devices cannot be ordered, or if a
+        device has two runs of the chain."""
+        evaluation = evaluate(placements)
+        feasible = evaluation.feasible
+        if contiguous:
+            ordered = [find_return(graph, row) is None for row in placements]
+            feasible = feasible & np.array(ordered, dtype=bool)
+        if chain is not None:
+            # There are at least as many runs as devices, and as many only if no device has two.
+            in_runs = [
+                int((row[1:] != row[:-1]).sum()) + 1 <= len(set(row.tolist()))
+                for row in placements[:, along]
+            ]
+            feasible = feasible & np.array(in_runs, dtype=bool)
+        return replace(evaluation, feasible=feasible)
 
     # Units whose groups have no device in common are split, each into units of groups that may go
     # to the same devices.
@@ -302,41 +320,19 @@ def make_problem(
         _, split = np.unique(keys, axis=0, return_inverse=True)
         placeable.append(numbered(split.reshape(-1)).of_op)
     return PlacementProblem(
-        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
-        contiguous, trace, ranked, places, tuple(placeable),
+        graph, machine, costs, groups, allowed, capacities, objective,
+        evaluate_kept if contiguous or chain is not None else evaluate,
+        seed, contiguous, trace, ranked, places, tuple(placeable),
     )  # fmt: skip
 
 
-def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> Evaluate:
-    """Return `evaluate`, changed so that a placement is infeasible if a device has two runs of the
-    chain."""
-    # All ops of a group are on one device, so the first op of each group tells where the group is.
-    _, first = np.unique(groups.of_op, return_index=True)
-    placed = np.flatnonzero(chain >= 0)
-    along = first[placed[np.argsort(chain[placed], kind="stable")]]
-
-    def evaluate_runs(placements: NDArray[np.int32]) -> BatchEvaluation:
-        evaluation = evaluate(placements)
-        # There are at least as many runs as devices, and as many only if no device has two.
-        runs = [
-            int((row[1:] != row[:-1]).sum()) + 1 <= len(set(row.tolist()))
-            for row in placements[:, along]
-        ]
-        return replace(evaluation, feasible=evaluation.feasible & np.array(runs, dtype=bool))
-
-    return evaluate_runs
-
-
-def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
-    """Return `evaluate`, changed so that a placement whose devices cannot be ordered is
-    infeasible."""
-
-    def evaluate_contiguous(placements: NDArray[np.int32]) -> BatchEvaluation:
-        evaluation = evaluate(placements)
-        contiguous = [find_return(graph, placement) is None for placement in placements]
-        return replace(evaluation, feasible=evaluation.feasible & np.array(contiguous, dtype=bool))
-
-    return evaluate_contiguous
+def route(machine: Machine, source: int, target: int) -> list[Link]:
+    """Return the links that a send between two devices takes: one, or where there is none the two
+    over the host."""
+    index, host = machine.link_index, machine.host_index
+    if index[source, target] >= 0:
+        return [machine.links[index[source, target]]]
+    return [machine.links[index[source, host]], machine.links[index[host, target]]]
 
 
 def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:

@@ -19,9 +19,10 @@ best.
 
 import ctypes
 import ctypes.util
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -32,19 +33,13 @@ from numpy.typing import NDArray
 from dovetail.errors import MissingLibraryError
 from dovetail.placers.budget import Budget
 from dovetail.placers.partitioning import (
-    GroupNetwork,
-    PartitionCandidate,
     PartitionProblem,
-    best_fitting,
-    has_empty_part,
+    best_candidate,
+    candidates_within,
     integers,
     net_of,
-    overflows,
-    parts_of,
-    placed,
-    trivial_labels,
 )
-from dovetail.placers.problem import GroupPlacement, PlacementProblem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem, route
 from dovetail.simulator.flat import Int64
 
 # ── The Scotch library through ctypes: one call, which maps a graph onto another ────────────────
@@ -167,30 +162,27 @@ def load_scotch(open_library: Callable[..., ctypes.CDLL] = ctypes.CDLL) -> Scotc
 
     Raises `MissingLibraryError` if there is none that can be used.
     """
-    for errors, library in _pairs():
+    # Pairs (libscotcherr, libscotch): first those that lie side by side in a folder, then names for
+    # the linker's own search.
+    pairs: list[tuple[str, str]] = []
+    for folder, name in itertools.product(_FOLDERS, _NAMES):
+        for found in sorted(folder.glob(name.format("libscotch"))):
+            errors = found.with_name(found.name.replace("libscotch", "libscotcherr"))
+            pairs.append((str(errors), str(found)))
+    named = [ctypes.util.find_library(name) for name in ("scotcherr", "scotch")]
+    if named[0] and named[1]:
+        pairs.append((named[0], named[1]))
+    suffixes = (".so", "-7.0.so", "-6.1.so", "-6.0.so")
+    pairs += [(f"libscotcherr{suffix}", f"libscotch{suffix}") for suffix in suffixes]
+    for errors_name, library in pairs:
         try:
             # RTLD_GLOBAL, because some builds of libscotch look up the functions of libscotcherr
             # among the symbols of the process.
-            open_library(errors, mode=ctypes.RTLD_GLOBAL)
+            open_library(errors_name, mode=ctypes.RTLD_GLOBAL)
             return Scotch(open_library(library))
         except (OSError, AttributeError):
             continue
     raise MissingLibraryError("Scotch", INSTALL)
-
-
-def _pairs() -> Iterator[tuple[str, str]]:
-    """Yield pairs (libscotcherr, libscotch) to try: first those that lie side by side in a folder,
-    then names for the linker's own search."""
-    for folder in _FOLDERS:
-        for name in _NAMES:
-            for library in sorted(folder.glob(name.format("libscotch"))):
-                errors = library.with_name(library.name.replace("libscotch", "libscotcherr"))
-                yield str(errors), str(library)
-    named = [ctypes.util.find_library(name) for name in ("scotcherr", "scotch")]
-    if named[0] and named[1]:
-        yield named[0], named[1]
-    for suffix in (".so", "-7.0.so", "-6.1.so", "-6.0.so"):
-        yield f"libscotcherr{suffix}", f"libscotch{suffix}"
 
 
 def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
@@ -219,13 +211,27 @@ def scotch(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 def map_within(problem: PlacementProblem, budget: Budget, within: list[int]) -> GroupPlacement:
     """Return the best mapping on the devices `within`. Groups that may not be there go to their
     fastest device."""
-    library = load_scotch()
-    net = net_of(problem)
-    candidates = _mappings(problem, net, parts_of(problem, net, within), library)
-    if any(overflows(problem, candidate.placement) for candidate in candidates):
-        parts = parts_of(problem, net, within, memory=True)
-        candidates += _mappings(problem, net, parts, library)
-    return best_fitting(problem, net, budget, candidates)
+    library, net = load_scotch(), net_of(problem)
+    mean_bytes = float(problem.edges[2].mean()) if len(problem.edges[2]) else 0.0
+
+    def cut(parts: PartitionProblem) -> tuple[list[Int64], bool]:
+        lengths = distances(problem, parts.devices, mean_bytes)
+        is_pair = ~np.eye(len(parts.devices), dtype=bool)
+        target = Csr(
+            offsets=np.arange(len(is_pair) + 1) * (len(is_pair) - 1),
+            neighbours=np.nonzero(is_pair)[1],
+            weights=integers(parts.shares, SPEEDS * len(is_pair)),
+            edge_weights=lengths[is_pair],
+        )
+        # Scotch multiplies edge weights by distances, and the sums must still fit 32 bits.
+        shrunk = np.maximum(parts.edge_weights // MOST_DISTANCE, 1)
+        source = Csr(parts.offsets, parts.neighbours, parts.weights, shrunk)
+        tried = [library.map(source, target, imbalance, problem.seed) for imbalance in IMBALANCES]
+        # A swap of parts costs nothing only where all links are alike.
+        return tried, len(np.unique(lengths[is_pair])) == 1
+
+    candidates = candidates_within(problem, net, within, cut)
+    return best_candidate(problem, net, budget, candidates)
 
 
 def distances(problem: PlacementProblem, devices: list[int], transfer_bytes: float) -> Int64:
@@ -234,47 +240,19 @@ def distances(problem: PlacementProblem, devices: list[int], transfer_bytes: flo
     It is the mean time of a transfer of `transfer_bytes` to and fro, scaled to 4 for the nearest
     pair and clipped to `MOST_DISTANCE`.
     """
-    machine, index = problem.machine, problem.machine.link_index
-    host = machine.host_index
 
     def seconds(a: int, b: int) -> float:
-        if index[a, b] < 0:
-            return seconds(a, host) + seconds(host, b)
-        link = machine.links[index[a, b]]
-        return float(link.latency_seconds + transfer_bytes / link.bandwidth_bytes_per_second)
+        links = route(problem.machine, a, b)
+        return sum(
+            link.latency_seconds + transfer_bytes / link.bandwidth_bytes_per_second
+            for link in links
+        )
 
     table = np.array([[0.0 if a == b else seconds(a, b) for b in devices] for a in devices])
     table = (table + table.T) / 2
     nearest = table[~np.eye(len(devices), dtype=bool)].min(initial=np.inf)
     scaled = np.rint(4 * table / nearest) if 0 < nearest < np.inf else np.full(table.shape, 4.0)
     return np.clip(scaled, 1, MOST_DISTANCE).astype(np.int64)
-
-
-def _mappings(
-    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, library: Scotch
-) -> list[PartitionCandidate]:
-    """Return one candidate for each imbalance. Those with an empty part count only if all have
-    one."""
-    labels = trivial_labels(parts)
-    if labels is not None:
-        return [placed(problem, net, parts, labels, reorder=True)]
-    mean_bytes = float(problem.edges[2].mean()) if len(problem.edges[2]) else 0.0
-    lengths = distances(problem, parts.devices, mean_bytes)
-    is_pair = ~np.eye(len(parts.devices), dtype=bool)
-    target = Csr(
-        offsets=np.arange(len(is_pair) + 1) * (len(is_pair) - 1),
-        neighbours=np.nonzero(is_pair)[1],
-        weights=integers(parts.shares, SPEEDS * len(is_pair)),
-        edge_weights=lengths[is_pair],
-    )
-    # Scotch multiplies edge weights by distances, and the sums must still fit 32 bits.
-    shrunk = np.maximum(parts.edge_weights // MOST_DISTANCE, 1)
-    source = Csr(parts.offsets, parts.neighbours, parts.weights, shrunk)
-    tried = [library.map(source, target, imbalance, problem.seed) for imbalance in IMBALANCES]
-    full = [labels for labels in tried if not has_empty_part(parts, labels)]
-    # A swap of parts costs nothing only where all links are alike.
-    uniform = len(np.unique(lengths[is_pair])) == 1
-    return [placed(problem, net, parts, labels, reorder=uniform) for labels in full or tried]
 
 
 def mincut(problem: PlacementProblem, budget: Budget) -> GroupPlacement:

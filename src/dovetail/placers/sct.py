@@ -33,7 +33,6 @@ Unlike devices, groups and memory are treated as in `etf`.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linprog
 
@@ -51,7 +50,7 @@ from dovetail.placers.list_scheduling import (
 )
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import kernel
-from dovetail.simulator.flat import Float64, Int8, Int32
+from dovetail.simulator.flat import Int8, Int32
 
 MOST_EDGES = 8_000
 """The linear programme is solved only if at most this many sends go between groups."""
@@ -79,18 +78,62 @@ def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGE
     the send to it."""
     latency, per_byte = mean_transfer(tasks, limits)
     sends = latency + per_byte * tasks.before_bytes
-    ops = np.arange(len(tasks.of_op), dtype=np.int32)
-    afters = np.repeat(ops, np.diff(tasks.before_offsets))
+    counts = np.diff(tasks.before_offsets)
+    afters = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     before_groups, after_groups = tasks.of_op[tasks.befores], tasks.of_op[afters]
     sends[before_groups == after_groups] = 0.0
     together = (limits.choices[before_groups] & limits.choices[after_groups]).any(axis=1)
     may = together & (sends > 0)
+    edges = np.flatnonzero(may)
     chosen = None
-    if may.any() and may.sum() <= most_edges:
-        chosen = _solve(tasks, mean_seconds(tasks, limits), sends, afters, may)
+    if 0 < len(edges) <= most_edges:
+        # The linear programme. The columns are x of the sends that `may`, then s of the ops, then
+        # w. Times are shares of the longest path, so that all numbers are of like size.
+        op_seconds = mean_seconds(tasks, limits)
+        paths = np.zeros(len(op_seconds))
+        longest_paths(tasks, op_seconds, sends, paths)
+        span, befores, ops = paths.max(), tasks.befores, len(op_seconds)
+        count, columns = len(edges), len(edges) + ops + 1
+        x, s, w = np.arange(count), count + np.arange(ops), np.full(ops, columns - 1)
+        every, each, ones = np.arange(len(befores)), np.arange(ops), np.ones
+
+        def block(rows: int, *entries: tuple[object, object, object]) -> Any:
+            """Return a sparse [rows, columns] array from entries of (values, rows, columns)."""
+            values, row, column = (np.concatenate(part) for part in zip(*entries, strict=True))
+            return sparse.coo_array((values, (row, column)), shape=(rows, columns))
+
+        order = block(
+            len(befores),
+            (ones(len(befores)), every, s[befores]),
+            (-ones(len(befores)), every, s[afters]),
+            (sends[edges] / span, edges, x),
+        )
+        ends = block(ops, (ones(ops), each, s), (-ones(ops), each, w))
+        of_parents = block(ops, (-ones(count), befores[edges], x))
+        of_children = block(ops, (-ones(count), afters[edges], x))
+        # A send that cannot be one to a favourite child has no x: it takes its seconds in any case.
+        waits = op_seconds[befores] + np.where(may, 0.0, sends)
+        most = [1.0 - np.bincount(by[edges], minlength=ops) for by in (befores, afters)]
+        # `Any`, because the stubs of `linprog` know no sparse matrices.
+        solve: Any = linprog
+        solved = solve(
+            np.concatenate(
+                [SAVING_WEIGHT * sends[edges] / sends[edges].sum(), np.zeros(ops), [1.0]]
+            ),
+            A_ub=sparse.vstack([order, ends, of_parents, of_children]).tocsr(),
+            b_ub=np.concatenate(
+                [-waits / span, -op_seconds / span, *(np.minimum(m, 0.0) for m in most)]
+            ),
+            bounds=np.stack(
+                [np.zeros(columns), np.repeat([1.0, np.inf], [count, ops + 1])], axis=1
+            ),
+            method="highs-ds",
+            options={"maxiter": MOST_ITERATIONS},
+        )
+        if solved.status == 0:
+            chosen = edges[solved.x[:count] < 0.5 - ROUNDING]
     if chosen is None:
         # Greedily, the longest sends first, so that no two share a parent and no two share a child.
-        edges = np.flatnonzero(may)
         edges = edges[np.argsort(-sends[edges], kind="stable")]
         taken = np.zeros((2, len(tasks.of_op)), np.int8)
         is_chosen = np.zeros(len(edges), np.int8)
@@ -102,57 +145,6 @@ def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGE
     patience = np.zeros(len(tasks.of_op))
     patience[parents] = sends[chosen]
     return Favourites(favourite, patience)
-
-
-def _solve(
-    tasks: Tasks, op_seconds: Float64, sends: Float64, afters: Int32, may: NDArray[np.bool_]
-) -> NDArray[np.intp] | None:
-    """Return indices of the sends to favourite children, by the linear programme; None if the
-    solver found no solution.
-
-    may   [sends] the send may be one to a favourite child
-
-    The columns are x of the sends that `may`, then s of the ops, then w. Times are shares of the
-    longest path, so that all numbers are of like size.
-    """
-    paths = np.zeros(len(op_seconds))
-    longest_paths(tasks, op_seconds, sends, paths)
-    span, befores, ops = paths.max(), tasks.befores, len(op_seconds)
-    edges = np.flatnonzero(may)
-    count, columns = len(edges), len(edges) + ops + 1
-    x, s, w = np.arange(count), count + np.arange(ops), np.full(ops, columns - 1)
-    every, each, ones = np.arange(len(befores)), np.arange(ops), np.ones
-
-    def block(rows: int, *entries: tuple[object, object, object]) -> Any:
-        """Return a sparse [rows, columns] array from entries of (values, rows, columns)."""
-        values, row, column = (np.concatenate(part) for part in zip(*entries, strict=True))
-        return sparse.coo_array((values, (row, column)), shape=(rows, columns))
-
-    order = block(
-        len(befores),
-        (ones(len(befores)), every, s[befores]),
-        (-ones(len(befores)), every, s[afters]),
-        (sends[edges] / span, edges, x),
-    )
-    ends = block(ops, (ones(ops), each, s), (-ones(ops), each, w))
-    children = block(ops, (-ones(count), befores[edges], x))
-    parents = block(ops, (-ones(count), afters[edges], x))
-    # A send that cannot be one to a favourite child has no x: it takes its seconds in any case.
-    waits = op_seconds[befores] + np.where(may, 0.0, sends)
-    most = [1.0 - np.bincount(by[edges], minlength=ops) for by in (befores, afters)]
-    # `Any`, because the stubs of `linprog` know no sparse matrices.
-    solve: Any = linprog
-    solved = solve(
-        np.concatenate([SAVING_WEIGHT * sends[edges] / sends[edges].sum(), np.zeros(ops), [1.0]]),
-        A_ub=sparse.vstack([order, ends, children, parents]).tocsr(),
-        b_ub=np.concatenate(
-            [-waits / span, -op_seconds / span, *(np.minimum(m, 0.0) for m in most)]
-        ),
-        bounds=np.stack([np.zeros(columns), np.repeat([1.0, np.inf], [count, ops + 1])], axis=1),
-        method="highs-ds",
-        options={"maxiter": MOST_ITERATIONS},
-    )
-    return np.asarray(edges[solved.x[:count] < 0.5 - ROUNDING]) if solved.status == 0 else None
 
 
 @kernel
