@@ -145,8 +145,7 @@ def _ordinary(result: Any) -> Any:
         return tensor.clone()
     if tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), *place)
+    return tensor.new_empty(0).set_(tensor)
 
 
 def _compute(module: nn.Module, step: PlainStep) -> FunctionType:

@@ -173,7 +173,7 @@ class PlacedStages:
                     continue
                 if not costs.hopeless(groups):
                     asked[stage] = sum(1 << kernel for group in groups for kernel in group)
-            shares = {}
+            shares: dict[OpSet, float] = {}
             if asked:
                 shares = dict(zip(asked, costs.shares(list(asked.values())), strict=True))
             timings = []

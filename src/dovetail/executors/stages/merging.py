@@ -207,7 +207,7 @@ def merged_function(
     returns = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].writes))
     # Outputs with a reader that would copy a strided tensor, or would fail on it, are copied once.
     outputs = {head.output for head in heads}
-    copied = set()
+    copied: set[int] = set()
     for each in (each for kernel in prepared.kernels for each in kernel.calls):
         if _is_view(each):
             reads_strided = each.target not in _NEEDS_STRIDES

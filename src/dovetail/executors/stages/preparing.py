@@ -143,9 +143,10 @@ def prepare(
     of_kernels: list[list[Call]] = [[] for _ in range(kernels.count)]
     with torch.inference_mode():
         of_ops: list[tuple[int, int, Call]] = []
-        for op, call in enumerate(program.calls):
-            if call is None:
+        for op, captured_call in enumerate(program.calls):
+            if captured_call is None:
                 continue
+            call = captured_call
             if call.random:
                 seeded = Seeded(call.target, seed_for(0, 0, call.seed_index(op)))
                 call = replace(call, target=seeded, random=False)
@@ -178,11 +179,14 @@ def prepare(
             else:
                 own.append(call)
         of_kernels = [[_laid_out(call, graph, channels_last) for call in own] for own in of_kernels]
-        for call in (call for own in of_kernels for call in own) if channels_last else ():
-            if kind_of(call.target) == CONVOLUTION and isinstance(call.args[1], Ref):
-                tensor = call.args[1].tensor
-                if tensor in constants and constants[tensor].dim() == 4:
-                    constants[tensor] = constants[tensor].contiguous(
+        if channels_last:
+            convolutions = [
+                call for own in of_kernels for call in own if kind_of(call.target) == CONVOLUTION
+            ]
+            for call in convolutions:
+                weight = call.args[1].tensor if isinstance(call.args[1], Ref) else -1
+                if weight in constants and constants[weight].dim() == 4:
+                    constants[weight] = constants[weight].contiguous(
                         memory_format=torch.channels_last
                     )
     found = []
