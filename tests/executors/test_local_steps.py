@@ -174,6 +174,32 @@ def test_results_are_the_callers_own():
         torch.testing.assert_close(again["scores"], kept["scores"])
 
 
+class Nested(nn.Module):
+    def forward(self, x):
+        return x + 1, (x * 2, {"third": x * 3}), [x.sum()]
+
+
+def test_results_within_tuples_are_the_callers_own_and_no_random_number_is_used():
+    x = torch.randn(3, 4)
+    step = capture(Nested(), x)
+    for network in networks(step):
+        with network:
+            torch.manual_seed(4)
+            expected = torch.rand(3)
+            torch.manual_seed(4)
+            found = network.step(x)
+            assert torch.equal(torch.rand(3), expected)
+            for kind, part in zip((torch.Tensor, tuple, list), found, strict=True):
+                assert type(part) is kind
+            first, (second, named), (last,) = found
+            wanted = (x + 1, x * 2, x * 3, x.sum())
+            for value, other in zip((first, second, named["third"], last), wanted, strict=True):
+                assert torch.equal(value, other) and not value.is_inference()
+                (value * nn.Parameter(torch.ones(()))).sum().backward()
+                value.zero_()
+            assert torch.equal(network.step(x)[0], x + 1)
+
+
 def test_a_step_finds_the_memory_mapped_that_the_one_before_has_freed(monkeypatch):
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)

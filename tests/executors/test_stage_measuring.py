@@ -9,7 +9,7 @@ import torch
 
 from dovetail.costs import CostCache
 from dovetail.costs.cache import MeasuredCost
-from dovetail.executors.stages import choosing, measuring
+from dovetail.executors.stages import measuring
 from dovetail.executors.stages.measuring import CpuStages
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.records import KernelBlock, groups_of, members
@@ -286,9 +286,8 @@ def test_what_starting_a_stages_threads_takes_is_no_part_of_it(expected, doubtfu
         def run(self, passes=1):
             now[0] += next(starts) + 3.0 * passes
 
-    monkeypatch.setattr(choosing, "clock", lambda: now[0])
     monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 20.0)
-    loop = measuring._StageLoop(Starting(), expected)
+    loop = measuring._StageLoop(Starting(), expected, lambda: now[0])
     for _ in range(8):
         loop.visit()
     assert loop.measured.seconds == pytest.approx(3.0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages.cpu import StageStreams, segments_within
+from dovetail.executors.stages.cpu import SegmentStreams, segments_within
 from dovetail.executors.stages.phases import SchedulePhase, whole
 from dovetail.executors.stages.segments import Segment
 from dovetail.frontends.interpret import initial_values, run_step
@@ -185,7 +185,7 @@ def test_a_kernel_that_fails_says_so_and_the_step_runs_again(lookups, bad, count
 
 
 def streams_of_example(ready, count):
-    return StageStreams(segments_within(ready.block, ready.streams(count), {}), ready.functions)
+    return SegmentStreams(segments_within(ready.block, ready.streams(count), {}), ready.functions)
 
 
 def assert_made(ready, streams):
@@ -287,7 +287,7 @@ def test_sums_of_products_are_not_rewritten():
 
 def test_one_stream_needs_no_thread_but_the_callers(branches):
     order = tuple(range(len(branches.block)))
-    streams = StageStreams([[Segment(order)]], branches.functions)
+    streams = SegmentStreams([[Segment(order)]], branches.functions)
     streams.run()
     assert_made(branches, streams)
 

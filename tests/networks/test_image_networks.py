@@ -15,7 +15,7 @@ from dovetail.frontends import SGD, matrix_flops, resolve
 from dovetail.networks import NETWORKS
 from dovetail.networks.amoebanet import NORMAL, NORMAL_CONCAT, REDUCTION, REDUCTION_CONCAT
 from dovetail.networks.images import FactorizedReduce
-from dovetail.networks.randwire import RandWireNode, RandWireStage, watts_strogatz
+from dovetail.networks.randwire import RandWireNode, WiredNodes, watts_strogatz
 from dovetail.networks.wavenet import FirstConv
 
 NAMES = [
@@ -384,7 +384,7 @@ def test_a_stage_averages_the_nodes_that_no_other_reads():
     #  input ─► 0 ─┬─► 1 ─► 3
     #              └─► 2 ─┘
     #  input ─► 4
-    stage = RandWireStage(5, [(0, 1), (0, 2), (1, 3), (2, 3)], 3, 6).eval()
+    stage = WiredNodes(5, [(0, 1), (0, 2), (1, 3), (2, 3)], 3, 6).eval()
     for parameter in stage.parameters():
         nn.init.normal_(parameter)
 

@@ -47,7 +47,7 @@ from dovetail.runtime.files import (
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.runtime.setup import set_up
-from dovetail.runtime.timers import clock
+from dovetail.runtime.timers import clock, seconds_of
 from dovetail.runtime.torch_versions import inductor_source
 
 ENTRY = "dovetail.executors.compiling:serve"
@@ -79,7 +79,7 @@ class CompileTarget:
 
     @property
     def label(self) -> str:
-        """What tells it from other targets, as a part of a file's name."""
+        """A name for the target that no other one has; it is a part of a file's name."""
         if not self.gpu:
             return str(self.threads)
         card = cuda_here().get_device_name(self.torch_device)
@@ -88,7 +88,7 @@ class CompileTarget:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What is known of a fused call on a target.
+    """The gain of a fused call's compiled code on a target.
 
     share    seconds of the compiled code over those of its calls, bound as a device binds them and
              both repeated alone; inf where it could not be compiled
@@ -276,10 +276,10 @@ def _share(run_code: Callable[[], object], run_calls: Callable[[], object]) -> f
     with torch.inference_mode():
         run_code()  # a kernel of numba is compiled when it is called first
         counts = {
-            run: max(1, round(_ROUND_SECONDS / _seconds(run, 2))) for run in (run_code, run_calls)
+            run: max(1, round(_ROUND_SECONDS / seconds_of(run, 2))) for run in (run_code, run_calls)
         }
         ratios = [
-            _seconds(run_code, counts[run_code]) / _seconds(run_calls, counts[run_calls])
+            seconds_of(run_code, counts[run_code]) / seconds_of(run_calls, counts[run_calls])
             for _ in range(_ROUNDS)
         ]
     return statistics.median(ratios)
@@ -308,15 +308,8 @@ def _share_as_graphs(
     return statistics.median(ratios)
 
 
-def _seconds(run: Callable[[], Any], times: int) -> float:
-    began = clock()
-    for _ in range(times):
-        run()
-    return (clock() - began) / times
-
-
 def _kept(key: str, target: CompileTarget) -> Compiled | None:
-    """What is kept of a fused call; None if nothing is, or if its code is gone."""
+    """The kept gain of a fused call; None if none is kept, or if its code is gone."""
     path = _path(key, target, "json")
     if not is_own(path):
         return None
@@ -338,11 +331,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _path(key: str, target: CompileTarget, kind: str) -> Path:
-    return compiled_folder() / _version() / f"{key}-{target.label}.{kind}"
-
-
-def _version() -> str:
-    """What compiled code and its gain depend on beside its calls: torch, the processor, and the
-    runner."""
+    # Compiled code and its gain depend on torch, the processor and the runner, beside its calls.
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
-    return f"{PROTOCOL}-{torch.__version__}-{capability}-{runner_kind()}"
+    version = f"{PROTOCOL}-{torch.__version__}-{capability}-{runner_kind()}"
+    return compiled_folder() / version / f"{key}-{target.label}.{kind}"

@@ -161,92 +161,76 @@ class _Unknown(Exception):
 @contextmanager
 def _noting(module: ModuleType, recorder: CallRecorder) -> Iterator[None]:
     """A context in which the functions that the module calls past the dispatcher are noted."""
-    names = vars(module)
-    before = dict(names)
-    for name, value in before.items():
-        if name == "assert_size_stride":
-            names[name] = _noting_expectations(recorder)
-        elif name == "empty_strided_cpu":
-            names[name] = _noting_empty(value, recorder)
-        elif name == "reinterpret_tensor":
-            names[name] = _noting_view(value, recorder)
-        elif name.startswith("cpp_fused"):
-            names[name] = _noting_kernel(value, recorder)
-        elif name.startswith("empty_strided") or name == "alloc_from_pool":
-            names[name] = _refuse
-    try:
-        yield
-    finally:
-        names.clear()
-        names.update(before)
 
-
-def _noting_expectations(recorder: CallRecorder) -> Callable[..., None]:
-    def expect(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *_: Any) -> None:
-        entry = recorder.entry_of(tensor)
+    def entry_of(value: Any) -> int:
+        entry = recorder.entry_of(value) if isinstance(value, Tensor) else None
         if entry is None:
             raise _Unknown
-        recorder.calls.append(Expectation(entry, tuple(shape), tuple(strides)))
+        return entry
 
-    return expect
+    def expect(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *_: Any) -> None:
+        recorder.calls.append(Expectation(entry_of(tensor), tuple(shape), tuple(strides)))
 
-
-def _noting_empty(empty_strided: Callable[..., Tensor], recorder: CallRecorder) -> Any:
-    def make(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-        made = empty_strided(shape, strides, dtype)
+    def make(
+        own: Callable[..., Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        made = own(shape, strides, dtype)
         target, arguments = torch.ops.aten.empty_strided.default, (list(shape), list(strides))
         results = (recorder.made(made),)
         recorder.calls.append(Call(target, arguments, {"dtype": dtype}, results))
         return made
 
-    return make
-
-
-def _noting_view(reinterpret: Callable[..., Tensor], recorder: CallRecorder) -> Any:
-    def view(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-        entry = recorder.entry_of(tensor)
-        if entry is None:
-            raise _Unknown
-        made = reinterpret(tensor, shape, strides, offset)
+    def view(
+        own: Callable[..., Tensor],
+        tensor: Tensor,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        offset: int,
+    ) -> Tensor:
+        entry = entry_of(tensor)
+        made = own(tensor, shape, strides, offset)
         arguments = (Ref(entry), list(shape), list(strides), offset)
         recorder.calls.append(Call(view_operator(), arguments, {}, (recorder.made(made),)))
         return made
 
-    return view
-
-
-def _noting_kernel(function: Any, recorder: CallRecorder) -> Callable[..., None]:
-    def run(*arguments: Any) -> None:
-        entries = [
-            recorder.entry_of(value) if isinstance(value, Tensor) else None for value in arguments
-        ]
-        library = getattr(getattr(function, "__self__", None), "__file__", None)
+    def run(own: Any, *arguments: Any) -> None:
+        entries = tuple(map(entry_of, arguments))
+        library = getattr(getattr(own, "__self__", None), "__file__", None)
         if (
-            not isinstance(function, BuiltinFunctionType)
+            not isinstance(own, BuiltinFunctionType)
             or library is None
-            or None in entries
             or len(entries) > MOST_POINTERS
         ):
             raise _Unknown
-        function(*arguments)
-        recorder.calls.append(
-            KernelCall(_address_of(library), tuple(e for e in entries if e is not None))
-        )
+        own(*arguments)
+        try:
+            function = getattr(ctypes.CDLL(library), _KERNEL)
+        except (OSError, AttributeError) as error:
+            raise _Unknown from error
+        address = int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+        recorder.calls.append(KernelCall(address, entries))
 
-    return run
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _Unknown
 
-
-def _address_of(library: str) -> int:
-    """The address of the C function in a library of Inductor's."""
+    names = vars(module)
+    before = dict(names)
+    for name, own in before.items():
+        if name == "assert_size_stride":
+            names[name] = expect
+        elif name == "empty_strided_cpu":
+            names[name] = partial(make, own)
+        elif name == "reinterpret_tensor":
+            names[name] = partial(view, own)
+        elif name.startswith("cpp_fused"):
+            names[name] = partial(run, own)
+        elif name.startswith("empty_strided") or name == "alloc_from_pool":
+            names[name] = refuse
     try:
-        function = getattr(ctypes.CDLL(library), _KERNEL)
-    except (OSError, AttributeError) as error:
-        raise _Unknown from error
-    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise _Unknown
+        yield
+    finally:
+        names.clear()
+        names.update(before)
 
 
 def _touched(instruction: Call | KernelCall | Expectation) -> list[int]:

@@ -11,14 +11,14 @@ both. Messages of a pair are sent in the order of the sender's share, which is t
 simulator. All receives of a step are posted before it begins. So no send waits for a receive, and
 no pair of devices for another pair.
 
-Between GPUs of two ranks tensors go straight, over NCCL (`executors.gpus.peers`). What goes from or
-to a CPU goes through the block, and so do control edges.
+Between GPUs of two ranks tensors go straight, over NCCL (`executors.gpus.peers`). Tensors from or
+to a CPU go through the block, and so do control edges.
 
 A step begins on all ranks at one moment, by clocks that are compared when the plan is loaded. The
 bridge has a seat in the block's barrier: it lets a rank's devices begin, and ends the step once
 what they sent has left.
 
-What lives on one host and is set from outside (inputs, weights) is rank 0's, on all.
+Rank 0 gives the inputs and the weights. The others' are not read.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -45,13 +45,10 @@ from dovetail.errors import FileFormatError, PeerLostError, UsageError
 from dovetail.executors.gpus.peers import PeerPair
 from dovetail.executors.placed import (
     HostPart,
-    Measurement,
+    LoadedStep,
     PlacedNetwork,
-    measure_steps,
     progress_of,
-    seconds_of_call,
     step_span,
-    time_steps,
     timeline_of,
 )
 from dovetail.executors.rank_checkpoints import (
@@ -66,20 +63,16 @@ from dovetail.executors.rank_checkpoints import (
 from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
-    Instruction,
-    RunCompiled,
-    RunLanes,
-    RunUpdates,
     SendTensor,
-    Share,
     Shares,
+    ops_of,
     share_out,
     strides_at,
 )
 from dovetail.executors.workers import Workers
 from dovetail.frontends.program import Captured
 from dovetail.frontends.runners import NEXT, SKEW, strides_offset
-from dovetail.machine import Device, Machine
+from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.machine.gpus import card_of
 from dovetail.plans import Plan, check
@@ -180,8 +173,8 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 
 
 class _SlotBuffer:
-    """What a message is sent from, or received into: the tensor, its mark, and its strides, which
-    count if the mark says so.
+    """The memory that a message is sent from, or received into: a tensor, its mark and its strides.
+    The strides count if the mark says so.
 
     It is the slot itself, so that nothing is copied. A tensor with gaps, as a part of a split one,
     is packed: the gaps would take as long to send as what is between them.
@@ -375,47 +368,36 @@ class _HangWatch:
                 self._stopped.pop(pid, None)
             elif now - self._stopped.setdefault(pid, now) > HUNG_SECONDS:
                 return "", f"process {pid} of its devices was stopped for {HUNG_SECONDS:g} s"
-        hung = (self._hung_in(share, now) for share in self._network.own_shares)
-        return next(filter(None, hung), None)
-
-    def _hung_in(self, share: Share, now: float) -> tuple[str, str] | None:
-        index = progress_of(share, self._network.block)[0]
-        place = self._network.steps, index
-        before, since = self._since.get(share.device, ((-1, -1), now))
-        if place != before:
-            self._since[share.device] = place, now
-            return None
-        if index < 0 or isinstance(instruction := share.instructions[index], AwaitFlag):
-            return None
-        seconds = _seconds_of(instruction, self._plan, share.device)
-        if now - since <= HUNG_SECONDS + _HUNG_FACTOR * seconds:
-            return None
-        ran, predicted = f"{now - since:.0f} s", format_seconds(seconds)
-        name = self._captured.graph.names[instruction.op]
-        return name, f"it has run for {ran}, where {predicted} are predicted"
-
-
-def _seconds_of(instruction: Instruction, plan: Plan, device: int) -> float:
-    """Predicted seconds of what an instruction runs or sends."""
-    if isinstance(instruction, SendTensor):
-        return instruction.slot.bytes / _SLOWEST_COPY if instruction.slot else 0.0
-    if isinstance(instruction, RunLanes):
-        ops = [op for lane in instruction.lanes for op in lane]
-    elif isinstance(instruction, (RunUpdates, RunCompiled)):
-        ops = list(instruction.ops)
-    else:
-        ops = [instruction.op]
-    seconds = plan.compute_seconds[ops, device]
-    return float(np.where(np.isfinite(seconds), seconds, 0.0).sum())
+        for share in self._network.own_shares:
+            index = progress_of(share, self._network.block)[0]
+            place = self._network.steps, index
+            before, since = self._since.get(share.device, ((-1, -1), now))
+            if place != before:
+                self._since[share.device] = place, now
+                continue
+            if index < 0 or isinstance(instruction := share.instructions[index], AwaitFlag):
+                continue
+            # Predicted seconds of what the instruction runs or sends.
+            if isinstance(instruction, SendTensor):
+                seconds = instruction.slot.bytes / _SLOWEST_COPY if instruction.slot else 0.0
+            else:
+                ops = list(ops_of(instruction)) or [instruction.op]
+                of_ops = self._plan.compute_seconds[ops, share.device]
+                seconds = float(np.where(np.isfinite(of_ops), of_ops, 0.0).sum())
+            if now - since > HUNG_SECONDS + _HUNG_FACTOR * seconds:
+                ran, predicted = f"{now - since:.0f} s", format_seconds(seconds)
+                name = self._captured.graph.names[instruction.op]
+                return name, f"it has run for {ran}, where {predicted} are predicted"
+        return None
 
 
-class HostsNetwork:
+class HostsNetwork(LoadedStep):
     """A loaded plan on several hosts, seen from one rank; a context manager with the methods of
     `PlacedNetwork`. `run_on_ranks` makes it.
 
-    All ranks call the same methods in the same order. What is given and returned is rank 0's: other
-    ranks give tensors of the same shapes, whose values do not count. Raises `RankLostError` if a
-    rank was lost.
+    All ranks call the same methods in the same order. Rank 0's tensors count; other ranks give
+    tensors of the same shapes, whose values are not read. All return rank 0's results. Raises
+    `RankLostError` if a rank was lost.
     """
 
     def __init__(
@@ -423,7 +405,19 @@ class HostsNetwork:
     ) -> None:
         self.plan, self.captured, self.ranks = plan, captured, ranks
         self.rank_of = deal(plan.machine, ranks.hosts)
-        _check_same(ranks, plan, captured, seed)
+        # All ranks must run the same plan of the same step, with one seed.
+        written = [to_file(plan), machine_to_dict(plan.machine)]
+        facts = {
+            "plan": hashlib.sha256(json.dumps(written).encode()).hexdigest()[:16],
+            "graph": captured.graph.fingerprint,
+            "seed": str(seed),
+            "torch": torch.__version__,
+        }
+        for rank, others in enumerate(ranks.gather("facts", facts)):
+            for name, value in facts.items():
+                if others.get(name) != value:
+                    says = f"rank {rank} has {others.get(name)}, and rank {ranks.rank} has {value}"
+                    raise UsageError(name, f"{says}; all ranks must have the same")
         own = tuple(d for d, rank in enumerate(self.rank_of) if rank == ranks.rank)
         self._shares = share_out(plan, captured.graph, captured.program, self.rank_of)
         # [ranks] tensors of the sources that each reads; rank 0 keeps all, to hand them out.
@@ -449,8 +443,28 @@ class HostsNetwork:
             ranks.doing = self._doing
             ranks.watch(self._watch.look)
             self._all = ranks.group("all", tuple(range(ranks.ranks)))
-            self._bridge = _Bridge(self._local, list(self._make_pairs()), ranks)
-            self._connect_peers(direct)
+            # This rank's end of each pair. All ranks go through the pairs in one order, so that no
+            # two wait for each other.
+            pairs: list[_Sender | _Receiver] = []
+            names = plan.machine.device_names
+            for (source, destination), messages in self._pairs.items():
+                ends = self.rank_of[source], self.rank_of[destination]
+                if ranks.rank in ends:
+                    group = ranks.group(f"{names[source]}->{names[destination]}", ends)
+                    sends = ranks.rank == ends[0]
+                    kind, other = (_Sender, ends[1]) if sends else (_Receiver, ends[0])
+                    pairs.append(kind(self._block, messages, group, other))
+            self._bridge = _Bridge(self._local, pairs, ranks)
+            peers = []
+            for (source, destination), name in direct.items():
+                ends = self.rank_of[source], self.rank_of[destination]
+                if ranks.rank in ends:
+                    sends = ranks.rank == ends[0]
+                    peers.append(PeerPair(name, source, destination, sends, ends[int(sends)]))
+            try:
+                ranks.wait_for(lambda: self._local.connect_peers(ranks.place, peers))
+            except PeerLostError as error:
+                raise ranks.lost_behind(error.said, error.rank) from error
             # [ranks] a rank's clock less that of rank 0, and the slowest message, in ns
             self._offsets, self._slowest = ranks.wait_for(self._compare_clocks)
             self._spread(self._shares.sources)
@@ -468,7 +482,14 @@ class HostsNetwork:
 
     def _step(self) -> Any:
         self._advance()
-        self.ranks.wait_for(self._share_outputs)
+
+        def share_outputs() -> None:
+            """Bring the step's outputs to all ranks."""
+            for share in self._shares.shares:
+                for _, slot in share.outputs:
+                    broadcast(self._all, self._bytes_at(slot), self.rank_of[share.device])
+
+        self.ranks.wait_for(share_outputs)
         return self._local.results()
 
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
@@ -479,35 +500,17 @@ class HostsNetwork:
         given = [name for name in names if name.startswith(("input.", "target."))]
         self._spread(self._local.by_name[name] for name in given)
 
-    def measure(
-        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
-    ) -> Measurement:
-        """Measure by RL17's protocol; see `PlacedNetwork.measure`. The timeline is that of all
-        ranks on rank 0, and of this rank elsewhere."""
-        if inputs is not None:
-            self.feed(inputs)
+    def _neighbours(self) -> Neighbours:
         devices = [self.plan.machine.devices[share.device] for share in self._local.own_shares]
         cores = [core for device in devices for core in device.cores]
-        neighbours = Neighbours(cores, self._local.workers.pids)
-        return measure_steps(
-            partial(seconds_of_call, self._step_on_fed),
-            self.timeline,
-            steps=steps,
-            warmup=warmup,
-            others_cores=neighbours.settled,
-        )
-
-    def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
-        """[steps - 1] seconds of each of `steps` steps, without the first."""
-        return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
+        return Neighbours(cores, self._local.workers.pids)
 
     def _step_on_fed(self) -> Any:
-        """Call `step` on what was fed last or on the captured examples."""
         self.feed(self._local.fed)
         return self._step()
 
     def timeline(self) -> Timeline:
-        """The timeline of one more step: of all ranks on rank 0."""
+        """The timeline of one more step: of all ranks on rank 0, and of this rank elsewhere."""
         self._advance(timed=True)
         self.ranks.wait_for(self._fetch_stamps)
         shares = self._shares.shares if self.ranks.rank == 0 else self._local.own_shares
@@ -599,9 +602,6 @@ class HostsNetwork:
             self._local.workers.close(kill=True)
         self._local.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -617,17 +617,6 @@ class HostsNetwork:
     def _abort(self) -> None:
         publish(address_of(self._abort_flag), 1)
 
-    def _make_pairs(self) -> Iterable[_Sender | _Receiver]:
-        """This rank's end of each pair, connected. All ranks go through the pairs in one order, so
-        that no two wait for each other."""
-        names, me = self.plan.machine.device_names, self.ranks.rank
-        for (source, destination), messages in self._pairs.items():
-            ends = self.rank_of[source], self.rank_of[destination]
-            if me in ends:
-                group = self.ranks.group(f"{names[source]}->{names[destination]}", ends)
-                kind, other = (_Sender, ends[1]) if me == ends[0] else (_Receiver, ends[0])
-                yield kind(self._block, messages, group, other)
-
     def _take_direct(self) -> dict[tuple[int, int], str]:
         """(source, destination) -> name of the group, for the GPUs of two ranks between which
         tensors go straight. These are taken out of what the bridge carries."""
@@ -640,10 +629,12 @@ class HostsNetwork:
         ]
         if not pairs:
             return {}
+        # `DOVETAIL_NCCL=0`, as where NCCL does not work, has tensors of GPUs go through memory.
         own = {
             str(device): card_of(devices[device])
             for device in {end for pair in pairs for end in pair}
-            if self.rank_of[device] == me and _may_be_direct(devices[device])
+            if self.rank_of[device] == me and os.environ.get("DOVETAIL_NCCL") != "0"
+            if cuda_here().can_reach_ranks()
         }
         told = self.ranks.gather("cards", own)
         cards = {int(device): str(card) for part in told for device, card in part.items()}
@@ -657,18 +648,6 @@ class HostsNetwork:
             self._pairs[pair] = [m for m in self._pairs[pair] if m.slot is None]
         self._pairs = {pair: messages for pair, messages in self._pairs.items() if messages}
         return found
-
-    def _connect_peers(self, direct: dict[tuple[int, int], str]) -> None:
-        pairs = []
-        for (source, destination), name in direct.items():
-            ends = self.rank_of[source], self.rank_of[destination]
-            if self.ranks.rank in ends:
-                sends = self.ranks.rank == ends[0]
-                pairs.append(PeerPair(name, source, destination, sends, ends[int(sends)]))
-        try:
-            self.ranks.wait_for(lambda: self._local.connect_peers(self.ranks.place, pairs))
-        except PeerLostError as error:
-            raise self.ranks.lost_behind(error.said, error.rank) from error
 
     def _advance(self, timed: bool = False) -> float:
         """Run one step on all ranks. Returns seconds, from the first device's start to the last
@@ -763,30 +742,21 @@ class HostsNetwork:
                     continue
                 fetched.add(tensor)
                 source, destination = (0, rank) if outward else (rank, 0)
+                content = self._bytes_at(self._shares.sources[tensor])
                 if me == source:
-                    self._all.send([self._bytes_of(tensor)], destination, 1).wait()
+                    self._all.send([content], destination, 1).wait()
                 elif me == destination:
-                    self._all.recv([self._bytes_of(tensor)], source, 1).wait()
-
-    def _bytes_of(self, tensor: int) -> Tensor:
-        return self._bytes_at(self._shares.sources[tensor])
+                    self._all.recv([content], source, 1).wait()
 
     def _bytes_at(self, slot: BlockSlot) -> Tensor:
         # Gloo takes no message of no bytes.
         return torch.from_numpy(self._block.view(slot.offset, (max(slot.bytes, 1),), np.uint8))
 
-    def _share_outputs(self) -> None:
-        """Bring the step's outputs to all ranks."""
-        for share in self._shares.shares:
-            for _, slot in share.outputs:
-                rank = self.rank_of[share.device]
-                broadcast(self._all, self._bytes_at(slot), rank)
-
     def _fetch_stamps(self) -> None:
         """Bring all stamps of a step into the block of rank 0, by its clock.
 
-        A transfer between two ranks ends when it has arrived, where the sender knows only when its
-        copy had left the device. One by NCCL ends when the sender's GPU has sent it.
+        A transfer between two ranks ends when the receiver has it: the sender knows only when its
+        copy left the device. A transfer by NCCL ends when the sender's GPU has sent it.
         """
         me, shares = self.ranks.rank, self._shares.shares
         arrived = [(self._incoming(0), list(self._arrivals()), 0)]
@@ -812,8 +782,13 @@ class HostsNetwork:
                 arrived.append((incoming, parts[len(views) : -1], self._offsets[rank]))
         # Only now are all stamps here, of which these replace some.
         if me == 0:
-            for each in arrived:
-                self._note_arrivals(*each)
+            for pairs, arrivals, offset in arrived:
+                for messages, times in zip(pairs, arrivals, strict=True):
+                    for message, ended in zip(messages, times.tolist(), strict=True):
+                        share = shares[message.share]
+                        shape = (len(share.instructions), 2)
+                        stamps = self._block.view(share.stamps, shape, np.int64)
+                        stamps[message.index, 1] = ended - offset
 
     def _incoming(self, rank: int) -> list[list[RankMessage]]:
         """The messages of each pair that ends at this rank."""
@@ -821,18 +796,6 @@ class HostsNetwork:
 
     def _arrivals(self) -> Iterable[NDArray[np.int64]]:
         return (pair.arrivals for pair in self._bridge.pairs if isinstance(pair, _Receiver))
-
-    def _note_arrivals(
-        self,
-        pairs: list[list[RankMessage]],
-        arrivals: Sequence[NDArray[np.int64]],
-        offset: int,
-    ) -> None:
-        for messages, times in zip(pairs, arrivals, strict=True):
-            for message, arrived in zip(messages, times.tolist(), strict=True):
-                share = self._shares.shares[message.share]
-                shape = (len(share.instructions), 2)
-                self._block.view(share.stamps, shape, np.int64)[message.index, 1] = arrived - offset
 
     def _doing(self) -> str:
         """The op that a device of this rank is at; "" between steps."""
@@ -946,27 +909,3 @@ def run_on_ranks(
     """
     check(plan, captured.graph)
     return HostsNetwork(plan, captured, ranks, seed, workers)
-
-
-def _may_be_direct(device: Device) -> bool:
-    """True if this GPU could send to one of another rank by NCCL. `DOVETAIL_NCCL=0`, as where NCCL
-    does not work, has its tensors go through memory."""
-    if not device.torch_device or os.environ.get("DOVETAIL_NCCL") == "0":
-        return False
-    return bool(cuda_here().can_reach_ranks())
-
-
-def _check_same(ranks: Ranks, plan: Plan, captured: Captured, seed: int) -> None:
-    """Raise `UsageError` unless all ranks run the same plan of the same step, with one seed."""
-    written = [to_file(plan), machine_to_dict(plan.machine)]
-    facts = {
-        "plan": hashlib.sha256(json.dumps(written).encode()).hexdigest()[:16],
-        "graph": captured.graph.fingerprint,
-        "seed": str(seed),
-        "torch": torch.__version__,
-    }
-    for rank, others in enumerate(ranks.gather("facts", facts)):
-        for name, value in facts.items():
-            if others.get(name) != value:
-                says = f"rank {rank} has {others.get(name)}, and rank {ranks.rank} has {value}"
-                raise UsageError(name, f"{says}; all ranks must have the same")

@@ -11,8 +11,8 @@ A step on all cores as one device is run by this process itself (`executors.work
 run it, this process copies on one thread and ends OpenMP's, so that none spins on their cores.
 
 This process reads and writes parameters only between steps, so that `state_dict` needs no help of
-the workers. What lives on GPUs is copied from the block when a plan is loaded, and into it when it
-is asked for.
+the workers. Sources that live on GPUs are copied from the block when a plan is loaded, and into it
+when they are asked for.
 """
 
 import threading
@@ -61,7 +61,7 @@ from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
-from dovetail.machine import Device, Machine
+from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
@@ -210,12 +210,12 @@ def measure_steps(
 
 def seconds_of_call(step: Callable[[], object]) -> float:
     """Seconds of one call of `step` as its user has them, who works between steps on torch's own
-    threads. What such work leaves behind, threads that spin, is a part of what a step costs."""
+    threads. Such work leaves threads behind that spin, and a step pays for them."""
     torch.ones(USERS_WORK).add_(1.0)
     began = clock()
     step()
     seconds = clock() - began
-    # What is measured next must not pay for this step's threads.
+    # The next call that is measured must not pay for this step's threads.
     rest_openmp()
     return seconds
 
@@ -236,13 +236,62 @@ def check_steps(steps: int) -> None:
         raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")
 
 
+class LoadedStep:
+    """A step at work, which can be measured; a context manager. Abstract."""
+
+    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Set the inputs and targets of the next steps. None stands for the captured examples."""
+        raise NotImplementedError
+
+    def timeline(self) -> Timeline:
+        """The timeline of one more step, on what was fed last or on the captured examples."""
+        raise NotImplementedError
+
+    def _step_on_fed(self) -> Any:
+        """Call `step` on what was fed last or on the captured examples."""
+        raise NotImplementedError
+
+    def _neighbours(self) -> Neighbours:
+        """A watch for other programs on the cores that the step runs on."""
+        raise NotImplementedError
+
+    def measure(
+        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
+    ) -> Measurement:
+        """Measure by RL17's protocol (see `measure_steps`).
+
+        Steps run on `inputs` (with targets). Without it they run on what was fed last, or on the
+        captured examples. They are real steps: in training they change the parameters.
+        """
+        if inputs is not None:
+            self.feed(inputs)
+        return measure_steps(
+            partial(seconds_of_call, self._step_on_fed),
+            self.timeline,
+            steps=steps,
+            warmup=warmup,
+            others_cores=self._neighbours().settled,
+        )
+
+    def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
+        """[steps - 1] seconds of each of `steps` steps, without the first.
+
+        These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
+        serves as the reward of a search.
+        """
+        return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+
 DRAIN_SECONDS = 10.0
 """After a failed step, borrowed workers have this long to answer before they are killed."""
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """What one host of several has of a run (`executors.hosts`).
+    """The part of a run that one host of several has (`executors.hosts`).
 
     shares    of all devices of the plan
     sources   tensors of the sources that this host keeps; None: all
@@ -255,7 +304,7 @@ class HostPart:
     direct: Collection[tuple[int, int]] = ()
 
 
-class PlacedNetwork:
+class PlacedNetwork(LoadedStep):
     """A loaded plan, ready to run steps; a context manager. `executors.run` makes it.
 
     A failed step closes it. Later calls raise `RunError` with that reason.
@@ -296,9 +345,16 @@ class PlacedNetwork:
         needed_bytes = self.shares.size_bytes
         if len(self.own_shares) < len(self.shares.shares):
             needed_bytes = part_bytes(self.own_shares, part)
-        _check_memory(plan.machine.name, needed_bytes)
+        # Writing to a block that does not fit would end the process without a message.
+        free_bytes = available_bytes()
+        if needed_bytes > free_bytes:
+            raise OutOfMemoryError(plan.machine.name, needed_bytes, free_bytes)
         for share in self.own_shares:
-            _check_gpu_memory(plan.machine.devices[share.device], share, captured)
+            device = plan.machine.devices[share.device]
+            if device.torch_device:
+                gpu_bytes = most_bytes(share, captured.graph, captured.program)
+                if gpu_bytes > device.memory_bytes:
+                    raise OutOfMemoryError(device.name, gpu_bytes, device.memory_bytes)
         self.block = Block.create(self.shares.size_bytes)
         self.abort = address_of(self.block.view(self.shares.abort, (1,), np.int64))
         self.sources = {
@@ -310,7 +366,11 @@ class PlacedNetwork:
             tensor: distinct(tensor_at(self.block, slot), slot.strides).expand(slot.shape)
             for tensor, slot in self.shares.outputs.items()
         }
-        self.by_name = _source_tensors(captured)
+        self.by_name = {
+            source.name: captured.graph.outputs_of(op)[0]
+            for op, source in enumerate(captured.program.sources)
+            if source is not None
+        }
         self._held = _fill(captured, self.sources, seed)
         self.fed: list[Tensor] | None = None
         self._processes: list[DeviceWorker] = []
@@ -334,13 +394,14 @@ class PlacedNetwork:
             return self.results()
 
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
         given = labelled(self.captured, tensors, self._seed)
         with self._copying():
             for source, name, tensor in given:
-                if self.by_name.get(source) in self.sources:
-                    _copy_into(self.sources[self.by_name[source]], tensor, name)
+                if (slot := self.sources.get(self.by_name.get(source, -1))) is not None:
+                    check_fits(slot, tensor, name)
+                    strides = slot.stride()
+                    distinct(slot, strides).copy_(distinct(tensor.detach(), strides))
         if self._inputs_on_gpus:
             self._with_gpus(ReadSources(self._key, self._inputs_on_gpus))
         self.fed = [tensor for _, _, tensor in given]
@@ -364,10 +425,47 @@ class PlacedNetwork:
         request = Step(self._key, self.steps, timed)
         waiting = dict(zip(self._processes, self._of_processes, strict=True))
         try:
-            self._send(request, waiting)
-            self._collect(waiting)
+            for process, share in waiting.items():
+                try:
+                    process.send(request)
+                except (ProcessDiedError, ProcessError) as error:
+                    raise self._failure(share, error) from None
+            # Every device replies before the first failure is raised.
+            failure: DovetailError | None = None
+            while waiting:
+                # A single process is waited for directly: the selector in `ready` takes as long as
+                # a small step's hand-over.
+                several = [process for process in waiting if isinstance(process, Worker)]
+                for process in ready(several) if len(several) > 1 else list(waiting):
+                    share = waiting[process]
+                    try:
+                        reply = process.receive()
+                    except (ProcessDiedError, ProcessError) as error:
+                        # A process that is gone cannot set the flag itself, and the others wait for
+                        # it.
+                        publish(self.abort, 1)
+                        failure = failure or self._failure(share, error)
+                    else:
+                        if isinstance(reply, Failed):
+                            failure = failure or self._error_of(reply, share)
+                    del waiting[process]
+            if failure is not None:
+                raise failure
         except BaseException as error:
-            self._give_up(waiting, error)
+            # The step ends on all devices, and this plan is closed. Borrowed workers live on if all
+            # of them answer; otherwise they are killed.
+            publish(self.abort, 1)
+            if not self._owns_workers and not self.workers.closed:
+                try:
+                    for process in waiting:
+                        process.receive(DRAIN_SECONDS)
+                    for process in self._processes:
+                        process.send(Unload(self._key))
+                except (ProcessDiedError, ProcessError, TimeoutError):
+                    self.workers.closed = True
+            if self._owns_workers or self.workers.closed:
+                self.workers.close(kill=True)
+            self._release(f"a step failed ({type(error).__name__})")
             raise
         begin, end = step_span(self.own_shares, self.block)
         return (end - begin) / 1e9
@@ -415,42 +513,16 @@ class PlacedNetwork:
         _load_values("optimizer_state_dict", self._optimizer_state(), state)
         self.reload()
 
-    def measure(
-        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
-    ) -> Measurement:
-        """Measure by RL17's protocol (see `measure_steps`).
-
-        Steps run on `inputs` (with targets). Without it they run on what was fed last, or on the
-        captured examples. They are real steps: in training they change the parameters.
-        """
-        if inputs is not None:
-            self.feed(inputs)
+    def _neighbours(self) -> Neighbours:
         cores = [core for device in self.plan.machine.devices for core in device.cores]
-        neighbours = Neighbours(cores, self.workers.pids)
-        return measure_steps(
-            partial(seconds_of_call, self._step_on_fed),
-            self.timeline,
-            steps=steps,
-            warmup=warmup,
-            others_cores=neighbours.settled,
-        )
-
-    def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
-        """[steps - 1] seconds of each of `steps` steps, without the first.
-
-        These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
-        serves as the reward of a search.
-        """
-        return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
+        return Neighbours(cores, self.workers.pids)
 
     def _step_on_fed(self) -> Any:
-        """Call `step` on what was fed last or on the captured examples."""
         self.feed(self.fed)
         self.advance()
         return self.results()
 
     def timeline(self) -> Timeline:
-        """The timeline of one more step, on what was fed last or on the captured examples."""
         self.advance(timed=True)
         return timeline_of(self.plan.machine, self.shares.shares, self.block)
 
@@ -462,9 +534,6 @@ class PlacedNetwork:
             for process in self._processes:
                 process.send(Unload(self._key))
         self._release("it was closed")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -565,35 +634,6 @@ class PlacedNetwork:
                 share = next(s for s in self.own_shares if self._is_on_gpu(s))
                 raise self._error_of(reply, share)
 
-    def _send(self, request: Step, waiting: dict[DeviceWorker, Share]) -> None:
-        for process, share in waiting.items():
-            try:
-                process.send(request)
-            except (ProcessDiedError, ProcessError) as error:
-                raise self._failure(share, error) from None
-
-    def _collect(self, waiting: dict[DeviceWorker, Share]) -> None:
-        """Receive every device's reply, emptying `waiting`; then raise the first failure."""
-        failure: DovetailError | None = None
-        while waiting:
-            # A single process is waited for directly: the selector in `ready` takes as long as a
-            # small step's hand-over.
-            several = [process for process in waiting if isinstance(process, Worker)]
-            for process in ready(several) if len(several) > 1 else list(waiting):
-                share = waiting[process]
-                try:
-                    reply = process.receive()
-                except (ProcessDiedError, ProcessError) as error:
-                    # A process that is gone cannot set the flag itself, and the others wait for it.
-                    publish(self.abort, 1)
-                    failure = failure or self._failure(share, error)
-                else:
-                    if isinstance(reply, Failed):
-                        failure = failure or self._error_of(reply, share)
-                del waiting[process]
-        if failure is not None:
-            raise failure
-
     def _error_of(self, reply: Failed, share: Share) -> DovetailError:
         """The error for a reply that says that something was raised."""
         device = self._device_name(share)
@@ -617,24 +657,6 @@ class PlacedNetwork:
             return WorkerError(name, op, error.traceback, error.said)
         return WorkerDiedError(name, op, error.status)
 
-    def _give_up(self, waiting: dict[DeviceWorker, Share], error: BaseException) -> None:
-        """End a failed step on all devices, then close this plan.
-
-        Borrowed workers live on if all of them answer; otherwise they are killed.
-        """
-        publish(self.abort, 1)
-        if not self._owns_workers and not self.workers.closed:
-            try:
-                for process in waiting:
-                    process.receive(DRAIN_SECONDS)
-                for process in self._processes:
-                    process.send(Unload(self._key))
-            except (ProcessDiedError, ProcessError, TimeoutError):
-                self.workers.closed = True
-        if self._owns_workers or self.workers.closed:
-            self.workers.close(kill=True)
-        self._release(f"a step failed ({type(error).__name__})")
-
     def _release(self, reason: str) -> None:
         if not self._closed:
             self._closed, self.fed = reason, None
@@ -648,7 +670,7 @@ class PlacedNetwork:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
 
     def results(self) -> Any:
-        """What the step returns, as copies: the next step writes over the slots."""
+        """The results of the last step, as copies: the next step writes over the slots."""
         with self._copying():
             values = {tensor: value.clone() for tensor, value in self._outputs.items()}
         return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
@@ -722,15 +744,6 @@ def run(
     return PlacedNetwork(plan, captured, workers, False, seed)
 
 
-def _source_tensors(captured: Captured) -> dict[str, int]:
-    """Name of each source -> its tensor in the graph."""
-    return {
-        source.name: captured.graph.outputs_of(op)[0]
-        for op, source in enumerate(captured.program.sources)
-        if source is not None
-    }
-
-
 def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str, Tensor]:
     """Write the first value of every source but the inputs.
 
@@ -780,25 +793,6 @@ def part_bytes(own: Sequence[Share], part: HostPart) -> int:
     return sum(touched.values())
 
 
-def _check_memory(machine: str, needed_bytes: int) -> None:
-    """Raise `OutOfMemoryError` unless a block of this size fits in the available memory.
-
-    Writing to a block that does not fit would end the process without a message.
-    """
-    free_bytes = available_bytes()
-    if needed_bytes > free_bytes:
-        raise OutOfMemoryError(machine, needed_bytes, free_bytes)
-
-
-def _check_gpu_memory(device: Device, share: Share, captured: Captured) -> None:
-    """Raise `OutOfMemoryError` unless what a GPU holds fits into the memory that it has in the
-    plan's machine."""
-    if device.torch_device:
-        needed_bytes = most_bytes(share, captured.graph, captured.program)
-        if needed_bytes > device.memory_bytes:
-            raise OutOfMemoryError(device.name, needed_bytes, device.memory_bytes)
-
-
 def _load_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Copy each tensor of `given` into the value of the same name, or raise `UsageError`."""
     # All are checked before the first is copied, so that an error leaves everything as it was.
@@ -814,12 +808,6 @@ def check_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor])
         raise UsageError(what, f"lacks {sorted(missing)}, has unknown {sorted(unknown)}")
     for name, value in values.items():
         check_fits(value, given[name], name)
-
-
-def _copy_into(slot: Tensor, tensor: Tensor, name: str) -> None:
-    check_fits(slot, tensor, name)
-    strides = slot.stride()
-    distinct(slot, strides).copy_(distinct(tensor.detach(), strides))
 
 
 def check_fits(slot: Tensor, tensor: Tensor, name: str) -> None:

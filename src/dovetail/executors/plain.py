@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +37,12 @@ from dovetail.errors import (
     WorkerError,
 )
 from dovetail.executors.placed import (
-    Measurement,
+    LoadedStep,
     check_fits,
     check_steps,
     check_values,
     labelled,
-    measure_steps,
     seconds_of_call,
-    time_steps,
 )
 from dovetail.executors.worker import Failed, UseThreads
 from dovetail.executors.workers import LocalWorker, check_here, is_this_process
@@ -234,20 +232,20 @@ class ServedPlain:
                 for name, value in function.__globals__.items():
                     names.setdefault(name, value)
 
-    def run(self, number: int, *, ordinary: bool = True) -> Any:
+    def run(self, number: int, ordinary: bool = True) -> Any:
         """The result of one step, on the device that it has run on; see `PlainModule.step`."""
+        plain, tensors = self.plain, self.tensors
         if self.draws:
             self._seed_torch(seed_for(self._load.seed, number, -1))
-        tensors = self.tensors
         if self._device is not None:
             tensors = tuple(tensor.to(self._device) for tensor in tensors)
-        compiles = self._steps_in_cache > 0
-        self._steps_in_cache -= compiles
-        with (
-            UserCode("a step of the model", self.plain.module),
-            own_cache() if compiles else nullcontext(),
-        ):
-            result = self.plain.step(tensors, ordinary=ordinary)
+        with UserCode("a step of the model", plain.module):
+            if self._steps_in_cache:
+                self._steps_in_cache -= 1
+                with own_cache():
+                    result = plain.step(tensors, ordinary=ordinary)
+            else:
+                result = plain.step(tensors, ordinary=ordinary)
         if self._cuda is not None:
             self._cuda.synchronize(self._device)
         return result
@@ -264,7 +262,7 @@ _STEPS_THAT_COMPILE = 3
 """`torch.compile` may compile in this many first steps; its cache is our own folder meanwhile."""
 
 
-class PlainNetwork:
+class PlainNetwork(LoadedStep):
     """A step at work as its user would run it; a context manager, with the methods of
     `PlacedNetwork`.
 
@@ -352,7 +350,6 @@ class PlainNetwork:
             return self._advance(returns=True)[1]
 
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
         # This quick look spares most steps the checks that name what is wrong.
         if tensors is None or not _are_of(self._forms, tensors):
@@ -393,9 +390,8 @@ class PlainNetwork:
         self.threads = threads
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
-        """[steps - 1] seconds of each of `steps` steps, without the first."""
         if not self._times_itself:
-            return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
+            return super().step_seconds(steps)
         check_steps(steps)
         self._check_open()
         if self._fed is None:
@@ -410,26 +406,12 @@ class PlainNetwork:
             raise
 
     def _step_on_fed(self) -> Any:
-        """Call `step` on what was fed last or on the captured examples."""
         self.feed(self._fed)
         return self._advance(returns=True)[1]
 
-    def measure(
-        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
-    ) -> Measurement:
-        """Measure by RL17's protocol. See `PlacedNetwork.measure`."""
-        if inputs is not None:
-            self.feed(inputs)
-        neighbours = Neighbours(
-            self.device.cores, (self.pid,) if isinstance(self._process, Worker) else ()
-        )
-        return measure_steps(
-            partial(seconds_of_call, self._step_on_fed),
-            self.timeline,
-            steps=steps,
-            warmup=warmup,
-            others_cores=neighbours.settled,
-        )
+    def _neighbours(self) -> Neighbours:
+        pids = (self.pid,) if isinstance(self._process, Worker) else ()
+        return Neighbours(self.device.cores, pids)
 
     def timeline(self) -> Timeline:
         """The timeline of one more step. It knows how long the step takes, and of no op."""
@@ -468,9 +450,6 @@ class PlainNetwork:
         # In the middle of a compilation it would not see that its channel is closed.
         self._release("it was closed", kill=bool(self.mode))
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -493,7 +472,7 @@ class PlainNetwork:
             assert isinstance(self._process, LocalWorker), "it serves what runs here"
             number, self._steps = self._steps, self._steps + 1
             ordinary = not torch.is_inference_mode_enabled()
-            self._process.answer(partial(local.run, ordinary=ordinary), number)
+            self._process.answer(local.run, number, ordinary)
             result = self._receive()
         except KeyboardInterrupt:
             # Some of its parameters may have changed, and its process may yet answer.
@@ -529,7 +508,7 @@ class PlainNetwork:
         assert reply == "ready", reply
 
     def _receive(self, timeout_seconds: float | None = None) -> Any:
-        """The process's reply. What went wrong there is raised, and closes this."""
+        """The process's reply. An error there is raised here, and closes this."""
         try:
             reply = self._process.receive(timeout_seconds)
         except ProcessDiedError as error:

@@ -35,7 +35,7 @@ _STEP = re.compile("step-(0|[1-9][0-9]{0,17})")
 _STEP_KEY, _RUN_KEY = "dovetail_step", "dovetail_run"
 _PART = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _TEMPORARY = re.compile(rf"\.({_PART.pattern}|{re.escape(INDEX)})\.[a-z0-9_]{{8}}")
-"""What `write_atomically` leaves behind when it is killed."""
+"""The names of files that `write_atomically` leaves behind when it is killed."""
 KEPT = 2
 """So many of the last checkpoints stay in the folder."""
 

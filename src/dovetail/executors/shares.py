@@ -181,7 +181,7 @@ Instruction = RunOp | RunUpdates | RunLanes | RunCompiled | SendTensor | AwaitFl
 
 @dataclass(frozen=True)
 class Share:
-    """What one device does in a step.
+    """The work of one device in a step.
 
     device     index in the machine
     seat       position among the processes that take part; `seats` is the number of these. All GPUs
@@ -552,7 +552,14 @@ def most_bytes(share: Share, graph: Graph, program: Program) -> int:
         if isinstance(instruction, AwaitFlag | ReadSource) and instruction.slot is not None:
             lasting[instruction.tensor] = instruction.slot.bytes
     there = {int(graph.storages[tensor]) for tensor in lasting}
-    held = _held_by_graphs(share, graph, program)
+    # Storages that graphs hold for good.
+    held: set[int] = set()
+    for instruction in share.instructions:
+        if isinstance(instruction, SendTensor) and instruction.tensor >= 0:
+            held.add(int(graph.storages[instruction.tensor]))
+        for op in program.random_ops.intersection(ops_of(instruction)):
+            touched = (*graph.inputs_of(op).tolist(), *graph.outputs_of(op))
+            held.update(int(graph.storages[tensor]) for tensor in touched)
     alive: dict[int, set[int]] = {}  # storage -> its tensors that are not freed yet
     sizes: dict[int, int] = {}
     now = most = 0
@@ -574,18 +581,6 @@ def most_bytes(share: Share, graph: Graph, program: Program) -> int:
                     del alive[storage]
                     now -= sizes[storage]
     return sum(lasting.values()) + most
-
-
-def _held_by_graphs(share: Share, graph: Graph, program: Program) -> set[int]:
-    """The storages of tensors that are sent, and of those that random ops read or make."""
-    held: set[int] = set()
-    for instruction in share.instructions:
-        if isinstance(instruction, SendTensor) and instruction.tensor >= 0:
-            held.add(int(graph.storages[instruction.tensor]))
-        for op in program.random_ops.intersection(ops_of(instruction)):
-            touched = (*graph.inputs_of(op).tolist(), *graph.outputs_of(op))
-            held.update(int(graph.storages[tensor]) for tensor in touched)
-    return held
 
 
 # ── Lanes: the groups of a stage run at the same time, one lane of groups for each core ──────────

@@ -24,7 +24,6 @@ from dovetail.executors.generated import GeneratedCode
 from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
-    Instruction,
     RunCompiled,
     RunLanes,
     RunOp,
@@ -133,7 +132,7 @@ def serve(channel: Channel) -> None:
 
 
 class ServedDevice:
-    """What a device's process has: loaded shares by their keys, and calls of one program.
+    """The state of a device's process: loaded shares by their keys, and calls of one program.
 
     spinning   watches other programs on the device's cores, if it has a process of its own
     """
@@ -208,8 +207,35 @@ class _Loaded:
         for tensor, slot in load.share.sources:
             self.runner.set(tensor, tensor_at(block, slot))
         self.stream = self.runner.stream()
+        stream = self.stream
         for instruction in load.share.instructions:
-            self._add(self.stream, instruction, calls)
+            match instruction:
+                case RunOp(op=op, frees=frees):
+                    stream.call(calls[op], tag=op, frees=frees, seed=self._seed_place(op, calls))
+                case RunUpdates(ops=ops, frees=frees):
+                    stream.call(fused_updates([calls[op] for op in ops]), tag=ops[0], frees=frees)
+                case RunLanes(lanes=lanes, frees=frees):
+                    streams = [self._stream_of(ops, calls) for ops in lanes]
+                    stream.fork(streams, tag=instruction.op, frees=frees)
+                case RunCompiled(ops=ops, inputs=inputs, outputs=outputs, frees=frees) as segment:
+                    code = self._code(segment.key, segment.threads)
+                    if code is not None:
+                        code.add_to(
+                            stream, self.runner, inputs, outputs, first_temporary=self.tensors,
+                            tag=segment.op, frees=frees,
+                        )  # fmt: skip
+                    else:
+                        stream.fork([self._stream_of(ops, calls)], tag=segment.op, frees=frees)
+                case SendTensor(slot=None) as send:
+                    stream.publish(self.base + send.flag, tag=send.op)
+                case SendTensor(slot=BlockSlot() as slot) as send:
+                    flag, place = self.base + send.flag, self._place_of(slot)
+                    stream.send(flag, send.tensor, place, tag=send.op, frees=send.frees)
+                case AwaitFlag(slot=None) as waiting:
+                    stream.wait(self.base + waiting.flag, tag=waiting.op)
+                case AwaitFlag(slot=BlockSlot() as slot) as waiting:
+                    flag, place = self.base + waiting.flag, self._place_of(slot)
+                    stream.receive(flag, waiting.tensor, place, tag=waiting.op)
         self.outputs = tuple((t, s, tensor_at(block, s)) for t, s in load.share.outputs)
         lasting = {tensor for tensor, _ in load.share.sources}
         self.kept = [t for t, _ in load.share.outputs if t not in lasting]
@@ -258,35 +284,6 @@ class _Loaded:
         reached = barrier(flags, share.seats, share.seat, value, self.abort, spin_ns)
         if reached == ABORTED:
             raise Aborted
-
-    def _add(self, stream: Stream, instruction: Instruction, calls: dict[int, Call]) -> None:
-        match instruction:
-            case RunOp(op=op, frees=frees):
-                stream.call(calls[op], tag=op, frees=frees, seed=self._seed_place(op, calls))
-            case RunUpdates(ops=ops, frees=frees):
-                stream.call(fused_updates([calls[op] for op in ops]), tag=ops[0], frees=frees)
-            case RunLanes(lanes=lanes, frees=frees):
-                streams = [self._stream_of(ops, calls) for ops in lanes]
-                stream.fork(streams, tag=instruction.op, frees=frees)
-            case RunCompiled(ops=ops, inputs=inputs, outputs=outputs, frees=frees) as segment:
-                code = self._code(segment.key, segment.threads)
-                if code is not None:
-                    code.add_to(
-                        stream, self.runner, inputs, outputs, first_temporary=self.tensors,
-                        tag=segment.op, frees=frees,
-                    )  # fmt: skip
-                else:
-                    stream.fork([self._stream_of(ops, calls)], tag=segment.op, frees=frees)
-            case SendTensor(slot=None) as send:
-                stream.publish(self.base + send.flag, tag=send.op)
-            case SendTensor(slot=BlockSlot() as slot) as send:
-                flag, place = self.base + send.flag, self._place_of(slot)
-                stream.send(flag, send.tensor, place, tag=send.op, frees=send.frees)
-            case AwaitFlag(slot=None) as waiting:
-                stream.wait(self.base + waiting.flag, tag=waiting.op)
-            case AwaitFlag(slot=BlockSlot() as slot) as waiting:
-                flag, place = self.base + waiting.flag, self._place_of(slot)
-                stream.receive(flag, waiting.tensor, place, tag=waiting.op)
 
     def _stream_of(self, ops: Sequence[int], calls: dict[int, Call]) -> Stream:
         """A stream of these ops' calls."""

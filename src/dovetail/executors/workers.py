@@ -40,7 +40,7 @@ def is_this_process(machine: Machine) -> bool:
 
 
 class Served(Protocol):
-    """What a process does for its requests."""
+    """Answers the requests to a process."""
 
     @property
     def infers(self) -> bool:
@@ -122,11 +122,11 @@ class LocalWorker:
 
     def _shielded(self, function: Callable[..., object], *args: object) -> object:
         """Call the function. Return its result, or the `ProcessError` for what it raises."""
-        numbers = torch.get_rng_state()
+        numbers = torch.default_generator.get_state()
         # Most callers have no mode on, and each context takes a part of a small step's time.
+        sets_modes = self._served.infers
         is_usual = (
-            (self._served.infers or torch.is_grad_enabled())
-            and (self._served.infers or not torch.is_inference_mode_enabled())
+            (sets_modes or (torch.is_grad_enabled() and not torch.is_inference_mode_enabled()))
             and not torch.is_autocast_enabled("cpu")
             and torch.get_num_threads() == self._threads
         )
@@ -143,7 +143,7 @@ class LocalWorker:
         except Exception as error:
             return ProcessError(self.name, traceback.format_exc(), line_of(error))
         finally:
-            torch.set_rng_state(numbers)
+            torch.default_generator.set_state(numbers)
 
 
 DeviceWorker = Worker | LocalWorker

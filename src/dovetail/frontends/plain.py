@@ -7,7 +7,6 @@ Plans are compared with these, and where one of them is the fastest it is what r
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -87,7 +86,7 @@ class PlainModule:
             # Without autograd's part of each call, small steps take up to an eighth less time.
             with torch.inference_mode():
                 result = self._compute(args, kwargs, ())
-            return substitute(result, Tensor, _ordinary) if ordinary else result
+            return _ordinary(result) if ordinary else result
         optimizer.zero_grad(set_to_none=True)
         loss = self._compute(args, kwargs, signature.loss_arguments(tensors[count:]))
         loss.backward()
@@ -131,17 +130,22 @@ class PlainModule:
                 self._optimizer.state[parameter] = own
 
 
-def _ordinary(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory that the caller may differentiate and write, which torch
-    refuses for one that was made in inference mode."""
+def _ordinary(result: Any) -> Any:
+    """Return the result with tensors of the same memory that the caller may differentiate and
+    write, which torch refuses for those that were made in inference mode."""
+    # Most results are a tensor or tuples of tensors, which this spares the walk of `substitute`.
+    if type(result) is tuple:
+        return tuple(map(_ordinary, result))
+    if not isinstance(result, Tensor):
+        return substitute(result, Tensor, _ordinary)
+    tensor = result
     if not tensor.is_inference():
         return tensor
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
         return tensor.clone()
     if tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), *place)
+    return tensor.new_empty(0).set_(tensor)
 
 
 def _compute(module: nn.Module, step: PlainStep) -> FunctionType:
@@ -151,12 +155,13 @@ def _compute(module: nn.Module, step: PlainStep) -> FunctionType:
     dtype = step.autocast
 
     def compute(args: Any, kwargs: Any, arguments: Any) -> Any:
-        with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
-            output = module(*args, **kwargs)
-            if not trains:
-                return output
-            found = loss_of(loss, output, arguments)
-        return found.reshape(())
+        output = module(*args, **kwargs)
+        return loss_of(loss, output, arguments).reshape(()) if trains else output
 
-    assert isinstance(compute, FunctionType)
-    return compute
+    def cast(args: Any, kwargs: Any, arguments: Any) -> Any:
+        with torch.autocast(device, dtype=dtype):
+            return compute(args, kwargs, arguments)
+
+    found = compute if dtype is None else cast
+    assert isinstance(found, FunctionType)
+    return found

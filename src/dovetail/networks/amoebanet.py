@@ -24,7 +24,6 @@ choice.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,17 +181,13 @@ class AmoebaNetD(nn.Module):
         return logits
 
 
-def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
-    return AmoebaNetD(**options)
-
-
 NETWORK = Network(
     name="amoebanet_d",
     paper="Real et al., AAAI 2019, https://arxiv.org/abs/1802.01548",
     description="evolved image classifier, sized as in GPipe",
     defaults={"batch": 32, "size": 224, "classes": 1000, "layers": 18, "filters": 208},
     small={"batch": 2, "size": 64, "classes": 10, "layers": 3, "filters": 32},
-    modules=_module,
+    modules=AmoebaNetD,
     examples=image_examples,
     loss=classification_loss,
 )

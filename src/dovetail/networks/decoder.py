@@ -28,7 +28,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def token_examples(batch: int, length: int, vocabulary: int) -> Examples:
-    """Draws ((tokens,), (next tokens,)), each [batch, length]."""
-    tokens, following = (torch.randint(vocabulary, (batch, length)) for _ in range(2))
+def token_examples(batch: int, context: int, vocabulary: int) -> Examples:
+    """Draws ((tokens,), (next tokens,)), each [batch, context]."""
+    tokens, following = (torch.randint(vocabulary, (batch, context)) for _ in range(2))
     return (tokens,), (following,)

@@ -23,8 +23,6 @@ leaves open (its first layer starts from the state of the encoder's backward cel
 float32. The 40 + 40 steps are our choice.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +37,7 @@ from dovetail.networks.lstm import (
     translation_examples,
     zero_state,
 )
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 FIRST_RESIDUAL = 2
 """The index of the first layer with a residual connection: the third from the bottom."""
@@ -123,42 +121,30 @@ class GNMT(nn.Module):
         """
         words = self.source_embedding(source)
         given = self.target_embedding(target)
-        tops, states = self._encode(words)
+        bottom, *above = self.encoder_lstm
+        xs, last = bottom(words)
+        # The last state of each layer.
+        states = [last] + [zero_state(words, self.hidden)] * len(above)
+        tops = []
+        for x in xs:
+            for layer, cell in enumerate(above, 1):
+                # A plain cell returns (h, c), a residual one (output, h, c). Either way the output
+                # is first, and the state is the last two.
+                state = cell(x, *states[layer])
+                states[layer] = state[-2:]
+                x = state[0]
+            tops.append(x)
         memory = self.memory(*tops)
         outputs = []
         for x in given.unbind(0):
             # states[0][0] is still the bottom layer's output of the step before.
             context = self.attention(states[0][0], *memory)
             for layer, cell in enumerate(self.decoder_lstm):
-                # A plain cell returns (h, c), a residual one (output, h, c). Either way the output
-                # is first, and the state is the last two.
                 state = cell(x, context, *states[layer])
                 states[layer] = state[-2:]
                 x = state[0]
             outputs.append(self.softmax(x))
         return tuple(outputs)
-
-    def _encode(self, words: Tensor) -> tuple[list[Tensor], list[LSTMState]]:
-        """Returns (the top layer's output for each step, the last state of each layer)."""
-        bottom, *above = self.encoder_lstm
-        xs, last = bottom(words)
-        states = [last] + [zero_state(words, self.hidden)] * len(above)
-        tops = []
-        for x in xs:
-            for layer, cell in enumerate(above, 1):
-                state = cell(x, *states[layer])
-                states[layer] = state[-2:]
-                x = state[0]
-            tops.append(x)
-        return tops, states
-
-
-def _module(*, layers: int, hidden: int, vocabulary: int, **_: Any) -> nn.Module:
-    return GNMT(layers, hidden, vocabulary)
-
-
-def _examples(*, steps: int, batch: int, vocabulary: int, **_: Any) -> Examples:
-    return translation_examples(steps, batch, vocabulary)
 
 
 NETWORK = Network(
@@ -167,7 +153,7 @@ NETWORK = Network(
     description="deep residual LSTM translation model whose decoder layers all read the attention",
     defaults={"layers": 8, "hidden": 1024, "steps": 40, "batch": 128, "vocabulary": 32_000},
     small={"layers": 3, "hidden": 16, "steps": 3, "batch": 2, "vocabulary": 50},
-    modules=_module,
-    examples=_examples,
+    modules=GNMT,
+    examples=translation_examples,
     loss=steps_loss,
 )

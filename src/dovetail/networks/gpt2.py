@@ -16,12 +16,10 @@ weight. That makes 124,439,808 parameters, as in the published weights; the pape
 Differences: no dropout; the batch of 8 is our choice.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from dovetail.networks.decoder import causal_attention, split_heads, token_examples, token_loss
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 
 class GPT2Attention(nn.Module):
@@ -95,14 +93,6 @@ class GPT2(nn.Module):
         return self.logits(self.norm(x))  # type: ignore[no-any-return]
 
 
-def _module(*, batch: int, **sizes: Any) -> nn.Module:
-    return GPT2(**sizes)
-
-
-def _examples(*, batch: int, context: int, vocabulary: int, **_: Any) -> Examples:
-    return token_examples(batch, context, vocabulary)
-
-
 NETWORK = Network(
     name="gpt2",
     paper="Radford et al., 2019, https://openai.com/research/better-language-models",
@@ -116,7 +106,7 @@ NETWORK = Network(
         "vocabulary": 50_257,
     },
     small={"layers": 2, "hidden": 16, "heads": 2, "context": 8, "batch": 2, "vocabulary": 50},
-    modules=_module,
-    examples=_examples,
+    modules=GPT2,
+    examples=token_examples,
     loss=token_loss,
 )

@@ -1,7 +1,5 @@
 """Parts that the image classifiers share: examples, losses, and the layer that halves the grid."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,7 +30,7 @@ class FactorizedReduce(nn.Module):
         return halved
 
 
-def image_examples(*, batch: int, size: int, classes: int, **_: Any) -> Examples:
+def image_examples(batch: int, size: int, classes: int) -> Examples:
     """Draws images [batch, 3, size, size] and their classes [batch]."""
     return (torch.randn(batch, 3, size, size),), (torch.randint(classes, (batch,)),)
 

@@ -10,13 +10,12 @@ Differences: the auxiliary classifier is off by default; `width` scales every nu
 (rounded, at least 1), so that tests can use a small network.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.images import auxiliary_loss, image_examples
+from dovetail.networks.records import Network
 
 Pair = tuple[int, int]
 
@@ -229,25 +228,6 @@ class InceptionV3(nn.Module):
         return logits if aux is None else (logits, aux)
 
 
-def inception_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Returns the mean cross entropy of logits [batch, classes] and targets [batch].
-
-    If the output is (logits, auxiliary logits), the auxiliary cross entropy is added, times .4.
-    """
-    if isinstance(output, tuple):
-        logits, aux = output
-        return F.cross_entropy(logits, targets) + 0.4 * F.cross_entropy(aux, targets)
-    return F.cross_entropy(output, targets)
-
-
-def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
-    return InceptionV3(**options)
-
-
-def _examples(*, batch: int, size: int, classes: int, **_: Any) -> Examples:
-    return (torch.randn(batch, 3, size, size),), (torch.randint(classes, (batch,)),)
-
-
 NETWORK = Network(
     name="inception_v3",
     paper="Szegedy et al., CVPR 2016, https://arxiv.org/abs/1512.00567",
@@ -261,7 +241,7 @@ NETWORK = Network(
         "dropout": 0.5,
     },
     small={"batch": 2, "size": 75, "classes": 10, "width": 0.1},
-    modules=_module,
-    examples=_examples,
-    loss=inception_loss,
+    modules=InceptionV3,
+    examples=image_examples,
+    loss=auxiliary_loss,
 )

@@ -23,14 +23,14 @@ Differences: rotary frequencies are not rescaled for contexts beyond 8192; float
 2048 and the batch of 1 are our choice.
 """
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dovetail.networks.decoder import causal_attention, split_heads, token_examples, token_loss
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 
 class RMSNorm(nn.Module):
@@ -130,7 +130,44 @@ class LlamaLayer(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
 
-class Llama(nn.Module):
+class RotaryDecoder(nn.Module):
+    """A decoder around its layers: embedding, rotary positions, norm and logits.
+
+    tied   the logits use the embedding's weight
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        *,
+        hidden: int,
+        heads: int,
+        context: int,
+        vocabulary: int,
+        theta: float,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.rotary = Rotary(context, hidden // heads, theta)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(hidden)
+        self.logits = nn.Linear(hidden, vocabulary, bias=False)
+        if tied:
+            self.logits.weight = self.embedding.weight
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def begin(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what the first layer takes: the embedded tokens, and their positions' cosines and
+        sines."""
+        length = tokens.shape[1]
+        cosines, sines = self.rotary.cosines[:length], self.rotary.sines[:length]
+        return self.embedding(tokens), cosines, sines
+
+
+class Llama(RotaryDecoder):
     """Maps tokens [batch, length] to logits [batch, length, vocabulary], for length <= context.
 
     Raises `ValueError` as `check_heads` does.
@@ -149,25 +186,16 @@ class Llama(nn.Module):
         theta: float = 500_000.0,
         tied: bool = True,
     ) -> None:
-        super().__init__()
         check_heads(hidden, heads, key_heads)
-        self.embedding = nn.Embedding(vocabulary, hidden)
-        self.rotary = Rotary(context, hidden // heads, theta)
-        self.layers = nn.ModuleList(
-            LlamaLayer(hidden, heads, key_heads, inner) for _ in range(layers)
-        )
-        self.norm = RMSNorm(hidden)
-        self.logits = nn.Linear(hidden, vocabulary, bias=False)
-        if tied:
-            self.logits.weight = self.embedding.weight
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+        # They are made one by one behind the embedding, in the order in which weights are drawn.
+        made = (LlamaLayer(hidden, heads, key_heads, inner) for _ in range(layers))
+        super().__init__(
+            made, hidden=hidden, heads=heads, context=context, vocabulary=vocabulary, theta=theta,
+            tied=tied,
+        )  # fmt: skip
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        cosines, sines = self.rotary.cosines[:length], self.rotary.sines[:length]
-        x = self.embedding(tokens)
+        x, cosines, sines = self.begin(tokens)
         for layer in self.layers:
             x = layer(x, cosines, sines)
         return self.logits(self.norm(x))  # type: ignore[no-any-return]
@@ -183,14 +211,6 @@ def check_heads(hidden: int, heads: int, key_heads: int) -> None:
             f"hidden, heads and key_heads are {hidden}, {heads} and {key_heads}, but hidden must "
             "be a multiple of 2 x heads, and heads of key_heads"
         )
-
-
-def _module(*, batch: int, **sizes: Any) -> nn.Module:
-    return Llama(**sizes)
-
-
-def _examples(*, batch: int, context: int, vocabulary: int, **_: Any) -> Examples:
-    return token_examples(batch, context, vocabulary)
 
 
 NETWORK = Network(
@@ -219,7 +239,7 @@ NETWORK = Network(
         "batch": 2,
         "vocabulary": 50,
     },
-    modules=_module,
-    examples=_examples,
+    modules=Llama,
+    examples=token_examples,
     loss=token_loss,
 )

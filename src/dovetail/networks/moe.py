@@ -24,14 +24,13 @@ choice.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.networks.decoder import token_examples, token_loss
-from dovetail.networks.llama import LlamaAttention, RMSNorm, Rotary, SwiGLU, check_heads
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.llama import LlamaAttention, RMSNorm, RotaryDecoder, SwiGLU, check_heads
+from dovetail.networks.records import Network
 
 BALANCE = 0.01
 """The balancing loss has this weight. It is the alpha of Switch Transformers, section 2.2."""
@@ -127,7 +126,7 @@ class MoELayer(nn.Module):
         return x + mixed, balance
 
 
-class MoE(nn.Module):
+class MoE(RotaryDecoder):
     """Maps tokens [batch, length] to (logits [batch, length, vocabulary], balancing loss).
 
     active   each token goes to this many of the `experts`
@@ -150,13 +149,10 @@ class MoE(nn.Module):
         vocabulary: int,
         theta: float = 1_000_000.0,
     ) -> None:
-        super().__init__()
         check_heads(hidden, heads, key_heads)
         if active > experts:
             raise ValueError(f"active is {active}, but there are {experts} experts")
-        self.embedding = nn.Embedding(vocabulary, hidden)
-        self.rotary = Rotary(context, hidden // heads, theta)
-        self.layers = nn.ModuleList(
+        made = (
             MoELayer(
                 LlamaAttention(hidden, heads, key_heads),
                 hidden,
@@ -164,16 +160,13 @@ class MoE(nn.Module):
             )
             for _ in range(layers)
         )
-        self.norm = RMSNorm(hidden)
-        self.logits = nn.Linear(hidden, vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+        super().__init__(
+            made, hidden=hidden, heads=heads, context=context, vocabulary=vocabulary, theta=theta,
+            tied=False,
+        )  # fmt: skip
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        length = tokens.shape[1]
-        cosines, sines = self.rotary.cosines[:length], self.rotary.sines[:length]
-        x = self.embedding(tokens)
+        x, cosines, sines = self.begin(tokens)
         balances = []
         for layer in self.layers:
             x, balance = layer(x, cosines, sines)
@@ -188,14 +181,6 @@ def moe_loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     """
     logits, balance = output
     return token_loss(logits, targets) + BALANCE * balance
-
-
-def _module(*, batch: int, **sizes: Any) -> nn.Module:
-    return MoE(**sizes)
-
-
-def _examples(*, batch: int, context: int, vocabulary: int, **_: Any) -> Examples:
-    return token_examples(batch, context, vocabulary)
 
 
 NETWORK = Network(
@@ -227,7 +212,7 @@ NETWORK = Network(
         "batch": 2,
         "vocabulary": 50,
     },
-    modules=_module,
-    examples=_examples,
+    modules=MoE,
+    examples=token_examples,
     loss=moe_loss,
 )

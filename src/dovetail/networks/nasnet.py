@@ -16,14 +16,12 @@ Differences: the auxiliary classifier is off by default; grids are padded alike 
 the release pads one more at the end of even grids; no drop path.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dovetail.networks.images import FactorizedReduce, auxiliary_loss, image_examples
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 EPS = 0.001
 """Every batch normalisation has this epsilon."""
@@ -214,7 +212,10 @@ class NASNetA(nn.Module):
                 stage_cells.append(NormalCell(before, widths[-1], channels, reduced=n == 0))
                 widths.append(stage_cells[-1].outputs)
             self.stages.append(nn.ModuleList(stage_cells))
-        grid = _halved((size - 1) // 2, 3)
+        # One side of the grid after the stem, and after three reductions, which round up.
+        grid = (size - 1) // 2
+        for _ in range(3):
+            grid = (grid + 1) // 2
         self.aux = NASNetAuxiliary(6 * channels // 2, grid, classes) if aux else None
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(filters, classes)
@@ -239,21 +240,6 @@ class NASNetA(nn.Module):
         return logits if aux is None else (logits, aux)
 
 
-def _halved(grid: int, times: int) -> int:
-    """Returns the size of one side of a grid that is halved this many times, rounded up."""
-    for _ in range(times):
-        grid = (grid + 1) // 2
-    return grid
-
-
-def _module(*, batch: int, **options: Any) -> nn.Module:
-    return NASNetA(**options)
-
-
-def _examples(**options: Any) -> Examples:
-    return image_examples(**options)
-
-
 NETWORK_LARGE = Network(
     name="nasnet_a_large",
     paper="Zoph et al., CVPR 2018, https://arxiv.org/abs/1707.07012",
@@ -270,8 +256,8 @@ NETWORK_LARGE = Network(
         "dropout": 0.5,
     },
     small={"batch": 2, "size": 40, "classes": 10, "cells": 1, "filters": 96, "stem": 4},
-    modules=_module,
-    examples=_examples,
+    modules=NASNetA,
+    examples=image_examples,
     loss=auxiliary_loss,
 )
 NETWORK_MOBILE = Network(
@@ -290,7 +276,7 @@ NETWORK_MOBILE = Network(
         "dropout": 0.5,
     },
     small={"batch": 2, "size": 40, "classes": 10, "cells": 1, "filters": 96, "stem": 4},
-    modules=_module,
-    examples=_examples,
+    modules=NASNetA,
+    examples=image_examples,
     loss=auxiliary_loss,
 )

@@ -21,8 +21,6 @@ of one direction; the decoder starts from the last states of the encoder, layer 
 in the readout; all source and target words are given (teacher forcing).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +34,7 @@ from dovetail.networks.lstm import (
     translation_examples,
     zero_state,
 )
-from dovetail.networks.records import Examples, Network
+from dovetail.networks.records import Network
 
 
 class Readout(nn.Module):
@@ -94,21 +92,13 @@ class NMT(nn.Module):
         return tuple(outputs)
 
 
-def _module(*, layers: int, hidden: int, vocabulary: int, **_: Any) -> nn.Module:
-    return NMT(layers, hidden, vocabulary)
-
-
-def _examples(*, steps: int, batch: int, vocabulary: int, **_: Any) -> Examples:
-    return translation_examples(steps, batch, vocabulary)
-
-
 NETWORK = Network(
     name="nmt",
     paper="Bahdanau et al., ICLR 2015, https://arxiv.org/abs/1409.0473",
     description="LSTM translation model with additive attention, unfused and unrolled",
     defaults={"layers": 2, "hidden": 1024, "steps": 40, "batch": 64, "vocabulary": 32_000},
     small={"layers": 2, "hidden": 16, "steps": 4, "batch": 3, "vocabulary": 50},
-    modules=_module,
-    examples=_examples,
+    modules=NMT,
+    examples=translation_examples,
     loss=steps_loss,
 )

@@ -28,7 +28,6 @@ no dropout and no smoothed labels.
 """
 
 import random
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +92,9 @@ class RandWireNode(nn.Module):
         return transformed
 
 
-class RandWireStage(nn.Module):
-    """Runs a graph of nodes, which halves the grid and returns `outputs` channels."""
+class WiredNodes(nn.Module):
+    """Runs the nodes of one of the paper's stages, which halves the grid and returns `outputs`
+    channels."""
 
     def __init__(self, nodes: int, edges: Edges, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class RandWire(nn.Module):
         stages = []
         for many, factor in sizes:
             edges = watts_strogatz(many, neighbours, rewired, draws)
-            stages.append(RandWireStage(many, edges, inputs, factor * channels))
+            stages.append(WiredNodes(many, edges, inputs, factor * channels))
             inputs = factor * channels
         self.stages = nn.Sequential(*stages)
         self.head = nn.Sequential(
@@ -165,10 +165,6 @@ class RandWire(nn.Module):
         x = self.head(self.stages(self.stem(images)))
         logits: Tensor = self.linear(torch.flatten(F.adaptive_avg_pool2d(x, (1, 1)), 1))
         return logits
-
-
-def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
-    return RandWire(**options)
 
 
 NETWORK = Network(
@@ -187,7 +183,7 @@ NETWORK = Network(
         "seed": 1,
     },
     small={"batch": 2, "size": 64, "classes": 10, "nodes": 8, "channels": 4},
-    modules=_module,
+    modules=RandWire,
     examples=image_examples,
     loss=classification_loss,
 )

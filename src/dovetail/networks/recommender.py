@@ -19,8 +19,6 @@ Differences: the network combines the two papers; the items' probabilities are g
 from a stream. The number of features, the temperature and the batch are our choice.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,12 +81,8 @@ def in_batch_loss(scores: Tensor, log_probabilities: Tensor) -> Tensor:
     return F.cross_entropy(corrected, matches)
 
 
-def _module(*, batch: int, history: int, **sizes: Any) -> nn.Module:
-    return TwoTower(**sizes)
-
-
-def _examples(
-    *, batch: int, history: int, items: int, words: int, features: int, **_: Any
+def recommender_examples(
+    *, batch: int, history: int, items: int, words: int, features: int
 ) -> Examples:
     watches, searches = (torch.randint(n, (batch, history)) for n in (items, words))
     item = torch.randint(items, (batch,))
@@ -120,7 +114,7 @@ NETWORK = Network(
         "history": 5,
         "batch": 6,
     },
-    modules=_module,
-    examples=_examples,
+    modules=TwoTower,
+    examples=recommender_examples,
     loss=in_batch_loss,
 )

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,10 +27,12 @@ class Network:
     defaults      option -> default value, whose type is the option's. Every network has "batch"
     small         options of a size that trains in well under a second on one core. An option that
                   is not listed keeps its default
-    modules       a function of all options that returns the module
-    examples      a function of all options that returns (inputs, targets), drawn from torch's
-                  generator
+    modules       the module's class, or a function that returns the module
+    examples      a function that returns (inputs, targets), drawn from torch's generator
     loss          a function (output, *targets) -> a scalar
+
+    `modules` and `examples` may name some of the options. They are called with all, and what they
+    do not name is left out.
     """
 
     name: str
@@ -40,11 +44,27 @@ class Network:
     examples: Callable[..., Examples]
     loss: Callable[..., Any]
 
+    def __post_init__(self) -> None:
+        for name in ("modules", "examples"):
+            taking = partial(_call, getattr(self, name), frozenset(self.defaults))
+            object.__setattr__(self, name, taking)
+
     def build(self, **options: Option) -> Built:
         """Returns (module, inputs, loss, targets). An option that is not given has its default."""
         full = self.defaults | options
         inputs, targets = self.examples(**full)
         return self.modules(**full), inputs, self.loss, targets
+
+
+def _call(function: Callable[..., Any], known: frozenset[str], /, **options: Option) -> Any:
+    """Calls the function with those of the options that it names. Raises TypeError for options that
+    are not known."""
+    if unknown := options.keys() - known:
+        raise TypeError(f"there is no option {', '.join(sorted(unknown))}")
+    parameters = signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return function(**options)
+    return function(**{p.name: options[p.name] for p in parameters if p.name in options})
 
 
 @dataclass(frozen=True)

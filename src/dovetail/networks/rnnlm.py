@@ -13,8 +13,6 @@ Differences: no projection and no sampled softmax. Mirhoseini et al. give no voc
 our choice.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -46,11 +44,7 @@ class RNNLM(nn.Module):
         return tuple(outputs)
 
 
-def _module(*, layers: int, hidden: int, vocabulary: int, **_: Any) -> nn.Module:
-    return RNNLM(layers, hidden, vocabulary)
-
-
-def _examples(*, steps: int, batch: int, vocabulary: int, **_: Any) -> Examples:
+def language_examples(*, steps: int, batch: int, vocabulary: int) -> Examples:
     tokens, targets = (torch.randint(vocabulary, (steps, batch)) for _ in range(2))
     return (tokens,), (targets,)
 
@@ -61,7 +55,7 @@ NETWORK = Network(
     description="LSTM language model, unfused and unrolled",
     defaults={"layers": 2, "hidden": 2048, "steps": 40, "batch": 64, "vocabulary": 10_000},
     small={"layers": 2, "hidden": 16, "steps": 4, "batch": 3, "vocabulary": 50},
-    modules=_module,
-    examples=_examples,
+    modules=RNNLM,
+    examples=language_examples,
     loss=steps_loss,
 )

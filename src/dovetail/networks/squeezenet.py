@@ -13,14 +13,12 @@ where the paper's table has 55, 27 and 13; `width` scales every number of channe
 least 1), so that tests can use a small network.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dovetail.networks.images import classification_loss, image_examples
-from dovetail.networks.records import Examples, Network, Options
+from dovetail.networks.records import Network, Options
 
 POOL = 0
 """This number stands for a pooling layer in the lists of fire modules."""
@@ -88,18 +86,14 @@ def _scaled(channels: int, width: float) -> int:
     return max(1, round(width * channels))
 
 
-def _module_1_0(*, batch: int, size: int, width: float, **options: Any) -> nn.Module:
+def squeezenet_1_0(classes: int, width: float, dropout: float) -> SqueezeNet:
     stem = nn.Conv2d(3, _scaled(96, width), 7, stride=2)
-    return SqueezeNet(stem, FIRES_1_0, width=width, **options)
+    return SqueezeNet(stem, FIRES_1_0, classes, width=width, dropout=dropout)
 
 
-def _module_1_1(*, batch: int, size: int, width: float, **options: Any) -> nn.Module:
+def squeezenet_1_1(classes: int, width: float, dropout: float) -> SqueezeNet:
     stem = nn.Conv2d(3, _scaled(64, width), 3, stride=2)
-    return SqueezeNet(stem, FIRES_1_1, width=width, **options)
-
-
-def _examples(**options: Any) -> Examples:
-    return image_examples(**options)
+    return SqueezeNet(stem, FIRES_1_1, classes, width=width, dropout=dropout)
 
 
 _DEFAULTS: Options = {"batch": 32, "size": 224, "classes": 1000, "width": 1.0, "dropout": 0.5}
@@ -111,8 +105,8 @@ NETWORK_1_0 = Network(
     description="small image classifier of modules that squeeze and expand",
     defaults=_DEFAULTS,
     small=_SMALL,
-    modules=_module_1_0,
-    examples=_examples,
+    modules=squeezenet_1_0,
+    examples=image_examples,
     loss=classification_loss,
 )
 NETWORK_1_1 = Network(
@@ -121,7 +115,7 @@ NETWORK_1_1 = Network(
     description="SqueezeNet that pools earlier, with 2.4 times fewer multiply-adds",
     defaults=_DEFAULTS,
     small=_SMALL,
-    modules=_module_1_1,
-    examples=_examples,
+    modules=squeezenet_1_1,
+    examples=image_examples,
     loss=classification_loss,
 )

@@ -26,7 +26,6 @@ for the next segment is an output.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -189,12 +188,8 @@ def transformer_xl_loss(output: tuple[Tensor, Sequence[Tensor]], targets: Tensor
     return F.nll_loss(output[0].flatten(0, 1), targets.flatten())
 
 
-def _module(*, batch: int, **sizes: Any) -> nn.Module:
-    return TransformerXL(**sizes)
-
-
-def _examples(
-    *, batch: int, segment: int, memory: int, hidden: int, layers: int, vocabulary: int, **_: Any
+def transformer_xl_examples(
+    *, batch: int, segment: int, memory: int, hidden: int, layers: int, vocabulary: int
 ) -> Examples:
     tokens, targets = (torch.randint(vocabulary, (batch, segment)) for _ in range(2))
     memories = tuple(torch.randn(batch, memory, hidden) for _ in range(layers))
@@ -225,7 +220,7 @@ NETWORK = Network(
         "batch": 2,
         "vocabulary": 20,
     },
-    modules=_module,
-    examples=_examples,
+    modules=TransformerXL,
+    examples=transformer_xl_examples,
     loss=transformer_xl_loss,
 )

@@ -11,8 +11,6 @@ Differences: the head is one linear layer, as the paper has it for fine-tuning. 
 option, and 0 by default.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -105,10 +103,6 @@ class ViT(nn.Module):
         return logits
 
 
-def _module(*, batch: int, **options: Any) -> nn.Module:
-    return ViT(**options)
-
-
 NETWORK = Network(
     name="vit",
     paper="Dosovitskiy et al., ICLR 2021, https://arxiv.org/abs/2010.11929",
@@ -134,7 +128,7 @@ NETWORK = Network(
         "inner": 32,
         "patch": 8,
     },
-    modules=_module,
+    modules=ViT,
     examples=image_examples,
     loss=classification_loss,
 )

@@ -28,7 +28,6 @@ the last layer has no residual output, because nothing would read it.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,11 +138,7 @@ def wavenet_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets)
 
 
-def _module(*, batch: int, length: int, **sizes: Any) -> nn.Module:
-    return WaveNet(**sizes)
-
-
-def _examples(*, batch: int, length: int, classes: int, **_: Any) -> Examples:
+def wavenet_examples(*, batch: int, length: int, classes: int) -> Examples:
     wave = torch.randint(classes, (batch, length + 1))
     return (wave[:, :-1].clone(),), (wave[:, 1:].clone(),)
 
@@ -174,7 +169,7 @@ NETWORK = Network(
         "batch": 2,
         "classes": 16,
     },
-    modules=_module,
-    examples=_examples,
+    modules=WaveNet,
+    examples=wavenet_examples,
     loss=wavenet_loss,
 )

@@ -10,7 +10,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,23 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     try:
         if target.exists() and not target.is_file() and not target.is_dir():
             target.write_bytes(content)
-        else:
-            # A link keeps pointing where it did: its target is replaced, not the link.
-            _replace(target.resolve(), content)
+            return
+        # A link keeps pointing where it did: its target is replaced, not the link.
+        target = target.resolve()
+        if target.is_dir():
+            raise IsADirectoryError(None, "is a folder")
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:80]}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            mode = target.stat().st_mode & 0o777 if target.exists() else new_mode(0o666)
+            os.chmod(temporary, mode)
+            os.replace(temporary, target)
+        # No half file is left behind, not even by Ctrl-C.
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
     except UNUSABLE_NAME as error:
         raise UnwritableError(os.fspath(path), explain_os(error)) from error
 
@@ -129,22 +143,6 @@ def explain_os(error: BaseException) -> str:
     if isinstance(error, RuntimeError):
         return "it is a link that leads back to itself"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _replace(target: Path, content: bytes) -> None:
-    if target.is_dir():
-        raise IsADirectoryError(None, "is a folder")
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:80]}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else new_mode(0o666))
-        os.replace(temporary, target)
-    # No half file is left behind, not even by Ctrl-C.
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def new_mode(mode: int) -> int:
@@ -188,7 +186,15 @@ def read_json(path: str | Path) -> Any:
             open(path, "rb", opener=files_only) as raw,
             gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw as file,
         ):
-            data = b"".join(_chunks(file.read, str(path)))
+            parts: list[bytes] = []
+            left = MOST_BYTES
+            while chunk := file.read(_CHUNK_BYTES):
+                left -= len(chunk)
+                if left < 0:
+                    detail = f"holds more than {format_bytes(MOST_BYTES)} of JSON"
+                    raise FileFormatError(str(path), detail)
+                parts.append(chunk)
+        data = b"".join(parts)
         if data.count(b",") > MOST_VALUES or data.count(b"{") + data.count(b"[") > MOST_CONTAINERS:
             detail = f"holds more than {MOST_VALUES} values, or {MOST_CONTAINERS} lists and objects"
             raise FileFormatError(str(path), detail)
@@ -201,15 +207,6 @@ def read_json(path: str | Path) -> Any:
         raise FileFormatError(str(path), f"not JSON: {error}") from None
     except RecursionError:
         raise FileFormatError(str(path), "nested too deeply") from None
-
-
-def _chunks(read: Callable[[int], bytes], path: str) -> Iterator[bytes]:
-    left = MOST_BYTES
-    while chunk := read(_CHUNK_BYTES):
-        left -= len(chunk)
-        if left < 0:
-            raise FileFormatError(path, f"holds more than {format_bytes(MOST_BYTES)} of JSON")
-        yield chunk
 
 
 # ── Zip archives of unknown origin ──────────────────────────────────────────────────────────────

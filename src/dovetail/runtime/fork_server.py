@@ -49,18 +49,14 @@ def serve(descriptor: int, parent: int, modules: list[str]) -> None:
         readable, _, _ = select.select([control.fileno(), woken], [], [])
         if woken in readable:
             os.read(woken, 4096)
-            _reap(control)
+            # The other end is told the status of each worker that has ended.
+            with suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    status = os.waitstatus_to_exitcode(ended[1])
+                    with suppress(OSError):
+                        control.send(json.dumps({"ended": ended[0], "status": status}).encode())
         if control.fileno() in readable and not _fork(control, (woken, wakes)):
             return
-
-
-def _reap(control: socket.socket) -> None:
-    """Tell the status of each worker that has ended."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            status = os.waitstatus_to_exitcode(ended[1])
-            with suppress(OSError):
-                control.send(json.dumps({"ended": ended[0], "status": status}).encode())
 
 
 def _fork(control: socket.socket, own: tuple[int, ...]) -> bool:
@@ -106,12 +102,14 @@ def _live(request: dict[str, Any], channel: int, errors: int, server: int) -> in
     from dovetail.runtime.child import live
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # What it prints goes where its parent's errors go now.
+    # Its output goes where its parent's errors go now.
     for own in (1, 2):
         os.dup2(errors, own)
     os.close(errors)
     os.setpgid(0, 0)
-    _name_process(request["entry"])
+    # `ps` and `top` show what it runs: the end of its module's name, in 15 characters.
+    name = ".".join(request["entry"].partition(":")[0].split(".")[-2:])
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
     os.environ.clear()
     os.environ.update(request["environment"])
     if request["folder"]:
@@ -122,12 +120,6 @@ def _live(request: dict[str, Any], channel: int, errors: int, server: int) -> in
     if numpy is not None:
         numpy.random.seed(None)
     return live(channel, server, request["cores"], request["entry"], request["paths"])
-
-
-def _name_process(entry: str) -> None:
-    """Have `ps` and `top` show what it runs: the end of its module's name, in 15 characters."""
-    name = ".".join(entry.partition(":")[0].split(".")[-2:])
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 if __name__ == "__main__":

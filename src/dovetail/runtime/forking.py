@@ -90,7 +90,7 @@ class ForkServer:
                     str(other.fileno()), str(os.getpid()), json.dumps(sys.path),
                     json.dumps(list(modules)),
                 ],
-                pass_fds=(other.fileno(),), env=environment_of_one_thread(),
+                pass_fds=(other.fileno(),), env=environment_of(1),
                 stdin=subprocess.DEVNULL, stdout=2, process_group=0,
             )  # fmt: skip
         self._socket = own
@@ -99,12 +99,16 @@ class ForkServer:
 
     def fork(self, entry: str, cores: tuple[int, ...], descriptor: int) -> ForkedProcess | None:
         """A worker that runs `entry` with the channel's descriptor; None if the server is gone."""
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:  # it was removed
+            folder = ""
         request = {
             "entry": entry,
             "cores": list(cores) or sorted(os.sched_getaffinity(0)),
             "paths": sys.path,
-            "environment": environment_of_one_thread(),
-            "folder": _folder(),
+            "environment": environment_of(1),
+            "folder": folder,
         }
         content = json.dumps(request).encode()
         if len(content) > _MOST_BYTES:
@@ -118,7 +122,9 @@ class ForkServer:
                 )
                 for start in range(0, len(content), 2**15):
                     self._socket.send(content[start : start + 2**15])
-                pid = self._answer()
+                pid = None
+                while pid is None and (message := self._message()) is not None:
+                    pid = message.get("forked")
             except OSError:
                 return None
         return None if pid is None else ForkedProcess(self, pid)
@@ -130,13 +136,6 @@ class ForkServer:
                 if self._message() is None:
                     return -signal.SIGKILL
             return self._statuses.pop(pid)
-
-    def _answer(self) -> int | None:
-        """The pid of the worker that was asked for."""
-        while (message := self._message()) is not None:
-            if message.get("forked"):
-                return int(message["forked"])
-        return None
 
     def _message(self) -> dict[str, int] | None:
         """The server's next message, of which statuses are kept; None if it is gone."""
@@ -193,14 +192,7 @@ def end_fork_server() -> None:
     _server = None
 
 
-def environment_of_one_thread() -> dict[str, str]:
-    """The environment of workers of one thread."""
+def environment_of(threads: int) -> dict[str, str]:
+    """This process's environment for workers of so many threads."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-    return dict(os.environ) | dict.fromkeys(names, "1")
-
-
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # it was removed
-        return ""
+    return dict(os.environ) | dict.fromkeys(names, str(threads))

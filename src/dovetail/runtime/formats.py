@@ -70,7 +70,17 @@ def file_type(hint: Any, config: ConfigDict = STRICT) -> Any:
     if hint in (int, float):
         return Annotated[hint, BeforeValidator(_refuse_bool)]
     if is_dataclass(hint):
-        return _record_type(hint, config)
+        record: Any = hint
+        hints = get_type_hints(record, include_extras=True)
+        if len(hints) == 1:
+            only = next(iter(hints.values()))
+            return Annotated[file_type(only, config), AfterValidator(record)]
+        model = file_model(record, config)
+
+        def build(read: BaseModel) -> Any:
+            return record(**{f.name: getattr(read, f.name) for f, _ in file_fields(record)})
+
+        return Annotated[model, AfterValidator(build)]
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[(file_type(arguments[0], config), *arguments[1:])]
@@ -146,16 +156,3 @@ def first_complaint(error: ValidationError) -> str:
     if not first["loc"]:
         return "it is no JSON object"
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-
-
-def _record_type(record: Any, config: ConfigDict) -> Any:
-    hints = get_type_hints(record, include_extras=True)
-    if len(hints) == 1:
-        only = next(iter(hints.values()))
-        return Annotated[file_type(only, config), AfterValidator(record)]
-    model = file_model(record, config)
-
-    def build(read: BaseModel) -> Any:
-        return record(**{field.name: getattr(read, field.name) for field, _ in file_fields(record)})
-
-    return Annotated[model, AfterValidator(build)]

@@ -71,7 +71,7 @@ class Neighbours:
             self._before = self._sample()
 
     def pause(self) -> None:
-        """Let what others do until `resume` not count."""
+        """From now on until `resume`, other programs' work does not count."""
         self._paused = self._sample()
 
     def resume(self) -> None:
@@ -182,20 +182,14 @@ class Spinning:
             return
         self._calm = 0 if disturbs(others_cores) else self._calm + 1
         if not self._calm:
-            self._wait()
+            self.spin_seconds = BRIEF_SECONDS
+            if self._team and self._release is None:
+                self._release = self._hold_back(self._team)
         elif self._calm >= 2:
-            self._spin()
+            self.close()
 
     def close(self) -> None:
-        """Let threads spin again as they did at first."""
-        self._spin()
-
-    def _wait(self) -> None:
-        self.spin_seconds = BRIEF_SECONDS
-        if self._team and self._release is None:
-            self._release = self._hold_back(self._team)
-
-    def _spin(self) -> None:
+        """Let threads spin as they did at first."""
         self.spin_seconds = SPIN_SECONDS
         if self._release is not None:
             self._release()

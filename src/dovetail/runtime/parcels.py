@@ -35,8 +35,34 @@ def pack_parcel(thing: object) -> tuple[Parcel, Block]:
 
     Raises what pickling raises, for an object that cannot be sent (an open file, a lock).
     """
+    import cloudpickle  # whoever unpacks does without
+
+    torch: Any = sys.modules.get("torch")  # without it there are no tensors
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no types
+        """Takes the bytes of large tensors out of the stream, as numpy does; torch pickles them
+        into it."""
+
+        def reducer_override(self, thing: Any) -> Any:
+            if (
+                torch is not None
+                and type(thing) is torch.Tensor
+                and thing.layout is torch.strided
+                and thing.device.type == "cpu"
+                and not thing.requires_grad
+                and thing.dtype is not torch.bfloat16  # numpy has none
+                and not thing.is_conj()
+                and not thing.is_neg()
+                and thing.is_contiguous()
+                and thing.nbytes >= LARGE_BYTES
+            ):
+                return _tensor, (thing.detach().numpy(),)
+            return super().reducer_override(thing)
+
     buffers: list[pickle.PickleBuffer] = []
-    content = _dumps(thing, buffers)
+    file = io.BytesIO()
+    Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
+    content = file.getvalue()
     raws = [buffer.raw() for buffer in buffers]
     layout = Layout()
     place = (layout.reserve(len(content)), len(content))
@@ -55,39 +81,6 @@ def unpack_parcel(parcel: Parcel, descriptor: int) -> Any:
     offset, size = parcel.pickle
     return pickle.loads(
         memory[offset : offset + size], buffers=[memory[o : o + n] for o, n in parcel.buffers]
-    )
-
-
-def _dumps(thing: object, buffers: list[pickle.PickleBuffer]) -> bytes:
-    """Pickles the object, the caller's script by value, large arrays and tensors out of band."""
-    import cloudpickle  # whoever unpacks does without
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no types
-        """Takes tensors' bytes out of the stream, as numpy does; torch pickles them into it."""
-
-        def reducer_override(self, thing: Any) -> Any:
-            if _is_large_tensor(thing):
-                return _tensor, (thing.detach().numpy(),)
-            return super().reducer_override(thing)
-
-    file = io.BytesIO()
-    Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
-    return file.getvalue()
-
-
-def _is_large_tensor(thing: Any) -> bool:
-    torch = sys.modules.get("torch")  # without it there are no tensors
-    return (
-        torch is not None
-        and type(thing) is torch.Tensor
-        and thing.layout is torch.strided
-        and thing.device.type == "cpu"
-        and not thing.requires_grad
-        and thing.dtype is not torch.bfloat16  # numpy has none
-        and not thing.is_conj()
-        and not thing.is_neg()
-        and thing.is_contiguous()
-        and thing.nbytes >= LARGE_BYTES
     )
 
 

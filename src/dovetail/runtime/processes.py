@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.runtime import stopped
-from dovetail.runtime.forking import ForkedProcess, end_fork_server, fork_server
+from dovetail.runtime.forking import ForkedProcess, end_fork_server, environment_of, fork_server
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,7 @@ class Channel:
 
 GRACE_SECONDS = 5.0
 """After its channel was closed, a worker has this long to end by itself before it is killed."""
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMBA_NUM_THREADS",
-)
-_SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_SPIN_VARIABLES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
 _SPINS = 10_000
 """An OpenMP thread looks this often for its next piece of work before it sleeps: about 0.1 ms.
 
@@ -236,10 +230,17 @@ def launch(
     """
     parent_end, child_end = socket.socketpair()
     with child_end:
-        forked = _forked(entry, cores, child_end.fileno()) if threads == 1 else None
-        if forked is not None:
-            channel = Channel(parent_end.detach())
-            return Worker(name or entry, forked, channel, patience_seconds)
+        server = fork_server() if threads == 1 else None
+        if server is not None:
+            forked = server.fork(entry, cores, child_end.fileno())
+            if forked is not None:
+                channel = Channel(parent_end.detach())
+                return Worker(name or entry, forked, channel, patience_seconds)
+            end_fork_server()
+        environment = environment_of(threads)
+        # The user's own settings of spinning stand.
+        if spins_briefly and threads > 1 and not environment.keys() & _SPIN_VARIABLES:
+            environment["GOMP_SPINCOUNT"] = str(_SPINS)
         process = subprocess.Popen(
             [
                 # -P keeps the folder of child.py off sys.path, where it would hide other modules.
@@ -253,7 +254,7 @@ def launch(
                 json.dumps(sys.path),
             ],
             pass_fds=(child_end.fileno(),),
-            env=_environment(threads, spins_briefly),
+            env=environment,
             stdin=subprocess.DEVNULL,
             # Workers print to standard error, because standard output is the parent's alone. A
             # process group of their own keeps the terminal's Ctrl-C from them.
@@ -261,25 +262,6 @@ def launch(
             process_group=0,
         )
     return Worker(name or entry, process, Channel(parent_end.detach()), patience_seconds)
-
-
-def _forked(entry: str, cores: tuple[int, ...], descriptor: int) -> ForkedProcess | None:
-    """A worker from the fork server; None if it cannot be had from there."""
-    server = fork_server()
-    if server is None:
-        return None
-    process = server.fork(entry, cores, descriptor)
-    if process is None:
-        end_fork_server()
-    return process
-
-
-def _environment(threads: int, spins_briefly: bool) -> dict[str, str]:
-    """The parent's environment with the number of threads; what the user set on spinning stands."""
-    variables = dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    if spins_briefly and threads > 1 and not any(name in variables for name in _SPIN_VARIABLES):
-        variables["GOMP_SPINCOUNT"] = str(_SPINS)
-    return variables
 
 
 def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> list[Worker]:

@@ -156,8 +156,18 @@ class Ranks:
         deadline = time.monotonic() + JOIN_SECONDS
         try:
             self._store.set(f"{name}/{self.rank}", json.dumps(value))
-            return [self._hear(f"{name}/{rank}", rank, deadline) for rank in range(self.ranks)]
-        # What torch's store raises when it is gone.
+            given = []
+            for rank in range(self.ranks):
+                while not self._store.check([f"{name}/{rank}"]):
+                    self.check()
+                    if time.monotonic() > deadline:
+                        host = self.hosts[rank] if self.hosts else "unknown"
+                        says = f"it did not begin within {JOIN_SECONDS:g} s"
+                        raise RankLostError(host, rank, "", says)
+                    time.sleep(_NAP_SECONDS)
+                given.append(json.loads(self._store.get(f"{name}/{rank}")))
+            return given
+        # torch's store raises this when it is gone.
         except RuntimeError as error:
             raise self._store_lost(error) from error
 
@@ -166,15 +176,6 @@ class Ranks:
         order."""
         self._told[name] = self._told.get(name, -1) + 1
         return f"{name}.{self._told[name]}"
-
-    def _hear(self, key: str, rank: int, deadline: float) -> Any:
-        while not self._store.check([key]):
-            self.check()
-            if time.monotonic() > deadline:
-                host = self.hosts[rank] if self.hosts else "unknown"
-                raise RankLostError(host, rank, "", f"it did not begin within {JOIN_SECONDS:g} s")
-            time.sleep(_NAP_SECONDS)
-        return json.loads(self._store.get(key))
 
     def group(self, name: str, members: tuple[int, ...]) -> Any:
         """A group of these ranks over gloo, which all of them make in one order (see
@@ -189,8 +190,8 @@ class Ranks:
         return self.wait_for(lambda: gloo_group(store, place, len(members), device, timeout))
 
     def wait_for(self, task: Callable[[], Any]) -> Any:
-        """What the task returns, which waits for other ranks. Raises `RankLostError` as soon as one
-        is lost, and what the task raises."""
+        """Run a task that waits for other ranks, and return its result. Raises `RankLostError`
+        as soon as a rank is lost, and what the task raises."""
         self.check()
         answers: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
         self._answers = answers
@@ -310,7 +311,10 @@ class Ranks:
     def _watch(self) -> None:
         seen: dict[int, tuple[bytes, float]] = {}
         beats, last = 0, time.monotonic()
-        while not self._closing.wait(BEAT_SECONDS):
+        lost: RankLostError | None = None
+        while lost is None:
+            if self._closing.wait(BEAT_SECONDS):
+                return
             beats += 1
             stopped = time.monotonic() - last > SILENT_SECONDS / 2
             if stopped:
@@ -332,9 +336,21 @@ class Ranks:
                 if self._closing.is_set():
                     return
                 lost = self._store_lost(error)
-            if lost is not None:
-                self._end(lost)
+        # A rank is lost, which ends this rank's part of the run.
+        self.lost = lost
+        for end in tuple(self._ends):
+            end()
+        if self._answers is not None:
+            self._answers.put((False, lost))
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if not self._waiters or self._closing.is_set():
                 return
+            time.sleep(_NAP_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.write(printable(f"error: {lost.line}") + "\n")
+        sys.stderr.flush()
+        os._exit(lost.exit_status)
 
     def _store_lost(self, error: Exception) -> RankLostError:
         host, port = self.place.address
@@ -362,13 +378,10 @@ class Ranks:
                 said = f"it was silent for {SILENT_SECONDS:g} s"
                 self._write_down(rank, json.loads(beat)[1], said)
                 return self._read_lost()
-        if self._suspects:
-            return self._look_at_suspect(seen)
-        return None
-
-    def _look_at_suspect(self, seen: dict[int, tuple[bytes, float]]) -> RankLostError | None:
-        """A connection has failed. A rank that fails by itself says so, and the process of one that
-        was killed beats no more: what is first known counts."""
+        if not self._suspects:
+            return None
+        # A connection has failed. A rank that fails by itself says so, and the process of one that
+        # was killed beats no more: what is first known counts.
         rank, said = next(iter(self._suspects.items()))
         now = time.monotonic()
         self._suspected = self._suspected or now
@@ -391,23 +404,6 @@ class Ranks:
     def _read_lost(self) -> RankLostError:
         rank, host, op, said = json.loads(self._beats.get(_LOST))
         return RankLostError(str(host), int(rank), str(op), str(said))
-
-    def _end(self, lost: RankLostError) -> None:
-        """End this rank's part of the run."""
-        self.lost = lost
-        for end in tuple(self._ends):
-            end()
-        if self._answers is not None:
-            self._answers.put((False, lost))
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline:
-            if not self._waiters or self._closing.is_set():
-                return
-            time.sleep(_NAP_SECONDS)
-        sys.stdout.flush()
-        sys.stderr.write(printable(f"error: {lost.line}") + "\n")
-        sys.stderr.flush()
-        os._exit(lost.exit_status)
 
 
 def guard(channel: Channel) -> None:

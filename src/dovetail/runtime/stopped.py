@@ -73,7 +73,7 @@ def watched(pid: int, kill: Callable[[], None]) -> Iterator[None]:
 
 
 def describe_stop(seconds: float) -> str:
-    """How a process ended that was killed for having been stopped."""
+    """The words for the end of a process that was killed because somebody had stopped it."""
     return f"killed, as it was stopped for {seconds:.3g} s"
 
 

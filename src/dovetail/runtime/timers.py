@@ -39,11 +39,18 @@ def time_call(
     calls = max(1, round(sample_seconds / max(clock() - begin, 1e-9)))
     seconds: list[float] = []
     while len(seconds) < samples and (len(seconds) < 3 or clock() - begin < budget_seconds):
-        start = clock()
-        for _ in range(calls):
-            call()
-        seconds.append((clock() - start) / calls)
+        seconds.append(seconds_of(call, calls, clock))
     return summarise(seconds, calls)
+
+
+def seconds_of(
+    call: Callable[[], object], times: int = 1, clock: Callable[[], float] = clock
+) -> float:
+    """Seconds of a call: the mean of so many in a row."""
+    began = clock()
+    for _ in range(times):
+        call()
+    return (clock() - began) / times
 
 
 def summarise(seconds: list[float], calls: int = 1) -> Timing:

@@ -165,7 +165,7 @@ they have at most `_SMALL` and the op has numbers among its arguments that may b
 all from `_LEAST` on: below it, dimensions and modes are numbered."""
 
 _OF_DTYPES = ("dtype", "scalar type", "weight type")
-"""What kernels say where dtypes do not go together."""
+"""One of these stands in a kernel's error about dtypes that do not go together."""
 
 
 def _small_results(
@@ -175,7 +175,7 @@ def _small_results(
     if they can be. None if there is nothing to ask, or if the op cannot be asked. Raises the
     kernel's own error about dtypes."""
     mixed = len({value.dtype for value in inputs}) > 1
-    # What products and convolutions of one dtype return is right, and takes longest.
+    # Fake products and convolutions of one dtype are right, and their kernels take longest.
     if not mixed and (
         op.overloadpacket in flop_registry or all(value.is_contiguous() for value in inputs)
     ):
@@ -242,7 +242,7 @@ def _formed_alike(value: Tensor, twin: Tensor) -> Tensor:
     which the twin has them."""
     shape, wanted = value.shape, twin.stride()
     if twin.shape != shape:
-        # What a kernel lays with gaps tells nothing of other sizes.
+        # Gaps in a kernel's result tell nothing of other sizes.
         is_dense = _extent(twin.shape, wanted) == twin.numel()
         wanted = tuple(_dense_strides(shape, wanted)) if is_dense else value.stride()
     pairs = zip(wanted, value.stride(), shape, strict=True)
@@ -493,7 +493,7 @@ def named_store(name: str, store: Any) -> Any:
 
 
 def gloo_device(address: str, interface: str = "") -> Any:
-    """What gloo's connections go through: the interface of this name, or of this address."""
+    """The interface of gloo's connections: that of this name, or of this address."""
     made: Any = torch.distributed.ProcessGroupGloo
     if interface:
         return made.create_device(interface=interface)
@@ -519,7 +519,7 @@ def has_nccl() -> bool:
 
 
 def nccl_errors() -> tuple[type[BaseException], ...]:
-    """What NCCL raises, as other errors of a GPU are RuntimeErrors too."""
+    """The errors of NCCL; a GPU's other errors are RuntimeErrors too."""
     made: Any = torch.distributed
     return (made.DistError,)
 

@@ -10,7 +10,7 @@ A and C below may not share a stage, and no pair of stages may wait for each oth
 The *crossings* of an op are the most changes of device on a path that ends at it. Stages hold ops
 of one device with equal crossings (a *wave*). Between two such ops no path leaves the device,
 and a stage waits only for waves with fewer crossings or for earlier stages of its own wave.
-So any stages of the waves complete together, on all devices. What this rules out: an op never
+So any stages of the waves complete together, on all devices. The price is that an op never
 shares a stage with one that it could run beside but that is behind more changes of device.
 
 Within a wave `dos` or `ios` choose the stages. Ops that share no stage keep the order in which
@@ -20,7 +20,6 @@ the plan without stages starts them.
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +59,7 @@ Nodes = list[tuple[tuple[int, ...], int]]
 
 @dataclass(frozen=True, eq=False)
 class DeviceStages:
-    """What stages of a step's kernels cost on one device, relative to the kernels one by one.
+    """The costs of stages of a step's kernels on one device, relative to the kernels one by one.
 
     block, signatures   of all kernels of the step
     timer               seconds of stages of several groups
@@ -126,25 +125,20 @@ class PlacedStages:
         for device, ops in waves_of(self.graph, placement):
             if self.devices[device] is None or len(ops) < 2:
                 continue
-            nodes = self._nodes(ops)
+            # The kernels that the wave has whole, and every other op by itself.
+            by_kernel: dict[int, list[int]] = defaultdict(list)
+            for op in ops:
+                by_kernel[int(self.kernels.of_op[op])].append(op)
+            nodes: Nodes = []
+            for kernel, inside in by_kernel.items():
+                if kernel != FOLDED and len(inside) == self._sizes[kernel]:
+                    nodes.append((tuple(inside), kernel))
+                else:
+                    nodes += [((op,), FOLDED) for op in inside]
             if len(nodes) > 1:
                 found = self._search(device, nodes, scheduler, most)
                 stages += [(device, stage) for stage in found]
         return stages
-
-    def _nodes(self, ops: Sequence[int]) -> Nodes:
-        """The kernels that the wave has whole, and every other op by itself."""
-        of_op = self.kernels.of_op
-        by_kernel: dict[int, list[int]] = defaultdict(list)
-        for op in ops:
-            by_kernel[int(of_op[op])].append(op)
-        nodes: Nodes = []
-        for kernel, inside in by_kernel.items():
-            if kernel != FOLDED and len(inside) == self._sizes[kernel]:
-                nodes.append((tuple(inside), kernel))
-            else:
-                nodes += [((op,), FOLDED) for op in inside]
-        return nodes
 
     def _search(self, device: int, nodes: Nodes, scheduler: str, most: int) -> list[Stage]:
         """The stages of several groups that the scheduler finds in a wave and that gain."""
@@ -163,9 +157,37 @@ class PlacedStages:
             costs.signatures[kernel] if kernel != FOLDED else f"alone: {alone[i]}"
             for i, (_, kernel) in enumerate(nodes)
         ]
-        timer = partial(_time, costs, block, nodes, alone)
+
+        def time(stages: Sequence[OpSet]) -> list[StageTiming]:
+            """Seconds of stages of the wave, in the plan's own costs.
+
+            A stage of one group, one that surely gains nothing, and one that holds an op outside of
+            whole kernels costs what its ops take one by one.
+            """
+            asked: dict[OpSet, OpSet] = {}
+            for stage in stages:
+                groups = [
+                    [nodes[n][1] for n in members(group)] for group in groups_of(block, stage)
+                ]
+                if len(groups) < 2 or any(FOLDED in group for group in groups):
+                    continue
+                if not costs.hopeless(groups):
+                    asked[stage] = sum(1 << kernel for group in groups for kernel in group)
+            shares: dict[OpSet, float] = {}
+            if asked:
+                shares = dict(zip(asked, costs.shares(list(asked.values())), strict=True))
+            timings = []
+            for stage in stages:
+                one_by_one = sum(alone[n] for n in members(stage))
+                several = stage & (stage - 1)
+                seconds = one_by_one * (_NO_TIE if several else 1.0)
+                if stage in shares:
+                    seconds = one_by_one * shares[stage] + costs.hand_over_seconds
+                timings.append(StageTiming(seconds))
+            return timings
+
         problem = StageProblem(
-            block, signatures, timer, timer, [None] * len(nodes), costs.groups, alone
+            block, signatures, time, time, [None] * len(nodes), costs.groups, alone
         )
         known = self._known
 
@@ -189,42 +211,14 @@ class PlacedStages:
         return stages
 
 
-def _time(
-    costs: DeviceStages,
-    block: KernelBlock,
-    nodes: Nodes,
-    alone: Sequence[float],
-    stages: Sequence[OpSet],
-) -> list[StageTiming]:
-    """Seconds of stages of a wave, in the plan's own costs.
-
-    A stage of one group, one that surely gains nothing, and one that holds an op outside of whole
-    kernels costs what its ops take one by one.
-    """
-    asked: dict[OpSet, OpSet] = {}
-    for stage in stages:
-        groups = [list(members(group)) for group in groups_of(block, stage)]
-        if len(groups) < 2 or any(nodes[n][1] == FOLDED for group in groups for n in group):
-            continue
-        kernel_groups = [[nodes[n][1] for n in group] for group in groups]
-        if not costs.hopeless(kernel_groups):
-            asked[stage] = sum(1 << kernel for group in kernel_groups for kernel in group)
-    shares = dict(zip(asked, costs.shares(list(asked.values())), strict=True)) if asked else {}
-    timings = []
-    for stage in stages:
-        one_by_one = sum(alone[n] for n in members(stage))
-        several = stage & (stage - 1)
-        seconds = one_by_one * (_NO_TIE if several else 1.0)
-        if stage in shares:
-            seconds = one_by_one * shares[stage] + costs.hand_over_seconds
-        timings.append(StageTiming(seconds))
-    return timings
-
-
 def waves_of(graph: Graph, placement: NDArray[np.int32]) -> list[tuple[int, list[int]]]:
     """(device, ops) of each wave; ops ascend. O(ops + reads)."""
     crossings = [0] * len(graph)
-    before = _needs_of_ops(graph)
+    # [ops] the ops, without sources, that each op needs.
+    before: list[list[int]] = [[] for _ in range(len(graph))]
+    ends = _needs(graph)
+    for first, then in np.unique(ends[~graph.is_source[ends[:, 0]]], axis=0).tolist():
+        before[then].append(first)
     devices, is_source = placement.tolist(), graph.is_source.tolist()
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for op in range(len(graph)):
@@ -281,21 +275,12 @@ def needs_between(graph: Graph, units: Sequence[tuple[int, ...]]) -> NDArray[np.
     unit_of = np.full(len(graph), -1)
     for number, ops in enumerate(units):
         unit_of[list(ops)] = number
-    ends = np.concatenate(
-        [np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1), graph.control]
-    )
-    pairs = unit_of[ends]
+    pairs = unit_of[_needs(graph)]
     pairs = pairs[(pairs >= 0).all(axis=1) & (pairs[:, 0] != pairs[:, 1])]
     return np.unique(pairs, axis=0)
 
 
-def _needs_of_ops(graph: Graph) -> list[list[int]]:
-    """[ops] the ops, without sources, that each op needs."""
-    before: list[list[int]] = [[] for _ in range(len(graph))]
-    ends = np.concatenate(
-        [np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1), graph.control]
-    )
-    ends = ends[~graph.is_source[ends[:, 0]]]
-    for first, then in np.unique(ends, axis=0).tolist():
-        before[then].append(first)
-    return before
+def _needs(graph: Graph) -> NDArray[np.int64]:
+    """[pairs, 2] (first, then) of ops, the second of which reads the first or waits for it."""
+    reads = np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1)
+    return np.concatenate([reads, graph.control])

@@ -21,7 +21,7 @@ SEQUENTIAL = "sequential"
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What one kernel does.
+    """The work of one kernel.
 
     ops           names of its ops, in order
     moved_bytes   bytes that it reads from memory and writes to it
@@ -53,7 +53,7 @@ class KernelStage:
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """How much a search computed and measured.
+    """The numbers of things that a search computed and measured.
 
     states              sets of ops whose best schedule was searched
     transitions         (state, ending) pairs that were compared

@@ -58,7 +58,7 @@ hundreds of endings for each state, where `dos` compares some 40."""
 
 @dataclass(frozen=True)
 class StageProblem:
-    """What schedulers are given: kernels, and what they cost.
+    """The kernels to schedule, and their costs.
 
     signatures     [kernels] equal for kernels that cost the same
     timer          a function: stages of the block -> their timings
@@ -87,7 +87,7 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class SchedulerResult:
-    """What a scheduler returns: stages in running order, or streams without barriers.
+    """The result of a scheduler: stages in running order, or streams without barriers.
 
     seconds         predicted seconds of the whole schedule
     stages          empty for a scheduler that returns streams
@@ -180,9 +180,22 @@ def by_parts(
     seconds = []
     states = transitions = 0
     for part, window in zip(division.parts, division.windows, strict=True):
-        alike = (part.block, _alike(problem, part))
+        # Parts of one key have stages that cost the same. Merge keys name tensors, so they differ
+        # from part to part. Each is replaced by the place of its first kernel: what matters is
+        # which kernels of the part share a key.
+        first: dict[Hashable, int] = {}
+        merging = tuple(
+            None if problem.keys[op] is None else first.setdefault(problem.keys[op], place)
+            for place, op in enumerate(part.ops)
+        )
+        alike = (part.block, tuple(problem.signatures[op] for op in part.ops), merging)
         if alike not in by_key:
-            by_key[alike] = search(part, partial(_time, problem.timer, part), window)
+
+            def time(stages: Sequence[OpSet], part: Part = part) -> Sequence[StageTiming]:
+                # The problem's timer numbers ops as the whole block does.
+                return problem.timer([whole(part, stage) for stage in stages])
+
+            by_key[alike] = search(part, time, window)
             states += by_key[alike].states
             transitions += by_key[alike].transitions
         schedule = by_key[alike]
@@ -204,22 +217,3 @@ def by_parts(
         transitions,
         division.pruning,
     )
-
-
-def _time(timer: StageTimer, part: Part, stages: Sequence[OpSet]) -> Sequence[StageTiming]:
-    """Time stages of a part with a timer that numbers ops as the whole block does."""
-    return timer([whole(part, stage) for stage in stages])
-
-
-def _alike(problem: StageProblem, part: Part) -> Hashable:
-    """Return a key that is equal for parts whose stages cost the same, if their blocks are equal.
-
-    Merge keys name tensors, so they differ from part to part. Each is replaced by the place of its
-    first kernel: what matters is which kernels of the part share a key.
-    """
-    first: dict[Hashable, int] = {}
-    merging = [
-        None if problem.keys[op] is None else first.setdefault(problem.keys[op], place)
-        for place, op in enumerate(part.ops)
-    ]
-    return tuple(problem.signatures[op] for op in part.ops), tuple(merging)

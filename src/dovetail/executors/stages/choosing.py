@@ -1,7 +1,7 @@
 """Finds the fastest schedule by measuring all side by side, and never picks one that may be slower.
 
 Schedules run in turn, round after round, so that a disturbance of the machine that lasts a while
-disturbs all of them. What counts is a schedule's time divided by that of the sequential schedule in
+disturbs all of them. A schedule is judged by its time divided by that of the sequential schedule in
 the same round.
 """
 
@@ -9,9 +9,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from math import comb, inf
-from typing import Any
 
-from dovetail.runtime.timers import clock
 from dovetail.schedulers.results import SEQUENTIAL
 
 _ROUND_SECONDS = 0.03
@@ -49,13 +47,6 @@ def measure(
             seconds[name].append(statistics.median(timers[name]() for _ in range(calls_of[name])))
         progress((number + 1) / rounds)
     return {name: tuple(of_name) for name, of_name in seconds.items()}
-
-
-def timed(run: Callable[[], Any]) -> float:
-    """Seconds that one call of `run` takes."""
-    began = clock()
-    run()
-    return clock() - began
 
 
 def fastest(

@@ -81,7 +81,7 @@ class CpuStep:
         # Tensors that are still in the table after the last phase. They are dropped from it, so
         # that only the caller holds what a step returns.
         self._left = [t for t in (*prepared.inputs, *prepared.returned) if t not in self._held]
-        self._flags = StageFlags(
+        self._flags = SegmentFlags(
             segment for own in segments for stream in own or () for segment in stream
         )
         self._epoch = 0
@@ -92,43 +92,17 @@ class CpuStep:
                 whole.add_to(self._stream, self._runner, frees=dropped)
             else:
                 streams = streams_of(own, functions, self._runner, self._flags)
-                if len(streams) > 1:
-                    self._stream.fork(streams, tag=0, frees=dropped)
-                else:
+                # A single stream runs in this thread, which otherwise uses all of the device's.
+                if len(streams) == 1:
                     self._set_threads_in_stream(1)
-                    self._stream.fork(streams, tag=0, frees=dropped)
+                self._stream.fork(streams, tag=0, frees=dropped)
+                if len(streams) == 1:
                     self._set_threads_in_stream(threads)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        self._check(inputs)
+        """Run a step. Raises `UsageError` for inputs unlike those of the capture."""
         prepared, runner = self._prepared, self._runner
-        # After an error any tensor may be left in the table, so all are dropped then.
-        left: Sequence[int] = [t for t in range(self._entries) if t not in self._held]
-        # The capture has settled the dtypes, and threads of streams would not see an autocast.
-        with _ONE_AT_A_TIME, torch.inference_mode(), without_autocast():
-            before = torch.get_num_threads()
-            self._epoch += 1
-            try:
-                torch.set_num_threads(self._threads)
-                for tensor, value in zip(prepared.inputs, inputs, strict=True):
-                    runner.set(tensor, prepared.laid_out(value))
-                runner.run(self._stream, now=self._epoch)
-                left = self._left
-                return pytree.tree_map_only(Ref, self._result, prepared.outputs)
-            finally:
-                runner.clear(left)
-                torch.set_num_threads(before)
-
-    def _set_threads_in_stream(self, threads: int) -> None:
-        # The function must not refer to this object, which holds the stream: a C++ stream takes no
-        # part in garbage collection.
-        self._stream.function(partial(torch.set_num_threads, threads), [], [], tag=0)
-
-    def _check(self, inputs: Sequence[Tensor]) -> None:
-        """Raise `UsageError` for inputs unlike those of the capture.
-
-        Calls do not check this: they would compute something from any input.
-        """
+        # The calls do not check this: they would compute something from any input.
         if len(inputs) != len(self._wanted):
             raise UsageError("inputs", f"{len(self._wanted)} are needed, not {len(inputs)}")
         for place, (value, wanted) in enumerate(zip(inputs, self._wanted, strict=True)):
@@ -141,6 +115,27 @@ class CpuStep:
                     f"input {place} must be {wanted[1]} {list(wanted[0])} on the CPU, as when it "
                     f"was captured, not {given[1]} {list(given[0])} on {value.device}",
                 )
+        # The capture has settled the dtypes, and threads of streams would not see an autocast.
+        with _ONE_AT_A_TIME, torch.inference_mode(), without_autocast():
+            before, has_run = torch.get_num_threads(), False
+            self._epoch += 1
+            try:
+                torch.set_num_threads(self._threads)
+                for tensor, value in zip(prepared.inputs, inputs, strict=True):
+                    runner.set(tensor, prepared.laid_out(value))
+                runner.run(self._stream, now=self._epoch)
+                has_run = True
+                return pytree.tree_map_only(Ref, self._result, prepared.outputs)
+            finally:
+                # After an error any tensor may be left in the table, so all are dropped then.
+                every = () if has_run else range(self._entries)
+                runner.clear(self._left if has_run else [t for t in every if t not in self._held])
+                torch.set_num_threads(before)
+
+    def _set_threads_in_stream(self, threads: int) -> None:
+        # The function must not refer to this object, which holds the stream: a C++ stream takes no
+        # part in garbage collection.
+        self._stream.function(partial(torch.set_num_threads, threads), [], [], tag=0)
 
     def _result(self, ref: Ref) -> Tensor:
         constant = self._prepared.constants.get(ref.tensor)
@@ -149,7 +144,7 @@ class CpuStep:
         return value
 
 
-class StageFlags:
+class SegmentFlags:
     """A flag for each segment that another stream waits for, by the segment's last kernel."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
@@ -164,7 +159,7 @@ def streams_of(
     segments: Sequence[Sequence[Segment]],
     functions: Functions,
     runner: Runner,
-    flags: StageFlags,
+    flags: SegmentFlags,
 ) -> list[Stream]:
     """[streams] what runs the segments of each stream."""
     streams = []
@@ -180,7 +175,7 @@ def streams_of(
     return streams
 
 
-class StageStreams:
+class SegmentStreams:
     """Streams of segments of an example step, ready to run repeatedly by themselves."""
 
     def __init__(self, segments: Sequence[Sequence[Segment]], functions: Functions) -> None:
@@ -192,7 +187,7 @@ class StageStreams:
             for tensor in function.takes:
                 if tensor not in made and tensor not in functions.constants:
                     self._runner.set(tensor, functions.example[tensor])
-        self._flags = StageFlags(segment for stream in segments for segment in stream)
+        self._flags = SegmentFlags(segment for stream in segments for segment in stream)
         self._streams = streams_of(segments, functions, self._runner, self._flags)
         self._epoch = 0
 
@@ -204,7 +199,7 @@ class StageStreams:
             self._runner.run_streams(self._streams, first=first, passes=passes)
 
     def value(self, tensor: int) -> Tensor | None:
-        """What the last pass has left of a tensor."""
+        """The tensor that the last pass has made; None if it was freed."""
         return self._runner.get(tensor)
 
 

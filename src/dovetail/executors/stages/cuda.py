@@ -85,11 +85,24 @@ class CudaNetwork:
             self._warm_up(arena)
             self._graph = capture(self._lanes[0], self._issue, cuda)
         # Now the addresses are known that capture got, so they are checked before the first replay.
-        buffers = self._own_spans()
+        # Views of inputs and constants are left out, because no kernel writes there.
+        constants = placed.prepared.constants
+        kept = (*self._inputs.values(), *constants.values())
+        fixed = [_span(tensor) for tensor in kept if tensor.numel()]
+        buffers = [
+            [span for span in own if not any(f.start <= span.start < f.end for f in fixed)]
+            for own in self._spans
+        ]
         block, owned, outputs = as_one(self._block, buffers, self._outputs, self._merged)
         check_races(block, self._streams, owned, outputs)
-        self.memory_bytes = self._arena.numel() if arena else _covered(buffers)
-        constants = placed.prepared.constants
+        if arena:
+            self.memory_bytes = self._arena.numel()
+        else:
+            # Bytes that buffers share count once.
+            self.memory_bytes = end = 0
+            for buffer in sorted((b for own in buffers for b in own), key=lambda b: b.start):
+                self.memory_bytes += max(0, buffer.end - max(buffer.start, end))
+                end = max(end, buffer.end)
         self._values = {
             t: self._values[t] if t in self._values else constants[t] for t in placed.wanted
         }
@@ -129,26 +142,21 @@ class CudaNetwork:
         issue(steps, self._lanes, self._cuda, measure)
         self._cuda.synchronize()
         if arena:
-            self._place(sizes)
+            # The arena is planned and allocated, with a view of it for each tensor.
+            needed = [[t.nbytes for t in own] for own in sizes]
+            plan = plan_memory(self._block, self._streams, needed, self._outputs)
+            check_races(self._block, self._streams, plan.buffers, self._outputs)
+            device = next(iter(self._inputs.values())).device
+            self._arena = torch.empty(plan.total_bytes, dtype=torch.uint8, device=device)
+            kernels = self._placed.prepared.kernels
+            for written, own, buffers in zip(kernels, sizes, plan.buffers, strict=True):
+                for tensor, like, buffer in zip(written.writes, own, buffers, strict=True):
+                    flat = self._arena[buffer.start : buffer.end].view(like.dtype)
+                    self._slots[tensor] = flat.as_strided(like.shape, like.stride())
         for _ in range(WARM_UPS):
             self._issue()
             self._cuda.synchronize()
         self._begin()
-
-    def _place(self, sizes: Sequence[Sequence[Tensor]]) -> None:
-        """Plan the arena, allocate it, and make a view of it for each tensor."""
-        plan = plan_memory(
-            self._block, self._streams, [[t.nbytes for t in own] for own in sizes], self._outputs
-        )
-        check_races(self._block, self._streams, plan.buffers, self._outputs)
-        device = next(iter(self._inputs.values())).device
-        self._arena = torch.empty(plan.total_bytes, dtype=torch.uint8, device=device)
-        for kernel, own, buffers in zip(
-            self._placed.prepared.kernels, sizes, plan.buffers, strict=True
-        ):
-            for tensor, like, buffer in zip(kernel.writes, own, buffers, strict=True):
-                flat = self._arena[buffer.start : buffer.end].view(like.dtype)
-                self._slots[tensor] = flat.as_strided(like.shape, like.stride())
 
     def _begin(self) -> None:
         self._values = dict(self._inputs)
@@ -163,7 +171,16 @@ class CudaNetwork:
         for kernel in step.dead:
             for tensor in kernels[kernel].writes:
                 del self._values[tensor]
-        function, takes, returns = self._function(step.kernels)
+        if step.kernels not in self._functions:
+            function, takes, returns = self._placed.prepared.function(step.kernels)
+            # A step lists its kernels in ascending order; a merged function takes and returns its
+            # tensors in the order of its own group.
+            for group, merged in self._merged.items():
+                if set(group) == set(step.kernels):
+                    _, takes, returns = self._placed.prepared.function(group)
+                    function = merged
+            self._functions[step.kernels] = function, takes, returns
+        function, takes, returns = self._functions[step.kernels]
         with _naming(step.kernels):
             results = function(*(self._values[t] for t in takes))
         for tensor, result in zip(returns, results, strict=True):
@@ -172,32 +189,6 @@ class CudaNetwork:
             self._values[tensor] = result
         for kernel in step.kernels:
             self._spans[kernel] = [_span(self._values[t]) for t in kernels[kernel].writes]
-
-    def _function(self, numbers: Group) -> tuple[Function, Group, Group]:
-        if numbers not in self._functions:
-            function, takes, returns = self._placed.prepared.function(numbers)
-            # A step lists its kernels in ascending order; a merged function takes and returns its
-            # tensors in the order of its own group.
-            for group, merged in self._merged.items():
-                if set(group) == set(numbers):
-                    _, takes, returns = self._placed.prepared.function(group)
-                    function = merged
-            self._functions[numbers] = function, takes, returns
-        return self._functions[numbers]
-
-    def _own_spans(self) -> list[list[Buffer]]:
-        """[kernels] the addresses that capture gave to the outputs of each kernel.
-
-        Views of inputs and constants are left out, because no kernel writes there.
-        """
-        fixed = [_span(t) for t in (*self._inputs.values(), *self._constants()) if t.numel()]
-        return [
-            [span for span in own if not any(f.start <= span.start < f.end for f in fixed)]
-            for own in self._spans
-        ]
-
-    def _constants(self) -> Iterator[Tensor]:
-        return iter(self._placed.prepared.constants.values())
 
 
 class StageClock:
@@ -322,12 +313,3 @@ def _span(value: Tensor) -> Buffer:
         return Buffer(0, 0)
     last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
     return Buffer(value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size())
-
-
-def _covered(buffers: Sequence[Sequence[Buffer]]) -> int:
-    """How many bytes the buffers cover together; shared bytes count once."""
-    total, end = 0, 0
-    for buffer in sorted((b for own in buffers for b in own), key=lambda b: b.start):
-        total += max(0, buffer.end - max(buffer.start, end))
-        end = max(end, buffer.end)
-    return total

@@ -87,7 +87,7 @@ class Functions:
             for tensor in (*distinct_refs((call.args, call.kwargs)), *call.results)
         }
         self.entries = 1 + max((*named, *example, *self.constants), default=0)
-        """How large a table the calls need that were made so far."""
+        """The size of the table that the calls made so far need."""
         self._merges = {merged[0]: merged for merged in merges}
         self._known: dict[tuple[int, ...], Function] = {}
 
@@ -98,19 +98,8 @@ class Functions:
     def of(self, kernels: Sequence[int]) -> Function:
         """The calls that run these kernels one after another."""
         kernels = tuple(kernels)
-        if kernels not in self._known:
-            self._known[kernels] = self._made(kernels)
-        return self._known[kernels]
-
-    def fill_constants(self, runner: Runner, functions: Iterable[Function]) -> None:
-        """Set the constants that these functions read in the runner's table."""
-        for function in functions:
-            for call in function.calls:
-                for entry in distinct_refs((call.args, call.kwargs)):
-                    if entry in self.constants:
-                        runner.set(entry, self.constants[entry])
-
-    def _made(self, kernels: Sequence[int]) -> Function:
+        if kernels in self._known:
+            return self._known[kernels]
         calls: list[Call] = []
         takes: dict[int, None] = {}
         returns: dict[int, None] = {}
@@ -131,13 +120,22 @@ class Functions:
                 place += len(own)
         # Of several kernels, what only they read is theirs.
         here = set(kernels)
-        outer = {
+        read_elsewhere = tuple(
             t
             for t in returns
             if t in self.prepared.returned or not self.prepared.readers[t] <= here
-        }
-        returned = tuple(t for t in returns if t in outer)
-        return Function(tuple(calls), tuple(takes), returned, frozenset(self.constants))
+        )
+        made = Function(tuple(calls), tuple(takes), read_elsewhere, frozenset(self.constants))
+        self._known[kernels] = made
+        return made
+
+    def fill_constants(self, runner: Runner, functions: Iterable[Function]) -> None:
+        """Set the constants that these functions read in the runner's table."""
+        for function in functions:
+            for call in function.calls:
+                for entry in distinct_refs((call.args, call.kwargs)):
+                    if entry in self.constants:
+                        runner.set(entry, self.constants[entry])
 
     def _calls_of(self, kernel: int) -> list[Call]:
         """The ATen calls of one kernel."""

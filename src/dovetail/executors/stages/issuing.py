@@ -14,6 +14,7 @@ kernel of the *same* stream is issued that all their readers happen before. Free
 would be wrong, because a reader in another stream might still run.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,87 +128,58 @@ def steps_of(
 
     Raises `RaceError` for streams that deadlock or leave a kernel out.
     """
-    return _Issuing(block, together(streams, merged), merged, outputs).steps()
-
-
-class _Issuing:
-    """Goes through all streams at once, and says what to issue next.
-
-    earlier     [kernels] kernels that have surely ended when each starts
-    units       [streams] what is issued as one, in order
-    events      (kernel that records, kernel that waits) -> number of the event
-    fork        number of the fork's event; `fork` + s is the event of side stream s that joins
-    recorded    events that were issued so far
-    live        [streams] kernels whose outputs are not freed yet
-    """
-
-    def __init__(
-        self, block: KernelBlock, streams: Streams, merged: Collection[Group], outputs: OpSet
-    ) -> None:
-        self.block, self.outputs = block, outputs
-        self.earlier = happens_before(block, streams)
-        self.units = _units(streams, merged)
-        self.events = {wait: event for event, wait in enumerate(streams.waits)}
-        self.fork = len(self.events)
-        self.awaits: dict[int, list[int]] = {}
-        self.records: dict[int, list[int]] = {}
-        for (producer, consumer), event in self.events.items():
-            self.awaits.setdefault(consumer, []).append(event)
-            self.records.setdefault(producer, []).append(event)
-        self.recorded: set[int] = set()
-        self.live: list[list[int]] = [[] for _ in self.units]
-
-    def steps(self) -> tuple[Step, ...]:
-        sides = range(1, len(self.units))
-        found: list[Step] = [RecordEvent(0, self.fork)] if sides else []
-        found += [WaitEvent(side, self.fork) for side in sides]
-        heads = [0] * len(self.units)
-        turn = [*sides, 0][: len(self.units)]
-        # A kernel is issued only after the records of all events that it waits for. This ends,
-        # because `happens_before` has refused streams that deadlock.
-        while any(head < len(of) for head, of in zip(heads, self.units, strict=True)):
-            for stream in turn:
-                own = self.units[stream]
-                if heads[stream] < len(own) and self._ready(own[heads[stream]]):
-                    found += self._unit(stream, own[heads[stream]])
-                    heads[stream] += 1
-        found += [RecordEvent(side, self.fork + side) for side in sides]
-        found += [WaitEvent(0, self.fork + side) for side in sides]
-        return tuple(found)
-
-    def _ready(self, unit: Group) -> bool:
-        return all(event in self.recorded for event in self.awaits.get(unit[0], ()))
-
-    def _unit(self, stream: int, unit: Group) -> list[Step]:
-        dead = tuple(k for k in self.live[stream] if self._is_dead(k, unit[0]))
-        self.live[stream] = [k for k in self.live[stream] if k not in dead] + list(unit)
-        after = self.records.get(unit[-1], [])
-        self.recorded |= set(after)
-        return [
-            *(WaitEvent(stream, event) for event in self.awaits.get(unit[0], ())),
-            RunKernels(stream, unit, dead),
-            *(RecordEvent(stream, event) for event in after),
-        ]
-
-    def _is_dead(self, kernel: int, then: int) -> bool:
-        """True if the kernel and all its readers have surely ended when kernel `then` starts."""
-        used = self.block.successors[kernel] | 1 << kernel
-        return not self.outputs >> kernel & 1 and not used & ~self.earlier[then]
-
-
-def _units(streams: Streams, merged: Collection[Group]) -> list[list[Group]]:
-    """[streams] what is issued as one, a kernel or a merged group, in order."""
+    streams = together(streams, merged)
+    # [kernels] kernels that have surely ended when each starts.
+    earlier = happens_before(block, streams)
+    # [streams] what is issued as one, a kernel or a merged group, in order.
     group_of = {kernel: group for group in merged for kernel in group}
-    units = []
+    units: list[list[Group]] = []
     for order in streams.orders:
-        own: list[Group] = []
+        units.append([])
         left = list(order)
         while left:
             size = len(group_of.get(left[0], (left[0],)))
-            own.append(tuple(left[:size]))
+            units[-1].append(tuple(left[:size]))
             left = left[size:]
-        units.append(own)
-    return units
+    # Kernel -> the events that it waits for, and those that it records.
+    awaits: dict[int, list[int]] = defaultdict(list)
+    records: dict[int, list[int]] = defaultdict(list)
+    for event, (producer, consumer) in enumerate(streams.waits):
+        awaits[consumer].append(event)
+        records[producer].append(event)
+    # The event of the fork; `fork` + s is the event of side stream s that joins.
+    fork, sides = len(streams.waits), range(1, len(units))
+    found: list[Step] = [RecordEvent(0, fork)] if sides else []
+    found += [WaitEvent(side, fork) for side in sides]
+    recorded: set[int] = set()
+    # [streams] kernels whose outputs are not freed yet.
+    live: list[list[int]] = [[] for _ in units]
+    heads = [0] * len(units)
+    # A kernel is issued only after the records of all events that it waits for. This ends, because
+    # `happens_before` has refused streams that deadlock.
+    while any(head < len(of) for head, of in zip(heads, units, strict=True)):
+        for stream in [*sides, 0][: len(units)]:
+            if heads[stream] == len(units[stream]):
+                continue
+            unit = units[stream][heads[stream]]
+            if not recorded.issuperset(awaits[unit[0]]):
+                continue
+            # A kernel is dead if it and all its readers have surely ended when the unit starts.
+            dead = tuple(
+                kernel
+                for kernel in live[stream]
+                if not outputs >> kernel & 1
+                and not (block.successors[kernel] | 1 << kernel) & ~earlier[unit[0]]
+            )
+            live[stream] = [k for k in live[stream] if k not in dead] + list(unit)
+            found += [WaitEvent(stream, event) for event in awaits[unit[0]]]
+            found.append(RunKernels(stream, unit, dead))
+            found += [RecordEvent(stream, event) for event in records[unit[-1]]]
+            recorded.update(records[unit[-1]])
+            heads[stream] += 1
+    found += [RecordEvent(side, fork + side) for side in sides]
+    found += [WaitEvent(0, fork + side) for side in sides]
+    return tuple(found)
 
 
 def issue(

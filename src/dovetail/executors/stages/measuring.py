@@ -14,6 +14,7 @@ measure it.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,15 +24,14 @@ import torch
 
 from dovetail.costs import CostCache
 from dovetail.costs.cache import MeasuredCost
-from dovetail.executors.stages.choosing import timed
-from dovetail.executors.stages.cpu import StageStreams, segments_within
+from dovetail.executors.stages.cpu import SegmentStreams, segments_within
 from dovetail.executors.stages.cuda import StageClock
 from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.frontends.runners import make_runner, runner_kind
-from dovetail.runtime.timers import clock, summarise
+from dovetail.runtime.timers import clock, seconds_of, summarise
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.timing import key_of
@@ -161,47 +161,49 @@ class MeasuredStages:
 
     def _time(self, stages: Sequence[OpSet], *, bounded: bool) -> list[StageTiming]:
         ask: dict[str, OpSet] = {}
-        names = []
+        # [stages] name of the stage, kernels, True if they may be merged.
+        described: list[tuple[str, list[int], bool]] = []
         for stage in stages:
-            # A set of kernels is a bit mask; this is 0 for a mask of one bit.
-            several = stage & (stage - 1)
-            name = self._name(stage) if several else ""
-            if several and not (bounded and self._loses(stage)):
-                ask.setdefault(name, stage)
-                if can_merge(self._keys, list(members(stage))):
+            kernels = list(members(stage))
+            name, merges = "", False
+            if len(kernels) > 1:
+                name = repr(key_of(self._block, stage, self._signatures))
+                merges = can_merge(self._keys, kernels)
+                # The bound does not cover merged kernels.
+                if merges or not (bounded and self.cannot_win(self._groups(stage))):
+                    ask.setdefault(name, stage)
+                if merges:
                     ask.setdefault(f"merged {name}", stage)
-            names.append(name)
-        found = self._measured(
-            ask, lambda asked: self.measure_stages([self._stage(*each) for each in asked])
-        )
-        return [self._timing(stage, name, found) for stage, name in zip(stages, names, strict=True)]
+            described.append((name, kernels, merges))
 
-    def _timing(self, stage: OpSet, name: str, found: dict[str, MeasuredCost]) -> StageTiming:
-        kernels = list(members(stage))
-        if name not in found:
-            return StageTiming(self.one_by_one(kernels) * (_NO_TIE if len(kernels) > 1 else 1.0))
-        share = self.in_step(kernels)
-        concurrent = found[name].seconds * share
-        # Another stage of the same name may not be mergeable: its kernels may have several inputs.
-        if can_merge(self._keys, kernels):
-            merged = found[f"merged {name}"].seconds * share
-            if merged < concurrent:
-                return StageTiming(merged, merged=True)
-        return StageTiming(concurrent)
+        def measure(asked: Sequence[tuple[str, OpSet]]) -> list[MeasuredCost]:
+            return self.measure_stages(
+                [
+                    ([list(members(stage))], True)
+                    if name.startswith("merged ")
+                    else (self._groups(stage), False)
+                    for name, stage in asked
+                ]
+            )
 
-    def _loses(self, stage: OpSet) -> bool:
-        """True if the stage need not be measured. The bound does not cover merged kernels."""
-        if can_merge(self._keys, list(members(stage))):
-            return False
-        return self.cannot_win([list(members(g)) for g in groups_of(self._block, stage)])
+        found = self._measured(ask, measure)
+        timings = []
+        for name, kernels, merges in described:
+            if name not in found:
+                tie = _NO_TIE if len(kernels) > 1 else 1.0
+                timings.append(StageTiming(self.one_by_one(kernels) * tie))
+                continue
+            share = self.in_step(kernels)
+            timing = StageTiming(found[name].seconds * share)
+            # Another stage of the same name may not be mergeable: its kernels may have several
+            # inputs.
+            if merges and found[f"merged {name}"].seconds * share < timing.seconds:
+                timing = StageTiming(found[f"merged {name}"].seconds * share, merged=True)
+            timings.append(timing)
+        return timings
 
-    def _stage(self, name: str, stage: OpSet) -> Stage:
-        if name.startswith("merged "):
-            return [list(members(stage))], True
-        return [list(members(group)) for group in groups_of(self._block, stage)], False
-
-    def _name(self, stage: OpSet) -> str:
-        return repr(key_of(self._block, stage, self._signatures))
+    def _groups(self, stage: OpSet) -> list[list[int]]:
+        return [list(members(group)) for group in groups_of(self._block, stage)]
 
     def _measured(
         self,
@@ -249,9 +251,13 @@ class CpuStages(MeasuredStages):
         super().__init__(block, signatures, keys, cache, device, progress)
         self._functions, self._threads = functions, threads
         self.alone = AloneSeconds(self._by_themselves(1), self._by_themselves(threads), 0.0)
-        # Measuring repeated kernels needs an expectation of their seconds: those within a step.
+        # [kernels] seconds on one thread when repeated, as stages are measured. Measuring them
+        # needs an expectation: their seconds within a step.
         self._repeated: Sequence[float] = self.alone.one_thread
-        self._repeated = self._over_and_over()
+        self._repeated = self._of_kernels(
+            "over and over",
+            lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked]),
+        )
         name = f"switching, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}"
         switching = self._measured({name: 0}, lambda _asked: [self._switching()])
         self.alone = replace(self.alone, switching=switching[name].seconds)
@@ -262,12 +268,16 @@ class CpuStages(MeasuredStages):
         Stages are visited in turns, so that a disturbance of the machine affects few visits of any
         one stage. A stage that takes longer than its kernels promise is visited more often.
         """
-        orders = [self._orders(groups, merged) for groups, merged in stages]
-        threads = [
-            self._threads_of(own, merged) for own, (_, merged) in zip(orders, stages, strict=True)
-        ]
-        expected = [max(sum(self._repeated[k] for k in order) for order in own) for own in orders]
-        loops = [_StageLoop(own, seconds) for own, seconds in zip(threads, expected, strict=True)]
+        loops = []
+        for groups, merged in stages:
+            functions, orders = self._functions, groups
+            if merged:
+                functions = functions.merging([tuple(groups[0])])
+            else:
+                orders = spread(groups, self.alone.one_thread, self._threads)
+            segments = segments_within(self._block, barriers([orders]), {})
+            expected = max(sum(self._repeated[k] for k in order) for order in orders)
+            loops.append(_StageLoop(SegmentStreams(segments, functions), expected))
         doubtful = loops
         for visit in range(_MOST_VISITS):
             for loop in doubtful:
@@ -275,13 +285,6 @@ class CpuStages(MeasuredStages):
             if visit + 1 >= _VISITS:
                 doubtful = [loop for loop in doubtful if loop.is_doubtful]
         return [loop.measured for loop in loops]
-
-    def _orders(self, groups: Sequence[Sequence[int]], merged: bool) -> Sequence[Sequence[int]]:
-        return groups if merged else spread(groups, self.alone.one_thread, self._threads)
-
-    def _threads_of(self, orders: Sequence[Sequence[int]], merged: bool) -> StageStreams:
-        functions = self._functions.merging([tuple(orders[0])]) if merged else self._functions
-        return StageStreams(segments_within(self._block, barriers([orders]), {}), functions)
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone.best(kernel) for kernel in kernels)
@@ -307,13 +310,6 @@ class CpuStages(MeasuredStages):
         found = self._measured(ask, measure)
         return [found[name].seconds for name in names]
 
-    def _over_and_over(self) -> list[float]:
-        """[kernels] seconds on one thread when repeated, as stages are measured."""
-        return self._of_kernels(
-            "over and over",
-            lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked]),
-        )
-
     def _by_themselves(self, threads: int) -> list[float]:
         """[kernels] seconds within passes over the step, on this many threads."""
         found: dict[str, MeasuredCost] = {}
@@ -328,14 +324,10 @@ class CpuStages(MeasuredStages):
 
     def _in_passes(self, threads: int) -> dict[str, MeasuredCost]:
         """Signature -> the cost of its kernels, from the samples of all kernels that have it."""
-        found = seconds_in_passes(
-            self._functions,
-            len(self._block),
-            threads,
-            partial(self._progress, f"measuring kernels, threads: {threads}"),
-        )
-        samples: dict[str, list[float]] = {signature: [] for signature in self._signatures}
-        for signature, seconds in zip(self._signatures, found, strict=True):
+        progress = partial(self._progress, f"measuring kernels, threads: {threads}")
+        of_kernels = seconds_in_passes(self._functions, len(self._block), threads, progress)
+        samples: dict[str, list[float]] = defaultdict(list)
+        for signature, seconds in zip(self._signatures, of_kernels, strict=True):
             samples[signature] += seconds
         return {signature: _undisturbed(seconds) for signature, seconds in samples.items()}
 
@@ -352,7 +344,7 @@ class CpuStages(MeasuredStages):
         kernel = by_seconds[len(by_seconds) // 2]
         segments = segments_within(self._block, barriers([[[kernel]]]), {})
         others = [*segments, *([] for _ in range(self._threads - 2))]
-        streams = StageStreams([[], *others], self._functions)
+        streams = SegmentStreams([[], *others], self._functions)
         calls = max(1, round(_PHASE_SECONDS / self.alone.all_threads[kernel]))
         passes = max(1, round(_PHASE_SECONDS / self.alone.one_thread[kernel]))
         whole = _repeated(self._functions, kernel, calls)
@@ -362,11 +354,11 @@ class CpuStages(MeasuredStages):
 
         def switch() -> float:
             whole()
-            alone = timed(whole)
+            alone = seconds_of(whole)
             # Two rounds of streams less one round is a round without the start of the threads.
-            twice = timed(partial(streamed, 2))
-            once = timed(streamed)
-            in_turns = timed(whole) + timed(streamed)
+            twice = seconds_of(partial(streamed, 2))
+            once = seconds_of(streamed)
+            in_turns = seconds_of(whole) + seconds_of(streamed)
             return max(0.0, in_turns - alone - (twice - once))
 
         torch.set_num_threads(self._threads)
@@ -414,12 +406,12 @@ class CudaStages(MeasuredStages):
         self.alone = [found[name].seconds for name in names]
 
     def measure_stages(self, stages: Sequence[Stage]) -> list[MeasuredCost]:
-        return [self._measure(groups, merged) for groups, merged in stages]
-
-    def _measure(self, groups: Sequence[Sequence[int]], merged: bool) -> MeasuredCost:
-        own = merged_function(self._prepared, groups[0])[0] if merged else None
-        timing = self._clock.time([tuple(group) for group in groups], own)
-        return MeasuredCost(timing.median_seconds, timing.spread)
+        costs = []
+        for groups, merged in stages:
+            own = merged_function(self._prepared, groups[0])[0] if merged else None
+            timing = self._clock.time([tuple(group) for group in groups], own)
+            costs.append(MeasuredCost(timing.median_seconds, timing.spread))
+        return costs
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone[kernel] for kernel in kernels)
@@ -436,8 +428,10 @@ class CudaStages(MeasuredStages):
 class _StageLoop:
     """Repeats a stage in its threads and collects samples; `expected` seconds guide how often."""
 
-    def __init__(self, threads: StageStreams, expected: float) -> None:
-        self._threads, self._expected = threads, expected
+    def __init__(
+        self, threads: SegmentStreams, expected: float, clock: Callable[[], float] = clock
+    ) -> None:
+        self._threads, self._expected, self._clock = threads, expected, clock
         self._passes = min(_MOST_PASSES, max(1, round(_SAMPLE_SECONDS / expected)))
         self._once: list[float] = []
         self._more: list[float] = []
@@ -446,8 +440,9 @@ class _StageLoop:
         """Take a sample of one pass, and one of `_passes` more."""
         run = self._threads.run
         run()
-        self._once.append(timed(run))
-        self._more.append(timed(partial(run, 1 + self._passes)))
+        self._once.append(seconds_of(run, clock=self._clock))
+        more = partial(run, 1 + self._passes)
+        self._more.append(seconds_of(more, clock=self._clock))
 
     @property
     def measured(self) -> MeasuredCost:

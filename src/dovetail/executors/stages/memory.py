@@ -55,36 +55,9 @@ def plan_memory(
     Raises `RaceError` for streams that deadlock or leave a kernel out.
     """
     needed = [sum(_aligned(size, alignment) for size in of_kernel) for of_kernel in sizes]
-    conflicts = _conflicts(block, happens_before(block, streams), outputs)
-    starts = [0] * len(block)
-    placed: OpSet = 0
-    # Kernels of equal size are placed by index, so that the plan is the same each time.
-    for kernel in sorted(range(len(block)), key=lambda kernel: (-needed[kernel], kernel)):
-        if needed[kernel]:
-            taken = sorted(
-                (starts[o], starts[o] + needed[o]) for o in members(conflicts[kernel] & placed)
-            )
-            starts[kernel] = _best_gap(taken, needed[kernel])
-            placed |= 1 << kernel
-    buffers = []
-    for start, of_kernel in zip(starts, sizes, strict=True):
-        own = []
-        for size in of_kernel:
-            own.append(Buffer(start, start + size))
-            start += _aligned(size, alignment)
-        buffers.append(tuple(own))
-    ends = (start + size for start, size in zip(starts, needed, strict=True))
-    return MemoryPlan(tuple(buffers), max(ends, default=0))
-
-
-def _aligned(size: int, alignment: int) -> int:
-    return -(-size // alignment) * alignment
-
-
-def _conflicts(block: KernelBlock, earlier: Sequence[OpSet], outputs: OpSet) -> list[OpSet]:
-    """[kernels] the other kernels whose outputs may be live at the same time as its own."""
+    # [kernels] those that surely start after each has ended.
     later = [0] * len(block)
-    for kernel, before in enumerate(earlier):
+    for kernel, before in enumerate(happens_before(block, streams)):
         for first in members(before):
             later[first] |= 1 << kernel
     # [kernels] those that may write over its outputs, because the kernel and all its readers have
@@ -99,22 +72,33 @@ def _conflicts(block: KernelBlock, earlier: Sequence[OpSet], outputs: OpSet) -> 
     for kernel, writers in enumerate(over):
         for writer in members(writers):
             under[writer] |= 1 << kernel
-    return [
-        block.everything & ~(over[kernel] | under[kernel] | 1 << kernel)
-        for kernel in range(len(block))
-    ]
+    starts = [0] * len(block)
+    placed: OpSet = 0
+    # Kernels of equal size are placed by index, so that the plan is the same each time.
+    for kernel in sorted(range(len(block)), key=lambda kernel: (-needed[kernel], kernel)):
+        if not needed[kernel]:
+            continue
+        conflicts = placed & ~(over[kernel] | under[kernel])
+        # The smallest gap that holds the kernel, the lowest of equal ones; else behind all.
+        best, slack, end = -1, -1, 0
+        for start, stop in sorted((starts[o], starts[o] + needed[o]) for o in members(conflicts)):
+            left = start - end - needed[kernel]
+            if left >= 0 and (best < 0 or left < slack):
+                best, slack = end, left
+            # Intervals that were placed before may overlap each other.
+            end = max(end, stop)
+        starts[kernel] = end if best < 0 else best
+        placed |= 1 << kernel
+    buffers = []
+    for start, of_kernel in zip(starts, sizes, strict=True):
+        own = []
+        for size in of_kernel:
+            own.append(Buffer(start, start + size))
+            start += _aligned(size, alignment)
+        buffers.append(tuple(own))
+    ends = (start + size for start, size in zip(starts, needed, strict=True))
+    return MemoryPlan(tuple(buffers), max(ends, default=0))
 
 
-def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """The start of the smallest gap that holds `size` bytes; the end of `taken` if there is none.
-
-    `taken` is sorted by start. Of equal gaps the lowest one is returned.
-    """
-    best, slack, end = -1, -1, 0
-    for start, stop in taken:
-        left = start - end - size
-        if left >= 0 and (best < 0 or left < slack):
-            best, slack = end, left
-        # Intervals that were placed before may overlap each other.
-        end = max(end, stop)
-    return end if best < 0 else best
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment

@@ -40,7 +40,6 @@ from dovetail.executors.stages.preparing import (
     refs_of,
     run_prepared,
 )
-from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Call, Ref, kind_of
 from dovetail.graph import Graph
 from dovetail.graph.kernels import (
@@ -114,11 +113,28 @@ def merge_keys(graph: Graph, kernels: Kernels, prepared: PreparedKernels) -> lis
     made_by = {t: n for n, kernel in enumerate(prepared.kernels) for t in kernel.writes}
     keys: list[Hashable | None] = []
     for kernel in prepared.kernels:
+        keys.append(None)
         head = _head_of(kernel)
-        own = None if head is None else _own_key(head, constants)
-        if head is None or own is None:
-            keys.append(None)
+        if head is None:
             continue
+        weight, bias = (
+            value if value is None else constants.get(value.tensor)
+            for value in head.weight_and_bias
+        )
+        if weight is None or (bias is None) != (head.weight_and_bias[1] is None):
+            continue
+        channels = weight.shape[0] if head.is_convolution else weight.shape[1]
+        if bias is not None and (bias.shape != (channels,) or bias.dtype != weight.dtype):
+            continue
+        # What the convolutions or products must have in common.
+        own: Hashable = ("product", weight.dtype)
+        if head.is_convolution:
+            stride, padding, dilation = (_each(head, place) for place in (3, 4, 5))
+            sizes = tuple(weight.shape[2:])
+            sides = zip(padding, dilation, sizes, strict=True)
+            shifts = tuple(2 * p - d * (k - 1) for p, d, k in sides)
+            odd = tuple(size % 2 for size in sizes)
+            own = ("convolution", weight.dtype, stride, dilation, shifts, odd)
         # Two kernels may each make a view of equal value, at different times. So what a kernel
         # reads must come from the same kernels as well.
         made = frozenset(made_by.get(t, -1) for t in kernel.reads)
@@ -126,7 +142,7 @@ def merge_keys(graph: Graph, kernels: Kernels, prepared: PreparedKernels) -> lis
             (str(call.target), _frozen((call.args[1:], call.kwargs), {}))
             for call in head.activations
         )
-        keys.append((own, values[head.operand.tensor], made, activations))
+        keys[-1] = (own, values[head.operand.tensor], made, activations)
     assert len(keys) == kernels.count
     return keys
 
@@ -141,15 +157,64 @@ def merged_function(
     heads = [head for number in numbers if (head := _head_of(prepared.kernels[number])) is not None]
     assert len(heads) == len(numbers), "only kernels that have a key are merged"
     first = heads[0]
-    join = _one_convolution if first.is_convolution else _one_product
+    # The weights' dimension of outputs.
+    dimension = 0 if first.is_convolution else 1
+    refs = [head.weight_and_bias for head in heads]
+    weights = [prepared.constants[weight.tensor] for weight, _ in refs]
+    sizes = [weight.shape[dimension] for weight in weights]
     with torch.inference_mode():
-        call, sizes = join(heads, prepared)
+        bias = None
+        if any(of_head is not None for _, of_head in refs):
+            # A kernel without bias gets zeros.
+            bias = torch.cat(
+                [
+                    weight.new_zeros(size)
+                    if of_head is None
+                    else prepared.constants[of_head.tensor]
+                    for weight, size, (_, of_head) in zip(weights, sizes, refs, strict=True)
+                ]
+            )
+        if first.is_convolution:
+            largest = [max(sides) for sides in zip(*(w.shape[2:] for w in weights), strict=True)]
+            padded = []
+            for weight in weights:
+                # `F.pad` takes the last dimension first, and each dimension's begin and end.
+                around = [
+                    (most - k) // 2 for most, k in zip(largest, weight.shape[2:], strict=True)
+                ]
+                padded.append(F.pad(weight, [side for n in reversed(around) for side in (n, n)]))
+            dilations = zip(largest, weights[0].shape[2:], _each(first, 5), strict=True)
+            more = [d * (most - k) // 2 for most, k, d in dilations]
+            padding = [p + added for p, added in zip(_each(first, 4), more, strict=True)]
+            joined = torch.cat(padded)
+            if prepared.channels_last and joined.dim() == 4:
+                joined = joined.contiguous(memory_format=torch.channels_last)
+            _, _, _, stride, _, *rest = first.call.args
+            arguments = (first.operand, joined, bias, stride, padding, *rest)
+            call = replace(first.call, args=arguments)
+        else:
+            # It is the transpose of a dense tensor, as a linear layer's weight is.
+            joined = torch.cat([weight.t() for weight in weights]).t()
+            operands = (first.operand, joined)
+            if bias is None:
+                call = replace(first.call, target=aten.mm.default, args=operands)
+            else:
+                call = replace(first.call, target=aten.addmm.default, args=(bias, *operands))
     whole = (*first.before, call, *first.activations)
     # All tensors that any of the kernels reads, even those of equal value: they are different
     # tensors, and `PreparedKernels.function` takes each of them.
     takes = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].reads))
     returns = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].writes))
-    copied = _read_dense(prepared, {head.output for head in heads})
+    # Outputs with a reader that would copy a strided tensor, or would fail on it, are copied once.
+    outputs = {head.output for head in heads}
+    copied: set[int] = set()
+    for each in (each for kernel in prepared.kernels for each in kernel.calls):
+        if _is_view(each):
+            reads_strided = each.target not in _NEEDS_STRIDES
+        else:
+            reads_strided = kind_of(each.target) in _READ_STRIDED
+        if not reads_strided:
+            copied |= outputs.intersection(refs_of(each))
     image = torch.channels_last if prepared.channels_last else torch.contiguous_format
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
@@ -192,125 +257,26 @@ def _head_of(kernel: Kernel) -> _MergeHead | None:
         if not (_is_view(call) and set(refs_of(call)) <= made):
             return None
         made |= set(call.results)
-    return head if set(kernel.writes) <= made and _has_known_form(head.call) else None
+    if not set(kernel.writes) <= made:
+        return None
+    call = head.call
+    if head.is_convolution:
+        # Transposed ones, and those of several groups, are not merged.
+        has_known_form = not call.args[6] and call.args[8] == 1 and isinstance(call.args[0], Ref)
+    else:
+        left = _RIGHT_OPERANDS[kind_of(call.target)] - 1
+        has_known_form = not call.kwargs and isinstance(call.args[left], Ref)
+    return head if has_known_form else None
 
 
 def _is_view(call: Call) -> bool:
     return call.target in _RESHAPES or bool(getattr(call.target, "is_view", False))
 
 
-def _has_known_form(call: Call) -> bool:
-    """True for an untransposed convolution of one group, and for a product without scaling."""
-    if kind_of(call.target) == CONVOLUTION:
-        return not call.args[6] and call.args[8] == 1 and isinstance(call.args[0], Ref)
-    left = _RIGHT_OPERANDS[kind_of(call.target)] - 1
-    return not call.kwargs and isinstance(call.args[left], Ref)
-
-
-def _own_key(head: _MergeHead, constants: Values) -> Hashable | None:
-    """What the convolutions or products must have in common; None if this one cannot be merged."""
-    weight, bias = (
-        value if value is None else constants.get(value.tensor) for value in head.weight_and_bias
-    )
-    if weight is None or (bias is None) != (head.weight_and_bias[1] is None):
-        return None
-    outputs = weight.shape[0] if head.is_convolution else weight.shape[1]
-    if bias is not None and (bias.shape != (outputs,) or bias.dtype != weight.dtype):
-        return None
-    if not head.is_convolution:
-        return "product", weight.dtype
-    stride, padding, dilation = (_each(head, place) for place in (3, 4, 5))
-    sizes = tuple(weight.shape[2:])
-    shifts = tuple(2 * p - d * (k - 1) for p, d, k in zip(padding, dilation, sizes, strict=True))
-    odd = tuple(size % 2 for size in sizes)
-    return "convolution", weight.dtype, stride, dilation, shifts, odd
-
-
 def _each(head: _MergeHead, place: int) -> tuple[int, ...]:
     """An argument of a convolution, repeated for each dimension if it is given once."""
     given, dimensions = tuple(head.call.args[place]), len(head.call.args[7])
     return given if len(given) == dimensions else given * dimensions
-
-
-def _one_convolution(
-    heads: Sequence[_MergeHead], prepared: PreparedKernels
-) -> tuple[Call, list[int]]:
-    """(the call that makes all outputs side by side, the number of channels of each output)."""
-    weights, bias = _weights_and_bias(heads, prepared, 0)
-    largest = [max(sizes) for sizes in zip(*(w.shape[2:] for w in weights), strict=True)]
-    padded = []
-    for weight in weights:
-        # `F.pad` takes the last dimension first, and each dimension's begin and end.
-        around = [(most - k) // 2 for most, k in zip(largest, weight.shape[2:], strict=True)]
-        padded.append(F.pad(weight, [side for n in reversed(around) for side in (n, n)]))
-    first = heads[0]
-    padding = [
-        p + d * (most - k) // 2
-        for p, d, most, k in zip(
-            _each(first, 4), _each(first, 5), largest, weights[0].shape[2:], strict=True
-        )
-    ]
-    whole = torch.cat(padded)
-    if prepared.channels_last and whole.dim() == 4:
-        whole = whole.contiguous(memory_format=torch.channels_last)
-    arguments = (first.operand, whole, bias, first.call.args[3], padding, *first.call.args[5:])
-    return replace(first.call, args=arguments), [len(weight) for weight in weights]
-
-
-def _one_product(heads: Sequence[_MergeHead], prepared: PreparedKernels) -> tuple[Call, list[int]]:
-    """As `_one_convolution`, for products.
-
-    The merged weight is the transpose of a dense tensor, as a linear layer's weight is.
-    """
-    weights, bias = _weights_and_bias(heads, prepared, 1)
-    whole = torch.cat([weight.t() for weight in weights]).t()
-    first = heads[0]
-    call = (
-        replace(first.call, target=aten.mm.default, args=(first.operand, whole))
-        if bias is None
-        else replace(first.call, target=aten.addmm.default, args=(bias, first.operand, whole))
-    )
-    return call, [weight.shape[1] for weight in weights]
-
-
-def _weights_and_bias(
-    heads: Sequence[_MergeHead], prepared: PreparedKernels, dimension: int
-) -> tuple[list[Tensor], Tensor | None]:
-    """(weights, concatenated biases, None if no kernel has one).
-
-    `dimension` is the weights' dimension of outputs. A kernel without bias gets zeros.
-    """
-    weights, biases = [], []
-    for head in heads:
-        weight, bias = head.weight_and_bias
-        weights.append(prepared.constants[weight.tensor])
-        biases.append(None if bias is None else prepared.constants[bias.tensor])
-    if all(bias is None for bias in biases):
-        return weights, None
-    return weights, torch.cat(
-        [
-            weight.new_zeros(weight.shape[dimension]) if bias is None else bias
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
-    )
-
-
-def _read_dense(prepared: PreparedKernels, tensors: set[int]) -> set[int]:
-    """Those `tensors` with a reader that would copy a strided tensor, or would fail on it."""
-    return {
-        tensor
-        for kernel in prepared.kernels
-        for call in kernel.calls
-        for tensor in refs_of(call)
-        if tensor in tensors and not _reads_strided(call)
-    }
-
-
-def _reads_strided(call: Call) -> bool:
-    """True if the call reads a strided tensor without making a dense copy of it."""
-    if _is_view(call):
-        return call.target not in _NEEDS_STRIDES
-    return kind_of(call.target) in _READ_STRIDED
 
 
 def _value_numbers(prepared: PreparedKernels) -> dict[int, int]:

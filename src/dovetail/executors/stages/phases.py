@@ -53,11 +53,13 @@ def phases_of(
     together: list[KernelStage] = []
     found: list[SchedulePhase] = []
     for run in runs:
-        if len(run[0].groups) == 1 and _gains(run, alone) > alone.switching:
+        kernels = tuple(k for stage in run for k in stage.groups[0])
+        gained = sum(alone.one_thread[k] - alone.all_threads[k] for k in kernels)
+        if len(run[0].groups) == 1 and gained > alone.switching:
             if together:
                 found.append(_streamed(together, alone, streams))
                 together = []
-            found.append(SchedulePhase(tuple(k for stage in run for k in stage.groups[0])))
+            found.append(SchedulePhase(kernels))
         else:
             together += run
     if together:
@@ -77,7 +79,19 @@ def predicted(
     """
     with_all = {k for phase in phases if phase.streams is None for k in phase.kernels}
     started = sum(phase.streams is not None and len(phase.streams.orders) > 1 for phase in phases)
-    seconds = (_seconds(stage, stage.kernels[0] in with_all, alone) for stage in stages)
+    seconds = []
+    for stage in stages:
+        one, every = (
+            sum(of_kernels[k] for k in stage.kernels)
+            for of_kernels in (alone.one_thread, alone.all_threads)
+        )
+        on_all = stage.kernels[0] in with_all
+        if stage.merged:
+            seconds.append(stage.seconds * (every / one if on_all else 1.0))
+        elif len(stage.groups) > 1:
+            seconds.append(stage.seconds)
+        else:
+            seconds.append(every if on_all else one)
     return started * alone.switching + sum(seconds)
 
 
@@ -132,24 +146,6 @@ def spread(
         orders[stream] += groups[place]
         loads[stream] += cost[place]
     return orders
-
-
-def _seconds(stage: KernelStage, with_all: bool, alone: AloneSeconds) -> float:
-    """Predicted seconds of one stage, on all threads if `with_all`."""
-    one, every = (
-        sum(seconds[k] for k in stage.kernels) for seconds in (alone.one_thread, alone.all_threads)
-    )
-    if stage.merged:
-        return stage.seconds * (every / one if with_all else 1.0)
-    if len(stage.groups) > 1:
-        return stage.seconds
-    return every if with_all else one
-
-
-def _gains(run: Sequence[KernelStage], alone: AloneSeconds) -> float:
-    """Seconds that all threads save over one thread, for a run of stages of one group each."""
-    kernels = [k for stage in run for k in stage.groups[0]]
-    return sum(alone.one_thread[k] - alone.all_threads[k] for k in kernels)
 
 
 def _streamed(stages: Sequence[KernelStage], alone: AloneSeconds, streams: int) -> SchedulePhase:

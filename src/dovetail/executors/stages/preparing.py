@@ -137,26 +137,110 @@ def prepare(
     """Prepare the kernels of a captured inference step, with real weights."""
     graph, program = captured.graph, captured.program
     constants = initial_values(captured)
-    of_ops = [_seeded(call, op) for op, call in enumerate(program.calls)]
+    written = written_sources(graph)
+    outputs = set(graph.outputs.tolist())
+    # [kernels] the calls of each. A call that draws random numbers has its seed built in.
+    of_kernels: list[list[Call]] = [[] for _ in range(kernels.count)]
     with torch.inference_mode():
-        for op, call in enumerate(of_ops):
-            if call is not None and kernels.of_op[op] == FOLDED:
+        of_ops: list[tuple[int, int, Call]] = []
+        for op, captured_call in enumerate(program.calls):
+            if captured_call is None:
+                continue
+            call = captured_call
+            if call.random:
+                seeded = Seeded(call.target, seed_for(0, 0, call.seed_index(op)))
+                call = replace(call, target=seeded, random=False)
+            number = int(kernels.of_op[op])
+            if number == FOLDED:
                 run_call(call, constants, 0)
-        calls = [
-            [_laid_out(call, graph, channels_last) for call in of_kernel]
-            for of_kernel in _Folding(graph, kernels, constants).calls(of_ops)
-        ]
+            else:
+                of_ops.append((op, number, call))
+        for op, number, call in of_ops:
+            own = of_kernels[number]
+            # A normalisation is folded into the convolution that makes its input, if all else is
+            # constant.
+            if (
+                own
+                and graph.kinds[op] in NORMALISATIONS
+                and kind_of(own[-1].target) == CONVOLUTION
+                and isinstance(call.args[0], Ref)
+                and call.args[0].tensor == own[-1].results[0]
+                and not own[-1].args[6]  # transposed
+                and not _named(call).get("training", False)
+                and _named(call)["running_mean"] is not None
+                and all(
+                    t in constants and t not in written
+                    for t in refs_of(call)[1:] + refs_of(own[-1])[1:]
+                )
+            ):
+                # New constants get numbers above those of the graph's tensors.
+                first = max(graph.tensors, 1 + max(constants, default=-1))
+                own[-1] = _folded(own[-1], call, constants, first)
+            else:
+                own.append(call)
+        of_kernels = [[_laid_out(call, graph, channels_last) for call in own] for own in of_kernels]
         if channels_last:
-            _lay_out(calls, constants)
+            convolutions = [
+                call for own in of_kernels for call in own if kind_of(call.target) == CONVOLUTION
+            ]
+            for call in convolutions:
+                weight = call.args[1].tensor if isinstance(call.args[1], Ref) else -1
+                if weight in constants and constants[weight].dim() == 4:
+                    constants[weight] = constants[weight].contiguous(
+                        memory_format=torch.channels_last
+                    )
+    found = []
+    for number, own in enumerate(of_kernels):
+        made = [tensor for call in own for tensor in call.results if tensor >= 0]
+        reads = []
+        for tensor in dict.fromkeys(tensor for call in own for tensor in refs_of(call)):
+            if tensor in made or tensor >= graph.tensors:
+                continue
+            producer = int(graph.producers[tensor])
+            if kernels.of_op[producer] != FOLDED or graph.kinds[producer] == "input":
+                reads.append(tensor)
+        writes = tuple(
+            tensor
+            for tensor in made
+            if tensor in outputs
+            or any(int(kernels.of_op[reader]) != number for reader in graph.consumers_of(tensor))
+        )
+        found.append(Kernel(tuple(own), tuple(reads), writes))
     inputs = tuple(
         graph.outputs_of(op)[0]
         for op, source in enumerate(program.sources)
         if source is not None and source.role == "input"
     )
-    found = tuple(_kernel(graph, kernels, number, own) for number, own in enumerate(calls))
-    wanted = {*_refs(program.outputs), *(t for own in calls for call in own for t in refs_of(call))}
+    wanted = {
+        *_refs(program.outputs),
+        *(t for k in found for call in k.calls for t in refs_of(call)),
+    }
     constants = {tensor: value for tensor, value in constants.items() if tensor in wanted}
-    return PreparedKernels(found, constants, inputs, program.outputs, channels_last)
+    return PreparedKernels(tuple(found), constants, inputs, program.outputs, channels_last)
+
+
+def _folded(convolution: Call, normalisation: Call, constants: Values, first: int) -> Call:
+    """The convolution with the normalisation in its weight and bias, two new constants from number
+    `first` on.
+
+    They are computed in float64, so that only the new weight and bias are rounded.
+    """
+    (_, weight, bias, *rest), _ = call_arguments(
+        replace(convolution, args=(None, *convolution.args[1:])), constants
+    )
+    known = {
+        name: constants[value.tensor].double() if isinstance(value, Ref) else value
+        for name, value in _named(normalisation).items()
+        if name != "input"
+    }
+    scale = torch.rsqrt(known["running_var"] + known["eps"])
+    scale = scale if known["weight"] is None else scale * known["weight"]
+    shift = ((0 if bias is None else bias.double()) - known["running_mean"]) * scale
+    shift = shift if known["bias"] is None else shift + known["bias"]
+    folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
+    constants[first], constants[first + 1] = folded.to(weight.dtype), shift.to(weight.dtype)
+    arguments = (convolution.args[0], Ref(first), Ref(first + 1), *rest)
+    return replace(convolution, args=arguments, results=(normalisation.results[0],))
 
 
 def run_prepared(call: Call, tensors: Values) -> None:
@@ -216,15 +300,6 @@ def _refs(tree: Any) -> list[int]:
     return [leaf.tensor for leaf in leaves(tree, Ref)]
 
 
-def _seeded(call: Call | None, op: int) -> Call | None:
-    """The call with its seed built in, if it draws random numbers; otherwise not random."""
-    if call is None or not call.random:
-        return call
-    return replace(
-        call, target=Seeded(call.target, seed_for(0, 0, call.seed_index(op))), random=False
-    )
-
-
 @dataclass(frozen=True)
 class Seeded:
     """A target that draws the numbers of one seed."""
@@ -237,93 +312,10 @@ class Seeded:
         return self.target(*args, **kwargs)
 
 
-class _Folding:
-    """Folds normalisations into the convolutions before them."""
-
-    def __init__(self, graph: Graph, kernels: Kernels, constants: Values) -> None:
-        self.graph, self.kernels, self.constants = graph, kernels, constants
-        self.written = written_sources(graph)
-        self.fresh = graph.tensors
-
-    def calls(self, calls: Sequence[Call | None]) -> list[list[Call]]:
-        """[kernels] the calls of each kernel, after folding."""
-        found: list[list[Call]] = [[] for _ in range(self.kernels.count)]
-        for op, call in enumerate(calls):
-            number = int(self.kernels.of_op[op])
-            if call is None or number == FOLDED:
-                continue
-            own = found[number]
-            before = own[-1] if own else None
-            if before is not None and self._normalises(op, call, before):
-                own[-1] = self._folded(before, call)
-            else:
-                own.append(call)
-        return found
-
-    def _normalises(self, op: int, call: Call, before: Call) -> bool:
-        """True if `call` normalises what convolution `before` makes, and all else is constant."""
-        if self.graph.kinds[op] not in NORMALISATIONS or kind_of(before.target) != CONVOLUTION:
-            return False
-        arguments = _named(call)
-        known = refs_of(call)[1:] + refs_of(before)[1:]
-        return (
-            isinstance(call.args[0], Ref)
-            and call.args[0].tensor == before.results[0]
-            and not before.args[6]  # transposed
-            and not arguments.get("training", False)
-            and arguments["running_mean"] is not None
-            and all(t in self.constants and t not in self.written for t in known)
-        )
-
-    def _folded(self, convolution: Call, normalisation: Call) -> Call:
-        """The convolution with the normalisation in its weight and bias.
-
-        It is computed in float64, so that only the new weight and bias are rounded.
-        """
-        (_, weight, bias, *rest), _ = call_arguments(
-            replace(convolution, args=(None, *convolution.args[1:])), self.constants
-        )
-        known = {
-            name: self.constants[value.tensor].double() if isinstance(value, Ref) else value
-            for name, value in _named(normalisation).items()
-            if name != "input"
-        }
-        scale = torch.rsqrt(known["running_var"] + known["eps"])
-        scale = scale if known["weight"] is None else scale * known["weight"]
-        shift = ((0 if bias is None else bias.double()) - known["running_mean"]) * scale
-        shift = shift if known["bias"] is None else shift + known["bias"]
-        folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
-        arguments = (
-            convolution.args[0],
-            self._constant(folded.to(weight.dtype)),
-            self._constant(shift.to(weight.dtype)),
-            *rest,
-        )
-        return replace(convolution, args=arguments, results=(normalisation.results[0],))
-
-    def _constant(self, value: Tensor) -> Ref:
-        """Add a constant under a number above those of the graph's tensors."""
-        self.constants[self.fresh] = value
-        self.fresh += 1
-        return Ref(self.fresh - 1)
-
-
 def _named(call: Call) -> dict[str, Any]:
     """The arguments of an operator's call, by name."""
     names = [argument.name for argument in call.target._schema.arguments]  # type: ignore[attr-defined]
     return dict(zip(names, call.args, strict=False)) | call.kwargs
-
-
-def _lay_out(calls: Sequence[Sequence[Call]], constants: Values) -> None:
-    """Lay out the weights of two-dimensional convolutions channels last, in `constants`."""
-    for of_kernel in calls:
-        for call in of_kernel:
-            if kind_of(call.target) == CONVOLUTION and isinstance(call.args[1], Ref):
-                tensor = call.args[1].tensor
-                if tensor in constants and constants[tensor].dim() == 4:
-                    constants[tensor] = constants[tensor].contiguous(
-                        memory_format=torch.channels_last
-                    )
 
 
 def _laid_out(call: Call, graph: Graph, channels_last: bool) -> Call:
@@ -347,26 +339,3 @@ def _laid_out(call: Call, graph: Graph, channels_last: bool) -> Call:
         return target(given, *args)
 
     return replace(call, target=run)
-
-
-def _kernel(graph: Graph, kernels: Kernels, number: int, calls: Sequence[Call]) -> Kernel:
-    made = [tensor for call in calls for tensor in call.results if tensor >= 0]
-    read = [tensor for call in calls for tensor in refs_of(call)]
-    reads = tuple(
-        t
-        for t in dict.fromkeys(read)
-        if t not in made and t < graph.tensors and not _is_constant(graph, kernels, t)
-    )
-    outputs = set(graph.outputs.tolist())
-    writes = tuple(
-        t
-        for t in made
-        if t in outputs
-        or any(int(kernels.of_op[reader]) != number for reader in graph.consumers_of(t))
-    )
-    return Kernel(tuple(calls), reads, writes)
-
-
-def _is_constant(graph: Graph, kernels: Kernels, tensor: int) -> bool:
-    producer = int(graph.producers[tensor])
-    return int(kernels.of_op[producer]) == FOLDED and graph.kinds[producer] != "input"

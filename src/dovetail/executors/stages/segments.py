@@ -6,7 +6,7 @@ tensor have surely ended: they are in the segment itself, or they ended before i
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from dovetail.schedulers.dataflow import Streams
@@ -38,7 +38,20 @@ def segments_of(
 
     A tensor is in no `frees` if after no segment all of its readers have surely ended.
     """
-    found = [_cut(order, streams) for order in streams.orders]
+    awaited = {event for event, _ in streams.waits}
+    waits: dict[int, list[int]] = defaultdict(list)
+    for event, kernel in streams.waits:
+        waits[kernel].append(event)
+    # [streams] the segments, which free nothing yet.
+    found: list[list[Segment]] = [[] for _ in streams.orders]
+    for segments, order in zip(found, streams.orders, strict=True):
+        is_open = False
+        for kernel in order:
+            if waits[kernel] or not is_open:
+                segments.append(Segment((), tuple(waits[kernel])))
+            own = segments[-1]
+            segments[-1] = replace(own, kernels=(*own.kernels, kernel), event=kernel in awaited)
+            is_open = kernel not in awaited
     ended = happens_before(block, streams)
     last: dict[tuple[int, int], list[int]] = defaultdict(list)
     ends = [
@@ -75,23 +88,6 @@ def segments_of(
         [replace(s, frees=tuple(last[stream, place])) for place, s in enumerate(segments)]
         for stream, segments in enumerate(found)
     ]
-
-
-def _cut(order: Sequence[int], streams: Streams) -> list[Segment]:
-    """The segments of one stream, which free nothing yet."""
-    awaited = {event for event, _ in streams.waits}
-    waits: dict[int, list[int]] = defaultdict(list)
-    for event, kernel in streams.waits:
-        waits[kernel].append(event)
-    found: list[Segment] = []
-    open_ = False
-    for kernel in order:
-        if waits[kernel] or not open_:
-            found.append(Segment((), tuple(waits[kernel])))
-        own = found[-1]
-        found[-1] = replace(own, kernels=(*own.kernels, kernel), event=kernel in awaited)
-        open_ = kernel not in awaited
-    return found
 
 
 def _mask(kernels: Iterable[int]) -> OpSet:

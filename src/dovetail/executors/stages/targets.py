@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dovetail.costs import CostCache
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
-from dovetail.executors.stages.choosing import timed
 from dovetail.executors.stages.cpu import CpuStep
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock
 from dovetail.executors.stages.functions import Functions
@@ -29,6 +28,7 @@ from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.frontends import Captured
 from dovetail.graph.kernels import Kernels
 from dovetail.machine import Device
+from dovetail.runtime.timers import seconds_of
 from dovetail.schedulers.blocks import narrowed
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.ios import GROUPS
@@ -94,7 +94,7 @@ class ScheduleTarget:
 
     def timed(self, step: Callable[..., Any]) -> Callable[[], float]:
         """A function that runs the step once and returns how many seconds it took."""
-        return partial(timed, partial(step, *self.inputs))
+        return partial(seconds_of, partial(step, *self.inputs))
 
     def peak_bytes(self, candidate: ScheduleCandidate) -> int:
         """Bytes that kernels' outputs take in a static memory plan for the candidate's streams."""
@@ -316,7 +316,22 @@ def analytic_target(
     streams = len(device.cores) if device.kind == "cpu" else CUDA_STREAMS
 
     def time(stages: Sequence[OpSet]) -> list[StageTiming]:
-        return [_analytic(model, block, keys, stage) for stage in stages]
+        """Seconds of stages, run at the same time or merged, whichever is faster.
+
+        Only kernels that are one convolution each, and so have a window, count as mergeable: the
+        analytic model has no rule for merged products.
+        """
+        timings = []
+        for stage in stages:
+            groups = [list(members(group)) for group in groups_of(block, stage)]
+            timing = StageTiming(model.seconds(groups))
+            own = [kernel for group in groups for kernel in group]
+            if can_merge(keys, own) and all(model.works[kernel].window for kernel in own):
+                merged = model.seconds(groups, merged=True)
+                if merged < timing.seconds:
+                    timing = StageTiming(merged, merged=True)
+            timings.append(timing)
+        return timings
 
     once = _Counted()
     timer = once.of(block, signatures, time, keys)
@@ -339,24 +354,6 @@ class _Counted(OnceTimer):
     """Analytic costs take no seconds of their own, because computing them is part of the search."""
 
     seconds = 0.0
-
-
-def _analytic(
-    model: AnalyticStages, block: KernelBlock, keys: Sequence[Hashable | None], stage: OpSet
-) -> StageTiming:
-    """Seconds of a stage, run at the same time or merged, whichever is faster.
-
-    Only kernels that are one convolution each, and so have a window, count as mergeable: the
-    analytic model has no rule for merged products.
-    """
-    groups = [list(members(group)) for group in groups_of(block, stage)]
-    concurrent = model.seconds(groups)
-    kernels = [kernel for group in groups for kernel in group]
-    if can_merge(keys, kernels) and all(model.works[kernel].window for kernel in kernels):
-        merged = model.seconds(groups, merged=True)
-        if merged < concurrent:
-            return StageTiming(merged, merged=True)
-    return StageTiming(concurrent)
 
 
 def _described(
