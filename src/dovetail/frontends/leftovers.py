@@ -136,14 +136,18 @@ def _give_up(holder: Any, identities: set[int], is_named: bool) -> list[str]:
             holder.update(dict.fromkeys(keys))
             name = name_of(holder)
             return [f"{name}.{key}" for key in keys]
-        owners = gc.get_referrers(holder)
-        owner = next((o for o in owners if getattr(o, "__dict__", None) is holder), None)
+        owner = _owner_of(holder)
         if owner is None:
             name = name_of(holder)
             for key in keys:
                 del holder[key]
             return [f"{name}[{key!r}]" for key in keys]
         holder = owner
+    return _give_up_attributes(holder, identities)
+
+
+def _give_up_attributes(holder: Any, identities: set[int]) -> list[str]:
+    """Remove the objects from an object's attributes; return their names."""
     kind = type(holder)
     inside = dict(getattr(holder, "__dict__", {}))
     for cls in kind.__mro__:
@@ -159,6 +163,12 @@ def _give_up(holder: Any, identities: set[int], is_named: bool) -> list[str]:
             object.__setattr__(holder, key, None)
     name = _class_of(holder)
     return [f"{name}.{key}" for key in keys]
+
+
+def _owner_of(inside: dict[Any, Any]) -> Any:
+    """Return the object whose attributes the dict holds, or None."""
+    owners = gc.get_referrers(inside)
+    return next((owner for owner in owners if getattr(owner, "__dict__", None) is inside), None)
 
 
 def _name_of(container: Any) -> str:
