@@ -368,9 +368,6 @@ def run_cell(
 ) -> list[str]:
     """Run a cell and keep its result. Returns no failures: a run that diverges is a result."""
     tell(f"{RULES[cell.rule]}, {cell.workers} workers, window {cell.window}, seed {cell.seed}")
-    threads = torch.get_num_threads()
-    # Sums over several threads would differ in their last bits.
-    torch.set_num_threads(1)
     seconds, commits, diverged = 0.0, 0, ""
     staleness: float | None = None
     figures: dict[str, float | None] = {"validation": None, "training": None}
@@ -389,7 +386,9 @@ def run_cell(
         seed=cell.seed,
         backend_options={"times": StepTimes("jitter", spread=JITTER)},
     )
-    began = time.perf_counter()
+    threads, began = torch.get_num_threads(), time.perf_counter()
+    # Sums over several threads would differ in their last bits.
+    torch.set_num_threads(1)
     try:
         history = train(request, (torch.from_numpy(data.inputs), torch.from_numpy(data.labels)))
     except DivergedError as error:
