@@ -384,10 +384,10 @@ def _lines(settings: DosSettings, row: DosRow, found: list[Schedules]) -> Iterat
     sizes = [result.batch for result in on_device.results]
     for matrix in on_device.specialisations:
         for batch, of_row in zip(sizes, matrix.seconds, strict=True):
-            for made_for, seconds in zip(sizes, of_row, strict=True):
+            for size, seconds in zip(sizes, of_row, strict=True):
                 yield of_device(
                     ELSEWHERE, source=source(row.device), batch=batch, scheduler=DOS,
-                    made_for=made_for, seconds=seconds,
+                    made_for=size, seconds=seconds,
                 )  # fmt: skip
     if row.table != TABLE5:
         return

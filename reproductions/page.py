@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from dovetail.machine import parse_machine
 from dovetail.machine.presets import FITTED
@@ -155,7 +156,7 @@ def paper_table(
                     tables.LEARNED_FIELDS, training_lines(name, found.done)
                 ),
             },
-            printed=[printed],
+            printed=[printed.shown()],
             summary={
                 "table": name,
                 "rows": list(summaries.values()),
@@ -564,7 +565,8 @@ def loss_chart(curves: Sequence[LossCurve], description: str) -> Markup:
         last = np.arange(1, len(curve.losses) + 1)
         first = np.maximum(last - SMOOTHED_STEPS, 0)
         losses = (sums[last] - sums[first]) / (last - first)
-        times = curve.step_seconds * (last - 1)  # [steps] at which each step begins
+        # [steps] at which each step begins
+        times: NDArray[np.float64] = curve.step_seconds * (last - 1)
         inside = times <= end * (1 + 1e-9)
         took = f"{format_seconds(curve.step_seconds)} a step"
         lines.append(Line(curve.name, times[inside], losses[inside], i, remark=took))

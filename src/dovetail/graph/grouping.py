@@ -159,7 +159,7 @@ def merge_single_consumers(
 
     Takes O(rounds x reads).
     """
-    weights = np.stack(  # [groups, 2] FLOPs and accessed bytes of each group
+    weights: NDArray[np.float64] = np.stack(  # [groups, 2] FLOPs and accessed bytes of each group
         [
             np.bincount(groups.of_op, weights=column, minlength=groups.count)
             for column in (graph.flops, graph.accessed_bytes)

@@ -340,8 +340,9 @@ class Rates:
             return self._epochs[int(epoch)]
         if self._schedule is None:
             return self._epochs[0]
-        with UserCode("the schedule", self._schedule):
-            factor = float(self._schedule(epoch))
+        schedule: Any = self._schedule
+        with UserCode("the schedule", schedule):
+            factor = float(schedule(epoch))
         if not 0 <= factor < float("inf"):
             raise UsageError("schedule", f"gives the factor {factor} at epoch {epoch}")
         return [{**group, "lr": group["lr"] * factor} for group in self._epochs[0]]
