@@ -75,7 +75,10 @@ class CompileTarget:
 
     @property
     def torch_device(self) -> torch.device:
-        return cuda_here().device(self.gpu) if self.gpu else torch.device("cpu")
+        if not self.gpu:
+            return torch.device("cpu")
+        device: torch.device = cuda_here().device(self.gpu)
+        return device
 
     @property
     def label(self) -> str:
