@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from numpy.typing import NDArray
 
 from dovetail.machine import parse_machine
 from dovetail.machine.presets import FITTED
@@ -566,7 +565,7 @@ def loss_chart(curves: Sequence[LossCurve], description: str) -> Markup:
         first = np.maximum(last - SMOOTHED_STEPS, 0)
         losses = (sums[last] - sums[first]) / (last - first)
         # [steps] at which each step begins
-        times: NDArray[np.float64] = curve.step_seconds * (last - 1)
+        times = curve.step_seconds * (last - 1).astype(np.float64)
         inside = times <= end * (1 + 1e-9)
         took = f"{format_seconds(curve.step_seconds)} a step"
         lines.append(Line(curve.name, times[inside], losses[inside], i, remark=took))
