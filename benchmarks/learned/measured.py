@@ -26,7 +26,7 @@ import dovetail as dt
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.pipeline import resolve_machine, resolve_model
-from dovetail.placers.learned.curves import save_points
+from dovetail.placers.learned.log import save_points
 from dovetail.plans import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

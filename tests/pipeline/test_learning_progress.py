@@ -18,7 +18,7 @@ from dovetail.cli.output import LINE_SECONDS
 from dovetail.errors import InfeasibleError
 from dovetail.pipeline import LearnRequest, TaskRequest, learning
 from dovetail.pipeline.learning import LearningResult
-from dovetail.placers.learned.curves import curves_of, save_points
+from dovetail.placers.learned.log import curves_of, save_points
 from dovetail.placers.learned.records import Learned, Point
 from dovetail.reports.learning_page import MOST_CURVES, render_learning, write_learning_page
 
@@ -112,8 +112,8 @@ def test_curves_are_kept_per_task_and_controller_and_as_csv(tmp_path):
         ("t", 1),
         ("b,\nc", 0),
     ]
-    assert curves[0].trials.tolist() == [8, 16]
-    assert np.isnan(curves[0].best[1])
+    assert curves[0].columns["trials"].tolist() == [8, 16]
+    assert np.isnan(curves[0].columns["best"][1])
     save_points(points, tmp_path / "c.csv")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "c.csv").read_text())))
     assert [row["task"] for row in rows] == ["t", "t", "t", "b,\nc"]

@@ -12,7 +12,7 @@ from torch import ones
 
 from dovetail.errors import FileFormatError, UsageError
 from dovetail.executors import rank_checkpoints
-from dovetail.placers.learned.diary import DiaryEntry, Readers
+from dovetail.placers.learned.log import LogEntry, LogReaders
 from dovetail.runtime import files
 from dovetail.training.trainer import Trainer
 from reproductions import __main__ as benching
@@ -74,7 +74,7 @@ def test_a_run_is_not_begun_over_files_of_its_names(name, tmp_path):
     assert (tmp_path / name).read_text() == "of years"
 
 
-def test_a_learning_is_not_begun_over_diaries_that_are_there(tmp_path):
+def test_a_learning_is_not_begun_over_logs_that_are_there(tmp_path):
     (tmp_path / "controllers").mkdir()
     with pytest.raises(UsageError, match="controllers is there, and of no run"):
         learn_table(folder=tmp_path, trials=16)
@@ -171,22 +171,22 @@ def contents(path):
 def test_learning_writes_through_no_link(tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("of somebody's\n")
-    diary = tmp_path / "run" / "controllers" / "0"
-    diary.mkdir(parents=True)
-    (diary / "updates.jsonl").symlink_to(outside)
+    log = tmp_path / "run" / "controllers" / "0"
+    log.mkdir(parents=True)
+    (log / "updates.jsonl").symlink_to(outside)
     with pytest.raises(FileFormatError, match="a link"):
         learn_table(folder=tmp_path / "run", trials=16)
     assert outside.read_text() == "of somebody's\n"
 
 
-def test_a_line_of_a_diary_unpacks_to_little_and_a_strange_one_is_passed_over(tmp_path):
+def test_a_line_of_a_log_unpacks_to_little_and_a_strange_one_is_passed_over(tmp_path):
     learn_table(folder=tmp_path, trials=16)
     (path,) = tmp_path.glob("controllers/*/updates.jsonl")
     lines = path.read_text().splitlines()
     fields = json.loads(lines[0])
     fields["placement"] = base64.b64encode(zlib.compress(bytes(2**26))).decode()
-    entry = DiaryEntry.parse(json.dumps(fields))
+    entry = LogEntry.parse(json.dumps(fields))
     assert entry is not None and entry.placement is not None
     assert entry.placement.nbytes == 2**24
     path.write_text("\n".join(["[" * 100_000, '{"first": 1}', "[]", *lines, ""]))
-    assert len(list(Readers(tmp_path).news())) == len(lines)
+    assert len(list(LogReaders(tmp_path).news())) == len(lines)

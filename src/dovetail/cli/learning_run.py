@@ -150,7 +150,7 @@ def _write(
     result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
 ) -> None:
     """Write the files that were asked for, and say so. TensorBoard's are written by now."""
-    from dovetail.placers.learned.curves import save_points
+    from dovetail.placers.learned.log import save_points
 
     learned = result.learned
     write(outputs.policy_out, result.save_policy)

@@ -145,11 +145,52 @@ def learn_all(
     tell      called before and after the learning: while costs and finalists are measured
     happened  called with what happens to controllers and to their server: lost, restarted
     """
+    from dovetail.placers.learned.catalog import make_policy
+    from dovetail.placers.learned.features import look
+    from dovetail.placers.learned.files import load_policy
+    from dovetail.placers.learned.learning import learn as learn_by_controllers
+
     tasks = [task_of(task, request.method, tell) for task in request.tasks]
-    policy, card = _starting_policy(request, tasks)
+    view = look(tasks[0].problem(seed=request.seed))
+    if request.policy is None:
+        policy, card = make_policy(request.method, view, request.seed), dict[str, object]()
+    else:
+        policy, card = load_policy(request.policy, request.method)
+        sizes, names = card.get("sizes"), card.get("trained_on")
+        # Only policies of GDP serve graphs of any size. The other policies have the one-hot
+        # adjacency of one graph in their input.
+        served = isinstance(sizes, list) and _sizes(tasks[0]) in sizes
+        if not PLACERS[policy.name].carries and not served:
+            graphs = ", ".join(map(str, names)) if isinstance(names, list) else "another graph"
+            raise PolicyMismatchError(
+                str(request.policy),
+                f"it was made for {graphs}, and {request.method} serves one graph and machine",
+            )
+    if len(tasks) == 1:
+        # What the policy can only learn of one graph is learned as well.
+        policy = policy.alone(view)
     if request.measured:
         return _learn_measured(request, tasks[0], policy, card, progress, tell)
-    learned = _train_simulated(request, tasks, policy, progress, happened)
+    backend = "ranks" if launched_ranks() > 1 else "processes"
+    if backend == "processes" and request.controllers == 1:
+        backend = "threads"
+    learned = learn_by_controllers(
+        tasks,
+        policy,
+        request.learning_settings,
+        trials=request.most_trials,
+        seconds=request.seconds,
+        controllers=request.controllers,
+        evaluators=request.evaluators,
+        backend=request.backend or backend,
+        device=request.device,
+        rule=request.rule,
+        folder=None if request.folder is None else Path(request.folder),
+        resume=request.resume,
+        seed=request.seed,
+        progress=progress,
+        happened=happened,
+    )
     chosen = [learned.placements.get(task.name) for task in tasks]
     return _finish(request, tasks, chosen, policy, card, learned)
 
@@ -175,82 +216,10 @@ def task_of(request: TaskRequest, method: str, tell: TellProgress = silent) -> P
     )
 
 
-def _starting_policy(
-    request: LearnRequest, tasks: Sequence[PlacementTask]
-) -> tuple["Policy", dict[str, object]]:
-    """A new policy with an empty card, or the policy and card of the request's file. Raises
-    `PolicyMismatchError` if that policy was made for another graph."""
-    from dovetail.placers.learned.catalog import make_policy
-    from dovetail.placers.learned.features import look
-
-    view = look(tasks[0].problem(seed=request.seed))
-    if request.policy is None:
-        policy, card = make_policy(request.method, view, request.seed), dict[str, object]()
-    else:
-        policy, card = _load_for(tasks[0], request.method, request.policy)
-    # With one task, what the policy can only learn of one graph is learned as well.
-    return (policy.alone(view) if len(tasks) == 1 else policy), card
-
-
-def _load_for(
-    task: PlacementTask, method: str, path: str | Path
-) -> tuple["Policy", dict[str, object]]:
-    """The policy and card of a file. Raises `PolicyMismatchError` as `_starting_policy` does."""
-    from dovetail.placers.learned.files import load_policy
-
-    policy, card = load_policy(path, method)
-    sizes = card.get("sizes")
-    # Only policies of GDP serve graphs of any size. The other policies have the one-hot adjacency
-    # of one graph in their input.
-    carries = PLACERS[policy.name].carries
-    if not carries and not (isinstance(sizes, list) and _sizes(task) in sizes):
-        names = card.get("trained_on")
-        graphs = ", ".join(map(str, names)) if isinstance(names, list) else "another graph"
-        raise PolicyMismatchError(
-            str(path), f"it was made for {graphs}, and {method} serves one graph and machine"
-        )
-    return policy, card
-
-
 def _sizes(task: PlacementTask) -> list[object]:
     """The card's entry for a task: its graph, number of groups and number of devices. A policy of
     one graph serves only tasks with the same entry."""
     return [task.graph.fingerprint, task.groups.count, len(task.machine.devices)]
-
-
-def _train_simulated(
-    request: LearnRequest,
-    tasks: Sequence[PlacementTask],
-    policy: "Policy",
-    progress: Callable[[Point], None] | None,
-    happened: Callable[["Event"], None] | None,
-) -> Learned:
-    """Train `policy` in place, by controllers with simulated trials, and return what they found."""
-    from dovetail.placers.learned.learning import learn as learn_by_controllers
-
-    return learn_by_controllers(
-        list(tasks),
-        policy,
-        request.learning_settings,
-        trials=request.most_trials,
-        seconds=request.seconds,
-        controllers=request.controllers,
-        evaluators=request.evaluators,
-        backend=request.backend or _default_backend(request.controllers),
-        device=request.device,
-        rule=request.rule,
-        folder=None if request.folder is None else Path(request.folder),
-        resume=request.resume,
-        seed=request.seed,
-        progress=progress,
-        happened=happened,
-    )
-
-
-def _default_backend(controllers: int) -> str:
-    if launched_ranks() > 1:
-        return "ranks"
-    return "threads" if controllers == 1 else "processes"
 
 
 def _learn_measured(
@@ -361,54 +330,42 @@ def _finish(
 ) -> LearningResult:
     """The result, with a plan for each task that has a placement. `card` is the card of the file
     that the policy came from; entries of this run replace those of the same name."""
+
+    def plan_of(asked: TaskRequest, task: PlacementTask, placement: GroupPlacement) -> Plan:
+        """With the cheap methods as baselines and a lower bound."""
+        # The method returns the learned placement without a search, so one evaluation is enough.
+        plan = find_plan(
+            PlanRequest(
+                asked.step,
+                "" if isinstance(asked.step, Instance) else task.machine,
+                placer=policy.name,
+                method=lambda _problem, _budget: placement,
+                per_op=asked.per_op,
+                objective=task.objective,
+                budget="1e",
+                pins=task.pins,
+                caps=task.caps,
+                model=asked.model,
+            )
+        )
+        # The best value was found at the first point of the curve that has it.
+        best = learned.values.get(task.name)
+        found_at = [p.seconds for p in learned.points if p.task == task.name and p.best == best]
+        found_seconds = {policy.name: min(found_at, default=learned.seconds)}
+        return replace(
+            plan,
+            planning_seconds=learned.seconds,
+            interrupted=learned.interrupted,
+            found_seconds={**plan.found_seconds, **found_seconds},
+        )
+
     plans = [
-        None if placement is None else _plan_of(asked, task, placement, policy.name, learned)
+        None if placement is None else plan_of(asked, task, placement)
         for asked, task, placement in zip(request.tasks, tasks, chosen, strict=True)
     ]
-    card = card | _card(request, tasks, policy, learned)
-    return LearningResult(tuple(plans), policy, card, learned)
-
-
-def _plan_of(
-    request: TaskRequest,
-    task: PlacementTask,
-    placement: GroupPlacement,
-    method: str,
-    learned: Learned,
-) -> Plan:
-    """The plan of a learned placement, with the cheap methods as baselines and a lower bound."""
-    # The method returns the learned placement without a search, so one evaluation is enough.
-    plan = find_plan(
-        PlanRequest(
-            request.step,
-            "" if isinstance(request.step, Instance) else task.machine,
-            placer=method,
-            method=lambda _problem, _budget: placement,
-            per_op=request.per_op,
-            objective=task.objective,
-            budget="1e",
-            pins=task.pins,
-            caps=task.caps,
-            model=request.model,
-        )
-    )
-    best = learned.values.get(task.name)
-    # The best value was found at the first point of the curve that has it.
-    found_at = [p.seconds for p in learned.points if p.task == task.name and p.best == best]
-    return replace(
-        plan,
-        planning_seconds=learned.seconds,
-        interrupted=learned.interrupted,
-        found_seconds={**plan.found_seconds, method: min(found_at, default=learned.seconds)},
-    )
-
-
-def _card(
-    request: LearnRequest, tasks: Sequence[PlacementTask], policy: "Policy", learned: Learned
-) -> dict[str, object]:
-    """This run's entries of the policy's card: how the policy was trained. Updates, trials and
-    seconds are those of this run alone, also if the policy was loaded from a file."""
-    return {
+    # How the policy was trained. Updates, trials and seconds are those of this run alone, also if
+    # the policy was loaded from a file.
+    run = {
         "method": policy.name,
         "trained_on": [task.name for task in tasks],
         "machines": [task.machine.name for task in tasks],
@@ -423,6 +380,7 @@ def _card(
         "interrupted": learned.interrupted,
         "versions": {name: version(name) for name in ("dovetail", "torch", "numpy")},
     }
+    return LearningResult(tuple(plans), policy, card | run, learned)
 
 
 # --- Measured trials ---
@@ -493,7 +451,20 @@ class MeasuredTrials:
     def judge(self, placements: NDArray[np.int32]) -> Trials:
         """The measured trials of placements [batch, groups], run one after the other. A `Judge`."""
         fits = self.problem.evaluate(self.problem.spread(placements)).feasible
-        tallies = [self._try(row, bool(ok)) for row, ok in zip(placements, fits, strict=True)]
+        tallies = []
+        for placement, ok in zip(placements, fits.tolist(), strict=True):
+            key = placement.tobytes()
+            tally = self._tallies.setdefault(key, _Tally(placement.copy(), failed=not ok))
+            tallies.append(tally)
+            if not tally.failed and len(tally.run_seconds) < MOST_RUNS:
+                run = self._run(placement)
+                if run is None:
+                    # A placement that has run before is known to work, so a failed repeat is a
+                    # disturbance and does not make it invalid.
+                    tally.failed = not tally.run_seconds
+                else:
+                    tally.run_seconds.append(run)
+        # One that is drawn more than once counts with the median of all of its runs.
         seconds = np.array([tally.seconds for tally in tallies])
         return Trials(seconds, valid=np.isfinite(seconds), judged=np.ones(len(seconds), dtype=bool))
 
@@ -558,20 +529,6 @@ class MeasuredTrials:
     ) -> None:
         self.close(kill=error is not None)
 
-    def _try(self, placement: GroupPlacement, fits: bool) -> _Tally:
-        """The placement's tally after one more run, if it fits and has fewer than `MOST_RUNS`."""
-        key = placement.tobytes()
-        tally = self._tallies.setdefault(key, _Tally(placement.copy(), failed=not fits))
-        if not tally.failed and len(tally.run_seconds) < MOST_RUNS:
-            seconds = self._run(placement)
-            if seconds is None:
-                # A placement that has run before is known to work, so a failed repeat is a
-                # disturbance and does not make it invalid.
-                tally.failed = not tally.run_seconds
-            else:
-                tally.run_seconds.append(seconds)
-        return tally
-
     def _run(self, placement: GroupPlacement) -> float | None:
         """The mean seconds of a step of one run; None if the run fails."""
         # If the run before this one lost a process, its workers are marked as closed. Those that
@@ -579,38 +536,36 @@ class MeasuredTrials:
         if self._workers.closed:
             self._workers.close(kill=True)
             self._workers = Workers(self.task.machine)
+        problem = self.problem
+        graph, machine = problem.graph, problem.machine
+        assert problem.trace is not None, "the problem of a `PlacementTask` has a simulator"
         try:
-            plan = _runnable_plan(self.problem, self.problem.spread(placement))
+            # A plan that can be run has the simulator's orders. It promises nothing but its
+            # predicted step and memory, and is never saved, so it names no source.
+            spread = problem.spread(placement)
+            timeline = problem.trace(spread)
+            plan = Plan(
+                source=Source("", "", (), ""),
+                graph_fingerprint=graph.fingerprint,
+                machine=machine,
+                placement=normalise(spread, graph, machine),
+                orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+                compute_seconds=problem.costs.compute_seconds,
+                costs_source=problem.costs.source,
+                placer="trial",
+                seed=problem.seed,
+                objective=problem.objective,
+                value=timeline.step_seconds,
+                lower_bound=0.0,
+                bound_proof="",
+                peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+                groups=problem.groups.count,
+                planning_seconds=0.0,
+            )
             with execute(plan, self.step, seed=self.seed, workers=self._workers) as placed:
-                if any(device.torch_device for device in plan.machine.devices):
+                if any(device.torch_device for device in machine.devices):
                     placed.step_seconds(CAPTURING_STEPS)
                 return float(placed.step_seconds(self.steps).mean())
         except (RunError, InfeasibleError) as error:
             self.failures.append(str(error))
             return None
-
-
-def _runnable_plan(problem: PlacementProblem, placement: NDArray[np.int32]) -> Plan:
-    """A plan of this placement [ops] that can be run. It has the simulator's orders, and promises
-    nothing but its predicted step and memory. It is never saved, so it names no source."""
-    assert problem.trace is not None, "the problem of a `PlacementTask` has a simulator"
-    graph, machine = problem.graph, problem.machine
-    timeline = problem.trace(placement)
-    return Plan(
-        source=Source("", "", (), ""),
-        graph_fingerprint=graph.fingerprint,
-        machine=machine,
-        placement=normalise(placement, graph, machine),
-        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
-        compute_seconds=problem.costs.compute_seconds,
-        costs_source=problem.costs.source,
-        placer="trial",
-        seed=problem.seed,
-        objective=problem.objective,
-        value=timeline.step_seconds,
-        lower_bound=0.0,
-        bound_proof="",
-        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        groups=problem.groups.count,
-        planning_seconds=0.0,
-    )

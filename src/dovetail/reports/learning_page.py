@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dovetail.placers.learned.curves import curves_of
+from dovetail.placers.learned.log import curves_of
 from dovetail.placers.learned.records import Learned
 from dovetail.plans import Plan
 from dovetail.reports.charts import Axes, Line, averaged, line_chart
@@ -92,7 +92,7 @@ def render_learning(
     figures = []
     for field, title in _SHOWN:
         lines = [
-            Line(curve.name, *averaged(curve.trials, getattr(curve, field)), colour=i)
+            Line(curve.name, *averaged(curve.columns["trials"], curve.columns[field]), colour=i)
             for i, curve in enumerate(curves[:MOST_CURVES])
         ]
         axes = Axes(f"{title}, against trials", zero=field != "mean")

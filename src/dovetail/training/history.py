@@ -37,7 +37,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
@@ -105,13 +105,7 @@ class History:
     def columns(self) -> dict[str, Column]:
         """Each field of `Row` as an array [commits], and `seen`: the samples that the center had
         seen after each commit."""
-        columns: dict[str, Column] = {
-            name: np.array(
-                [getattr(row, name) for row in self.outcome.rows],
-                dtype=np.int64 if kind is int else np.float64,
-            )
-            for name, kind in COLUMNS.items()
-        }
+        columns = columns_of(self.outcome.rows, COLUMNS)
         columns["seen"] = np.cumsum(columns["samples"], dtype=np.int64)
         return columns
 
@@ -427,6 +421,18 @@ class History:
             aligned = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
             lines.append("  ".join(aligned))
         return printable("\n".join(lines))
+
+
+def columns_of(records: Sequence[Any], kinds: Mapping[str, Any]) -> dict[str, Column]:
+    """Those fields of the records as arrays [records]: of whole numbers where the kind is `int`,
+    else of floats."""
+    return {
+        name: np.array(
+            [getattr(record, name) for record in records],
+            dtype=np.int64 if kind is int else np.float64,
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def lower_is_better(figure: str) -> bool:

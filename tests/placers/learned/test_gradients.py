@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from dovetail.placers.learned.features import look
-from dovetail.placers.learned.gdp import Gdp
-from dovetail.placers.learned.gdp_paper import GdpPaper
+from dovetail.placers.learned.gdp import Gdp, GdpPaper
 from dovetail.placers.learned.hdp import Hdp
 from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.losses import ppo, reinforce
 from dovetail.placers.learned.records import LearningSettings, Trials
-from dovetail.placers.learned.seq2seq import Seq2Seq
-from dovetail.placers.learned.seq2seq_paper import Seq2SeqPaper
+from dovetail.placers.learned.seq2seq import Seq2Seq, Seq2SeqPaper
 from tests.support.learned_problems import random_problem
 
 REINFORCE = LearningSettings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)

@@ -8,7 +8,8 @@ import torch
 
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import look
-from dovetail.placers.learned.hdp import Hdp, HdpPlacer, _attend
+from dovetail.placers.learned.hdp import Hdp
+from dovetail.placers.learned.seq2seq import AttentionalLstm, _attend
 from tests.support.learned_problems import random_problem, random_task
 
 SMALL = {"hidden": 8, "grouper_hidden": 6}
@@ -184,7 +185,7 @@ def test_a_bound_keeps_probabilities_from_becoming_certain():
 
 
 def test_attention_in_pieces_is_attention_and_has_its_gradient(monkeypatch):
-    monkeypatch.setattr("dovetail.placers.learned.hdp.PIECE", 2 * 4 * 5 * 2)
+    monkeypatch.setattr("dovetail.placers.learned.seq2seq.PIECE", 2 * 4 * 5 * 2)
     tensors = [
         torch.randn(*shape, dtype=torch.float64, generator=generator(), requires_grad=True)
         for shape in ((2, 7, 5), (2, 4, 5), (5, 1))
@@ -197,7 +198,7 @@ def test_attention_in_pieces_is_attention_and_has_its_gradient(monkeypatch):
 
 
 def test_forget_gates_begin_open():
-    placer = HdpPlacer(4, 2, hidden=6, bound=1.0, temperature=1.0)
+    placer = AttentionalLstm(4, 2, hidden=6, bound=1.0, temperature=1.0)
     for lstm in (placer.encoder, placer.decoder):
         for name, bias in lstm.named_parameters():
             if "bias" in name:

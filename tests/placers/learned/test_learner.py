@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dovetail.placers.learned.adam import VectorAdam
-from dovetail.placers.learned.diary import Diary, DiaryEntry, Readers
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.learner import (
@@ -16,6 +15,7 @@ from dovetail.placers.learned.learner import (
     parameters_of,
     write_parameters,
 )
+from dovetail.placers.learned.log import ControllerLog, LogEntry, LogReaders
 from dovetail.placers.learned.losses import Baseline, cost
 from dovetail.placers.learned.records import LearningSettings, Point, Trials
 from dovetail.training.backends import load_backend
@@ -264,15 +264,15 @@ def test_a_first_update_that_was_not_committed_is_done_again_from_the_beginning(
 
 def test_updates_are_read_back_as_they_were_written_and_half_a_line_is_none(tmp_path):
     point = Point(0, 3, "net", 32, 1.5, 0.25, float("nan"), 0.5, 0.1, -0.2)
-    whole = DiaryEntry(point, 17, 8, 2, np.array([0, 3, 1], np.int32))
-    diary = Diary(tmp_path, 0)
-    diary.add(whole)
-    diary.close()
+    whole = LogEntry(point, 17, 8, 2, np.array([0, 3, 1], np.int32))
+    log = ControllerLog(tmp_path, 0)
+    log.add(whole)
+    log.close()
     path = tmp_path / "controllers" / "0" / "updates.jsonl"
     path.write_bytes(path.read_bytes() + whole.line().encode()[:40])
-    again = Diary(tmp_path, 0)  # what was cut off stays on a line of its own
+    again = ControllerLog(tmp_path, 0)  # what was cut off stays on a line of its own
     again.add(replace(whole, first=25, placement=None, at=-1))
-    readers = Readers(tmp_path)
+    readers = LogReaders(tmp_path)
     found = list(readers.news())
     assert [entry.first for entry in found] == [17, 25]
     assert found[0].line() == whole.line()

@@ -14,10 +14,10 @@ import pytest
 
 from dovetail.errors import RunMismatchError, UsageError
 from dovetail.placers.learned import learning
-from dovetail.placers.learned.diary import Readers
 from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.learner import parameters_of
 from dovetail.placers.learned.learning import learn
+from dovetail.placers.learned.log import LogReaders
 from dovetail.training.records import Outcome
 from tests.support.doors import Doors
 from tests.support.learned_problems import random_task
@@ -210,7 +210,7 @@ def children(pid, entry=""):
 
 def updates_in(folder):
     """First samples of the updates that its controllers have written down."""
-    return {entry.first for entry in Readers(folder).news()}
+    return {entry.first for entry in LogReaders(folder).news()}
 
 
 def wait_for(updates, folder):

@@ -182,7 +182,7 @@ def test_ops_of_gdp_attend_beyond_their_neighbours_unless_told_not_to():
             "segment": 16, "sage_layers": 1, "attention": attention})  # fmt: skip
         reached = policy.likeliest(view).shape == (12,)
         with torch.no_grad():
-            changed = (policy._logs(far) != policy._logs(view)).any(dim=1)
+            changed = (policy.logs(far) != policy.logs(view)).any(dim=1)
         near = {0, *view.destinations[view.sources == 0], *view.sources[view.destinations == 0]}
         assert reached
         assert set(torch.nonzero(changed)[:, 0].tolist()) - near == (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dovetail.placers.learned.gdp import GroupEdges, SageLayer, max_pool
+from dovetail.placers.learned.gdp import SageLayer, max_pool
 
 
 def some_edges(groups, count, seed):
@@ -53,7 +53,7 @@ def test_a_layer_is_its_formula_with_producers_and_consumers_apart():
     before = slowly_pooled(gates[:, :4], sources, destinations)
     after = slowly_pooled(gates[:, 4:], destinations, sources)
     mixed = torch.relu(layer.mix(torch.cat([h, before, after], dim=1)))
-    torch.testing.assert_close(layer(h, GroupEdges(sources, destinations)), layer.norm(h + mixed))
+    torch.testing.assert_close(layer(h, sources, destinations), layer.norm(h + mixed))
 
 
 def test_the_order_of_edges_changes_nothing():
@@ -61,16 +61,16 @@ def test_the_order_of_edges_changes_nothing():
     layer, h = SageLayer(4), torch.randn(6, 4)
     sources, destinations = some_edges(6, 10, 2)
     mixed = torch.randperm(10)
-    straight = layer(h, GroupEdges(sources, destinations))
-    assert torch.equal(straight, layer(h, GroupEdges(sources[mixed], destinations[mixed])))
+    straight = layer(h, sources, destinations)
+    assert torch.equal(straight, layer(h, sources[mixed], destinations[mixed]))
 
 
 def test_a_graph_without_edges_is_looked_at_group_by_group():
     torch.manual_seed(0)
     layer, h = SageLayer(4), torch.randn(3, 4)
     none = torch.zeros(0, dtype=torch.int64)
-    together = layer(h, GroupEdges(none, none))
-    torch.testing.assert_close(together[1:2], layer(h[1:2], GroupEdges(none, none)))
+    together = layer(h, none, none)
+    torch.testing.assert_close(together[1:2], layer(h[1:2], none, none))
 
 
 def test_equal_maxima_share_the_gradient():

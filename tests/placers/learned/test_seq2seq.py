@@ -10,7 +10,7 @@ from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import POSITIONS, column, look
 from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.records import Trials
-from dovetail.placers.learned.seq2seq import SETTINGS, Seq2Seq, order_of
+from dovetail.placers.learned.seq2seq import SETTINGS, Seq2Seq
 from tests.support.drawn_placements import all_placements, draw, log_probs_of, masked
 from tests.support.learned_problems import random_problem
 
@@ -42,10 +42,10 @@ def test_placements_are_the_actions_back_in_the_order_of_groups(view):
     numbers = view.numbers.copy()
     numbers[:, column("module")] = [0.5, 0.1, 0.9, 0.5, 0.0, 0.2, 0.3]
     view = replace(view, numbers=numbers)
-    assert order_of(view).tolist() == [4, 1, 5, 6, 0, 3, 2]
     policy = policy_for(view)
+    assert policy.order(view).tolist() == [4, 1, 5, 6, 0, 3, 2]
     found = draw(policy, view)
-    assert (found.placements[:, order_of(view)] == found.actions["devices"].numpy()).all()
+    assert (found.placements[:, policy.order(view)] == found.actions["devices"].numpy()).all()
     again = policy.actions_of(view, found.placements[3])["devices"]
     assert again.tolist() == [found.actions["devices"][3].tolist()]
 
@@ -79,7 +79,7 @@ def test_masks_hold_and_groups_without_a_choice_teach_nothing(view):
     assert (found.placements[:, 1] == 2).all()
     assert (found.placements[:, 2] == 1).all()
     judged = policy.judge(view, found.actions)
-    fixed = torch.from_numpy(np.isin(order_of(view), [1, 2]))
+    fixed = torch.from_numpy(np.isin(policy.order(view), [1, 2]))
     assert (judged.log_probs[:, fixed] == 0).all()
     assert (judged.entropies[:, fixed] == 0).all()
     assert (judged.entropies[:, ~fixed] > 0).all()
@@ -110,7 +110,7 @@ def test_the_likeliest_takes_the_best_device_at_each_step(view):
     view = masked(view)
     policy = policy_for(view, seed=2)
     chosen = policy.actions_of(view, policy.likeliest(view))["devices"][0]
-    allowed = torch.from_numpy(view.allowed)[torch.from_numpy(order_of(view))]
+    allowed = torch.from_numpy(view.allowed)[torch.from_numpy(policy.order(view))]
     for step in range(7):
         variants = chosen.repeat(3, 1)
         variants[:, step] = torch.arange(3)

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dovetail.errors import UsageError
-from dovetail.placers.learned import gdp, gdp_paper, hdp, seq2seq, seq2seq_paper
+from dovetail.placers.learned import gdp, hdp, seq2seq
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import LearningSettings, ProblemView
 
@@ -20,20 +20,18 @@ class LearnedMethod(NamedTuple):
 
 LEARNED: dict[str, LearnedMethod] = {
     "seq2seq": LearnedMethod(seq2seq.Seq2Seq, seq2seq.SETTINGS),
-    "seq2seq-paper": LearnedMethod(seq2seq_paper.Seq2SeqPaper, seq2seq_paper.SETTINGS),
+    "seq2seq-paper": LearnedMethod(seq2seq.Seq2SeqPaper, seq2seq.PAPER_SETTINGS),
     "hdp": LearnedMethod(hdp.Hdp, hdp.SETTINGS),
     "hdp-paper": LearnedMethod(hdp.Hdp, hdp.PAPER_SETTINGS, hdp.PAPER),
     "gdp": LearnedMethod(gdp.Gdp, gdp.SETTINGS),
-    "gdp-paper": LearnedMethod(gdp_paper.GdpPaper, gdp_paper.SETTINGS),
+    "gdp-paper": LearnedMethod(gdp.GdpPaper, gdp.PAPER_SETTINGS),
 }
 
 
 def make_policy(name: str, view: ProblemView, seed: int = 0, **options: Any) -> Policy:
     """A fresh policy of that method for a view. Raises `UsageError` for an unknown name."""
     method = _method(name)
-    options = {**method.options, **options}
-    policy: Policy = method.policy.for_view(view, seed=seed, **options)  # type: ignore[attr-defined]
-    return policy
+    return method.policy.for_view(view, seed=seed, **{**method.options, **options})
 
 
 def settings_of(name: str, *, finetuned: bool = False) -> LearningSettings:

@@ -12,14 +12,13 @@ tensors do not fit its config costs nothing.
 import inspect
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
-from torch import Tensor
 
 from dovetail.errors import PolicyFileError, PolicyMismatchError, UnwritableError
 from dovetail.placers.learned.features import VERSION
@@ -99,79 +98,23 @@ def load_policy(path: str | Path, expect: str | None = None) -> tuple[Policy, di
     Raises `PolicyFileError` for what is broken, cut off, foreign or of another version, and
     `PolicyMismatchError` for another method.
     """
-    data = _read(path)
-    header = _header(path, data)
-    try:
-        card = _Card.model_validate((header.pop("__metadata__", None) or {}).get("card"))
-    except ValidationError as error:
-        raise PolicyFileError(str(path), f"its card: {first_complaint(error)}") from None
+    from dovetail.placers.learned.catalog import LEARNED  # every method's module
+
+    data, card, count = _open(path)
     if card.features != VERSION:
         detail = f"made for features {card.features}, but this version computes {VERSION}"
         raise PolicyFileError(str(path), detail)
     if expect is not None and card.method != expect:
         raise PolicyMismatchError(str(path), f"it is of method {card.method}, not {expect}")
-    cls = _policy_class(path, card.method)
-    shell = _shell(path, cls, card.config, len(header))
-    tensors = _tensors(path, data, shell)
-    with torch.random.fork_rng(devices=[]):
-        policy = cls(**card.config)
-    policy.load_state_dict(tensors)
-    return policy, card.model_dump()
-
-
-def read_card(path: str | Path) -> dict[str, object]:
-    """The card alone, whatever features it was made for. Raises `PolicyFileError`."""
-    header = _header(path, _read(path))
-    try:
-        return _Card.model_validate((header.get("__metadata__") or {}).get("card")).model_dump()
-    except ValidationError as error:
-        raise PolicyFileError(str(path), f"its card: {first_complaint(error)}") from None
-
-
-def _read(path: str | Path) -> bytes:
-    try:
-        if not Path(path).is_file():
-            raise PolicyFileError(str(path), "no such file")
-        with open(path, "rb", opener=files_only) as file:
-            data = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise PolicyFileError(str(path), str(error)) from None
-    if len(data) > MOST_BYTES:
-        raise PolicyFileError(str(path), f"it is larger than {format_bytes(MOST_BYTES)}")
-    return data
-
-
-def _header(path: str | Path, data: bytes) -> dict[str, Any]:
-    """The header, with the card parsed. What it says of tensors is checked by safetensors."""
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > min(len(data) - 8, MOST_HEADER_BYTES):
-        raise PolicyFileError(str(path), "not a safetensors file, or it was cut off")
-    try:
-        header = json.loads(data[8 : 8 + size])
-        metadata = header.get("__metadata__")
-        if metadata is not None:
-            header["__metadata__"] = {"card": json.loads(metadata["card"])}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise PolicyFileError(str(path), f"its header is no policy's: {error}") from None
-    except RecursionError:
-        raise PolicyFileError(str(path), "its header is nested too deeply") from None
-    return dict(header)
-
-
-def _policy_class(path: str | Path, method: str) -> type[Policy]:
-    from dovetail.placers.learned.catalog import LEARNED  # every method's module
-
-    if method not in LEARNED:
-        detail = f"method {method!r} is not one of {', '.join(LEARNED)}"
+    if card.method not in LEARNED:
+        detail = f"method {card.method!r} is not one of {', '.join(LEARNED)}"
         raise PolicyFileError(str(path), detail)
-    return LEARNED[method][0]
+    cls, config = LEARNED[card.method].policy, card.config
 
-
-def _shell(path: str | Path, cls: type[Policy], config: dict[str, Any], tensors: int) -> Policy:
-    """The policy that `config` describes, without memory for its parameters."""
+    # The policy that the config describes, without memory for its parameters.
     for name, value in config.items():
         # So deep a network has as many tensors: else building it could take for ever.
-        most = tensors if "layer" in name else MOST_SEED if name == "seed" else MOST_SIZE
+        most = count if "layer" in name else MOST_SEED if name == "seed" else MOST_SIZE
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
@@ -182,18 +125,15 @@ def _shell(path: str | Path, cls: type[Policy], config: dict[str, Any], tensors:
     try:
         inspect.signature(cls).bind(**config)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return cls(**config)
+            wanted = cls(**config).state_dict()
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise PolicyFileError(str(path), f"config: {e}") from None
 
-
-def _tensors(path: str | Path, data: bytes, shell: Policy) -> dict[str, Tensor]:
-    """The parameters, which have the names, shapes and types of the shell's."""
+    # The parameters, which have the names, shapes and types of that policy's.
     try:
         found = {name: torch.from_numpy(array) for name, array in load(data).items()}
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
         raise PolicyFileError(str(path), str(error)) from None
-    wanted = shell.state_dict()
     if found.keys() != wanted.keys():
         odd = sorted(found.keys() ^ wanted.keys())[0]
         raise PolicyFileError(str(path), f"tensor {odd!r} is missing, or too many")
@@ -204,4 +144,41 @@ def _tensors(path: str | Path, data: bytes, shell: Policy) -> dict[str, Tensor]:
             raise PolicyFileError(str(path), f"tensor {name!r} is {detail} of {like.dtype}")
         if not torch.isfinite(tensor).all():
             raise PolicyFileError(str(path), f"tensor {name!r} is not finite")
-    return found
+    with torch.random.fork_rng(devices=[]):
+        policy = cls(**config)
+    policy.load_state_dict(found)
+    return policy, card.model_dump()
+
+
+def read_card(path: str | Path) -> dict[str, object]:
+    """The card alone, whatever features it was made for. Raises `PolicyFileError`."""
+    return _open(path)[1].model_dump()
+
+
+def _open(path: str | Path) -> tuple[bytes, _Card, int]:
+    """(the file's bytes, its card, the number of its tensors). What the header says of tensors is
+    checked by safetensors."""
+    try:
+        if not Path(path).is_file():
+            raise PolicyFileError(str(path), "no such file")
+        with open(path, "rb", opener=files_only) as file:
+            data = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise PolicyFileError(str(path), str(error)) from None
+    if len(data) > MOST_BYTES:
+        raise PolicyFileError(str(path), f"it is larger than {format_bytes(MOST_BYTES)}")
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(len(data) - 8, MOST_HEADER_BYTES):
+        raise PolicyFileError(str(path), "not a safetensors file, or it was cut off")
+    try:
+        header = dict(json.loads(data[8 : 8 + size]))
+        metadata = header.pop("__metadata__", None)
+        card = None if metadata is None else json.loads(metadata["card"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PolicyFileError(str(path), f"its header is no policy's: {error}") from None
+    except RecursionError:
+        raise PolicyFileError(str(path), "its header is nested too deeply") from None
+    try:
+        return data, _Card.model_validate(card), len(header)
+    except ValidationError as error:
+        raise PolicyFileError(str(path), f"its card: {first_complaint(error)}") from None

@@ -5,7 +5,7 @@ Device Placement", ICLR 2018, https://openreview.net/forum?id=Hkc-TeZ0W, section
 of its authors' open version, TensorFlow's python/grappler/hierarchical_controller.py.
 
     ops ──► grouper ──► a group each ──► embeddings of the groups ──► placer ──► a device each
-            softmax(W2 relu(W1 x))       kinds, sizes, adjacency      `HdpPlacer`
+            softmax(W2 relu(W1 x))       kinds, sizes, adjacency      `AttentionalLstm`
 
 Both are drawn from, both are trained at once by REINFORCE: log π is the sum over ops and groups.
 
@@ -45,181 +45,9 @@ from torch import Tensor, nn
 
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import NUMBERS, SHAPES
-from dovetail.placers.learned.policy import Draw, Judged, Policy
+from dovetail.placers.learned.policy import Draw, Judged, Policy, chosen
 from dovetail.placers.learned.records import LearningSettings, ProblemView
-
-# HDP's placer: from embeddings of groups to a device for each, by LSTMs with attention.
-#
-# The network of TensorFlow's python/grappler/hierarchical_controller.py, by HDP's authors;
-# attention
-# after D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine Translation by Jointly Learning to Align
-# and Translate", ICLR 2015, https://arxiv.org/abs/1409.0473.
-#
-#     m_1 … m_G   W1 · the states of a bidirectional LSTM over the embeddings   [groups, hidden]
-#     s_t         the decoder's state, from s_{t-1} and the embedding of d_{t-1}, nothing else
-#     c_t         Σ softmax(v tanh(W2 s_t + m))_j m_j
-#     d_t         ~ softmax(C tanh(W [s_t, c_t] / T) + noise)                   where it is allowed
-#
-# noise: normal, of `noise` times the root mean square of a step's logits; while it lasts it is part
-# of the policy, and the trial's own numbers come with its actions.
-#
-# Differences: LSTMs with a bias per unit, that of the forget gate starting at 1, instead of one
-# shared bias there; devices that are forbidden are left out.
-
-
-FORBIDDEN = -1e9
-"""A logit whose probability is 0, and which times 0 is 0."""
-PIECE = 2**20
-"""Numbers of attention that are worked on at once: they should stay in the cache."""
-
-
-class HdpPlacer(nn.Module):
-    """Embeddings [batch or 1, steps, size], `allowed` [batch or 1, steps, devices] -> a device a
-    step. Where all trials share their embeddings, they are encoded once.
-
-    bound, temperature   C and T; bound 0: no tanh
-    """
-
-    def __init__(
-        self, size: int, devices: int, *, hidden: int, bound: float, temperature: float
-    ) -> None:
-        super().__init__()
-        self.bound, self.temperature = bound, temperature
-        self.encoder = nn.LSTM(size, hidden // 2, batch_first=True, bidirectional=True)
-        self.memory = nn.Linear(hidden, hidden, bias=False)
-        self.device_embeddings = nn.Embedding(devices + 1, hidden)  # the last: before the first
-        self.decoder = nn.LSTM(hidden, hidden, batch_first=True)
-        self.query = nn.Linear(hidden, hidden, bias=False)
-        self.score = nn.Parameter(torch.empty(hidden, 1))
-        self.out = nn.Linear(2 * hidden, devices, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                nn.init.xavier_uniform_(parameter)
-            else:
-                nn.init.zeros_(parameter)
-                if "bias_ih" in name:
-                    nn.init.ones_(parameter[len(parameter) // 4 : len(parameter) // 2])
-
-    @property
-    def devices(self) -> int:
-        return self.out.out_features
-
-    def judge(
-        self, embeddings: Tensor, allowed: Tensor, actions: Tensor, noise: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) [batch, steps] of `actions`, with gradient.
-
-        noise   [batch, steps, devices] standard normal times its share; None: none
-        """
-        before = torch.full_like(actions, self.devices)
-        before[:, 1:] = actions[:, :-1]
-        memory, state = self._encode(embeddings, len(actions))
-        states, _ = self.decoder(self.device_embeddings(before), state)
-        context = _attend(self.query(states), memory, self.score)
-        logits = self._logits(torch.cat([states, context], dim=2), noise)
-        logs = logits.masked_fill(~allowed, FORBIDDEN).log_softmax(dim=2)
-        entropies = -(logs.exp() * logs).sum(dim=2)
-        return logs.gather(2, actions[..., None])[..., 0], entropies
-
-    @torch.no_grad()
-    def decode(
-        self, embeddings: Tensor, allowed: Tensor, chance: Tensor, noise: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(actions, their log-probabilities) [batch, steps]: of each step the device of the
-        largest logit + chance.
-
-        chance   [batch, steps, devices] Gumbel numbers draw from the policy, zeros take the
-                 likeliest
-        """
-        batch, steps, _ = chance.shape
-        memory, (hidden, cell) = self._encode(embeddings, batch)
-        into, from_hidden, *biases = self.decoder.parameters()
-        of_device = nn.functional.linear(self.device_embeddings.weight, into, biases[0] + biases[1])
-        again = from_hidden.T.contiguous()
-        forbidden = torch.zeros_like(chance).masked_fill_(~allowed, FORBIDDEN)
-        hidden, cell = hidden[0], cell[0]
-        last = torch.full((batch,), self.devices)
-        actions = torch.empty((batch, steps), dtype=torch.long)
-        log_probs = torch.empty((batch, steps), dtype=memory.dtype)
-        for step in range(steps):
-            gates = torch.addmm(of_device[last], hidden, again)
-            enter, forget, new, leave = gates.chunk(4, dim=1)
-            cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
-            hidden = leave.sigmoid() * cell.tanh()
-            context = _attend(self.query(hidden)[:, None], memory, self.score)[:, 0]
-            logits = self._logits(
-                torch.cat([hidden, context], dim=1), None if noise is None else noise[:, step]
-            )
-            logs = (logits + forbidden[:, step]).log_softmax(dim=1)
-            last = (logs + chance[:, step]).argmax(dim=1)
-            actions[:, step] = last
-            log_probs[:, step] = logs.gather(1, last[:, None])[:, 0]
-        return actions, log_probs
-
-    def _encode(self, embeddings: Tensor, batch: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """(memory [batch, steps, hidden], the decoder's first state [1, batch, hidden] twice)."""
-        states, last = self.encoder(embeddings)
-        hidden, cell = (
-            torch.cat([s[0], s[1]], dim=1).expand(batch, -1).contiguous()[None] for s in last
-        )
-        return self.memory(states).expand(batch, -1, -1), (hidden, cell)
-
-    def _logits(self, states: Tensor, noise: Tensor | None) -> Tensor:
-        logits: Tensor = self.out(states) / self.temperature
-        if self.bound > 0:
-            logits = self.bound * logits.tanh()
-        if noise is None:
-            return logits
-        return logits + noise * logits.square().mean(dim=-1, keepdim=True).sqrt()
-
-
-def _attend(queries: Tensor, memory: Tensor, score: Tensor) -> Tensor:
-    """[batch, steps, hidden] what queries [batch, steps, hidden] find in memory
-    [batch, groups, hidden]."""
-    scores: Tensor = _Scores.apply(queries, memory, score)  # type: ignore[no-untyped-call]
-    return torch.bmm(scores.softmax(dim=2), memory)
-
-
-class _Scores(torch.autograd.Function):
-    """v tanh(query + memory): [batch, steps, groups].
-
-    What is between has batch x steps x groups x hidden numbers: it is made piece by piece and made
-    again for the gradient, which is faster than to keep it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, memory: Tensor, score: Tensor) -> Tensor:
-        ctx.save_for_backward(queries, memory, score)
-        pieces = [(_tanh(piece, memory) @ score)[..., 0] for piece in _pieces(queries, memory)]
-        return torch.cat(pieces, dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With t the tanh and g what arrives: v Σ g (1 - t^2) over groups, over steps; Σ g t."""
-        queries, memory, score = ctx.saved_tensors
-        of_query = []
-        of_memory, of_score = torch.zeros_like(memory), torch.zeros_like(score)
-        start = 0
-        for piece in _pieces(queries, memory):
-            given = gradients[0][:, start : start + piece.shape[1]]
-            start += piece.shape[1]
-            through = _tanh(piece, memory)
-            of_score += (given.reshape(1, -1) @ through.view(-1, len(score))).T
-            through.square_().neg_().add_(1)
-            of_query.append((given[:, :, None] @ through)[:, :, 0])
-            of_memory += through.mul_(given[..., None]).sum(dim=1)
-        return torch.cat(of_query, dim=1) * score[:, 0], of_memory * score[:, 0], of_score
-
-
-def _pieces(queries: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
-    size = max(1, PIECE // memory.numel())
-    return queries.tensor_split(list(range(size, queries.shape[1], size)), dim=1)
-
-
-def _tanh(queries: Tensor, memory: Tensor) -> Tensor:
-    """[batch, steps, groups, hidden]"""
-    return (queries[:, :, None] + memory[:, None]).tanh_()
-
+from dovetail.placers.learned.seq2seq import AttentionalLstm, gumbel
 
 MOST_GROUPS, GROUPS_PER_DEVICE = 256, 20
 PAPER_SETTINGS = LearningSettings(
@@ -260,7 +88,7 @@ KIND_SIZE = 20
 
 
 @dataclass(frozen=True, eq=False)
-class _ViewTensors:
+class _Ops:
     """A view as tensors, of the n groups that are free: the ops.
 
     places     [n] their indices in the view
@@ -285,7 +113,7 @@ class Hdp(Policy):
     kinds          buckets of the kinds that have a vector; others have none
     groups         learned groups
     hidden         of the placer's LSTMs; `grouper_hidden`: of the grouper's layer
-    bound, temperature   of the placer's logits: `HdpPlacer`
+    bound, temperature   of the placer's logits: `AttentionalLstm`
     noise          share of the logits' size that is added to both networks' logits, until
                    update `noise_until`
     greedy_from    update from which on the placer takes the likeliest device; None: never
@@ -335,10 +163,10 @@ class Hdp(Policy):
             nn.init.xavier_uniform_(last.weight)
             self.grouper = nn.Sequential(first, nn.ReLU(), last)
             size = 2 * (groups + devices) + costs + len(kinds) + numbers
-            self.placer = HdpPlacer(
+            self.placer = AttentionalLstm(
                 size, devices, hidden=hidden, bound=bound, temperature=temperature
             )
-        self._last: tuple[ProblemView, _ViewTensors] | None = None
+        self._last: tuple[ProblemView, _Ops] | None = None
 
     @classmethod
     def for_view(cls, view: ProblemView, *, seed: int = 0, **options: Any) -> Self:
@@ -366,16 +194,12 @@ class Hdp(Policy):
     def judge(self, view: ProblemView, actions: dict[str, Tensor]) -> Judged:
         seen, groups = self._see(view), actions["groups"]
         noise = self._noise(seen, actions["noise"])
-        logs = self._grouping(seen, noise).log_softmax(dim=2)
-        entropies = -(logs.exp() * logs).sum(dim=2).expand(len(groups), -1)
-        log_probs = logs.expand(len(groups), -1, -1).gather(2, groups[..., None])[..., 0]
+        grouped = chosen(self._grouping(seen, noise), groups)
         embeddings, allowed = self._embed(seen, groups)
         placed = self.placer.judge(
             embeddings, allowed, actions["devices"], None if noise is None else noise[1]
         )
-        return Judged(
-            torch.cat([log_probs, placed[0]], dim=1), torch.cat([entropies, placed[1]], dim=1)
-        )
+        return Judged(*(torch.cat(both, dim=1) for both in zip(grouped, placed, strict=True)))
 
     def likeliest(self, view: ProblemView) -> NDArray[np.int32]:
         with torch.no_grad():
@@ -432,7 +256,7 @@ class Hdp(Policy):
         placements[:, seen.places.numpy()] = torch.where(may, there, seen.fastest).numpy()
         return Draw({"groups": groups, "devices": devices, "noise": seeds}, placements, log_probs)
 
-    def _grouping(self, seen: _ViewTensors, noise: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _grouping(self, seen: _Ops, noise: tuple[Tensor, Tensor] | None) -> Tensor:
         """[batch or 1, ops, groups] logits."""
         kinds = seen.kinds @ self.kinds
         logits: Tensor = self.grouper(torch.cat([kinds, seen.features], dim=1))[None]
@@ -440,7 +264,7 @@ class Hdp(Policy):
             return logits
         return logits + noise[0] * logits.square().mean().sqrt()
 
-    def _noise(self, seen: _ViewTensors, seeds: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _noise(self, seen: _Ops, seeds: Tensor) -> tuple[Tensor, Tensor] | None:
         """([batch, ops, groups], [batch, groups, devices]) of both networks; None where the
         trials were drawn without."""
         if bool((seeds < 0).all()):
@@ -456,7 +280,7 @@ class Hdp(Policy):
         first, second = (torch.stack(parts) for parts in zip(*both, strict=True))
         return first.view(-1, ops, self.groups), second.view(-1, self.groups, devices)
 
-    def _embed(self, seen: _ViewTensors, grouped: Tensor) -> tuple[Tensor, Tensor]:
+    def _embed(self, seen: _Ops, grouped: Tensor) -> tuple[Tensor, Tensor]:
         """(embeddings [batch, groups, size], where each may go [batch, groups, devices]) for
         `grouped` [batch, ops]."""
         batch, ops = grouped.shape
@@ -470,8 +294,16 @@ class Hdp(Policy):
         ends = np.cumsum([1, seen.kinds.shape[1], features.shape[1]]).tolist()
         sums = sums.view(batch, self.groups, -1)
         count, kinds, features, allowed = sums.tensor_split(ends, dim=2)
+        # Edges to and from groups, and what is settled: [batch, groups, 2 (groups + devices)].
+        nodes = self.groups + devices
+        fixed = torch.arange(self.groups, nodes).expand(batch, -1)
+        sources, destinations = torch.cat([grouped, fixed], dim=1)[:, seen.ends].unbind(dim=1)
+        pairs = (nodes * torch.arange(batch)[:, None] + sources) * nodes + destinations
+        edges = torch.bincount(pairs.flatten(), minlength=batch * nodes**2)
+        matrix = edges.view(batch, nodes, nodes).to(dtype)
+        both = torch.cat([matrix, matrix.transpose(1, 2)], dim=2)[:, : self.groups]
         parts = [
-            self._adjacency(seen, grouped),
+            both / (1 + both.amax(dim=2, keepdim=True)),
             *([count / max(1, ops)] if self.costs else []),
             kinds / (1 + kinds.amax(dim=2, keepdim=True)),
             features / count.clamp(min=1),
@@ -480,72 +312,43 @@ class Hdp(Policy):
         first = torch.arange(devices) == 0
         return torch.cat(parts, dim=2), torch.where(count > 0, allowed > 0, first)
 
-    def _adjacency(self, seen: _ViewTensors, grouped: Tensor) -> Tensor:
-        """[batch, groups, 2 (groups + devices)] edges to and from groups, and what is settled."""
-        batch, devices = len(grouped), seen.allowed.shape[1]
-        nodes = self.groups + devices
-        fixed = torch.arange(self.groups, nodes).expand(batch, -1)
-        sources, destinations = torch.cat([grouped, fixed], dim=1)[:, seen.ends].unbind(dim=1)
-        pairs = (nodes * torch.arange(batch)[:, None] + sources) * nodes + destinations
-        counts = torch.bincount(pairs.flatten(), minlength=batch * nodes**2)
-        matrix = counts.view(batch, nodes, nodes).to(seen.features.dtype)
-        both = torch.cat([matrix, matrix.transpose(1, 2)], dim=2)[:, : self.groups]
-        return both / (1 + both.amax(dim=2, keepdim=True))
-
-    def _see(self, view: ProblemView) -> _ViewTensors:
-        if self._last is None or self._last[0] is not view:
-            if view.device_count != self.placer.devices:
-                reason = f"made for {self.placer.devices} devices, not {view.device_count}"
-                raise PolicyMismatchError(self.name, reason)
-            self._last = (view, _see(view, self.buckets, self.kinds.dtype, costs=self.costs))
-        return self._last[1]
-
-
-def _see(
-    view: ProblemView, buckets: NDArray[np.int64], dtype: torch.dtype, *, costs: bool
-) -> _ViewTensors:
-    free = np.flatnonzero(view.free)
-    code = np.asarray(view.settled, dtype=np.int64) + len(free)
-    code[free] = np.arange(len(free))
-    kinds = np.zeros((view.groups, len(buckets)), dtype=np.float32)
-    rows = np.repeat(np.arange(view.groups), np.diff(view.kind_offsets))
-    known = np.isin(view.kind_buckets, buckets)
-    at = np.searchsorted(buckets, view.kind_buckets[known])
-    np.add.at(kinds, (rows[known], at), view.kind_shares[known])
-    numbers = [view.shapes, view.numbers] if costs else [view.shapes]
-    given = np.concatenate(numbers, axis=1)[free]
-    spread = given.std(axis=0) if len(free) else 1.0
-    given = (given - given.mean(axis=0)) / np.maximum(spread, 1e-3) if len(free) else given
-    features = np.concatenate([given, _neighbours(view)[free]], axis=1)
-    seconds = np.where(view.allowed, view.seconds, np.inf)[free]
-    return _ViewTensors(
-        places=torch.from_numpy(free),
-        features=torch.from_numpy(features).to(dtype),
-        kinds=torch.from_numpy(kinds[free]).to(dtype),
-        ends=torch.from_numpy(np.stack([code[view.sources], code[view.destinations]])),
-        allowed=torch.from_numpy(view.allowed[free]),
-        fastest=torch.from_numpy(seconds.argmin(axis=1)),
-    )
-
-
-def _neighbours(view: ProblemView) -> NDArray[np.float32]:
-    """[groups, 2 NEIGHBOURS] the first readers and writers of each group as shares of the order;
-    -1: none."""
-    found = np.full((view.groups, 2 * NEIGHBOURS), -1, dtype=np.float32)
-    ends = (view.sources, view.destinations), (view.destinations, view.sources)
-    for way, (own, other) in enumerate(ends):
-        order = np.lexsort((other, own))
-        own, other = own[order], other[order]
-        nth = np.arange(len(own)) - np.searchsorted(own, own)
-        kept = nth < NEIGHBOURS
-        found[own[kept], way * NEIGHBOURS + nth[kept]] = other[kept] / view.groups
-    return found
-
-
-def gumbel(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Numbers whose addition to log-probabilities makes the largest a draw; without a generator
-    zeros."""
-    if generator is None:
-        return torch.zeros_like(like)
-    waits = torch.empty(like.shape).exponential_(generator=generator)
-    return -waits.log().to(like.dtype)
+    def _see(self, view: ProblemView) -> _Ops:
+        """What the networks see of a view; made once for the last one."""
+        if self._last is not None and self._last[0] is view:
+            return self._last[1]
+        if view.device_count != self.placer.devices:
+            reason = f"made for {self.placer.devices} devices, not {view.device_count}"
+            raise PolicyMismatchError(self.name, reason)
+        free = np.flatnonzero(view.free)
+        code = np.asarray(view.settled, dtype=np.int64) + len(free)
+        code[free] = np.arange(len(free))
+        kinds = np.zeros((view.groups, len(self.buckets)), dtype=np.float32)
+        rows = np.repeat(np.arange(view.groups), np.diff(view.kind_offsets))
+        known = np.isin(view.kind_buckets, self.buckets)
+        at = np.searchsorted(self.buckets, view.kind_buckets[known])
+        np.add.at(kinds, (rows[known], at), view.kind_shares[known])
+        numbers = [view.shapes, view.numbers] if self.costs else [view.shapes]
+        given = np.concatenate(numbers, axis=1)[free]
+        if len(free):
+            given = (given - given.mean(axis=0)) / np.maximum(given.std(axis=0), 1e-3)
+        # The first readers and writers of each group as shares of the order; -1: none.
+        neighbours = np.full((view.groups, 2 * NEIGHBOURS), -1, dtype=np.float32)
+        ends = (view.sources, view.destinations), (view.destinations, view.sources)
+        for way, (own, other) in enumerate(ends):
+            order = np.lexsort((other, own))
+            own, other = own[order], other[order]
+            nth = np.arange(len(own)) - np.searchsorted(own, own)
+            kept = nth < NEIGHBOURS
+            neighbours[own[kept], way * NEIGHBOURS + nth[kept]] = other[kept] / view.groups
+        seconds = np.where(view.allowed, view.seconds, np.inf)[free]
+        dtype = self.kinds.dtype
+        seen = _Ops(
+            places=torch.from_numpy(free),
+            features=torch.from_numpy(np.concatenate([given, neighbours[free]], axis=1)).to(dtype),
+            kinds=torch.from_numpy(kinds[free]).to(dtype),
+            ends=torch.from_numpy(np.stack([code[view.sources], code[view.destinations]])),
+            allowed=torch.from_numpy(view.allowed[free]),
+            fastest=torch.from_numpy(seconds.argmin(axis=1)),
+        )
+        self._last = (view, seen)
+        return seen

@@ -14,7 +14,7 @@ passes, an Adam step each, within `gradient`, which returns minus the way they w
 turns it around.
 
 What is drawn is keyed by the seed and by the first of the samples' indices, not by what came
-before; all else is in `diary`'s state, so a learner that comes back goes on bit for bit.
+before; all else is in the log's state, so a learner that comes back goes on bit for bit.
 Differences: RL17's controllers send gradients to a server that steps; here each has Adam's state of
 its own. A gradient that is not finite, and a batch that teaches nothing, change nothing.
 """
@@ -31,16 +31,15 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dovetail.placers.learned.adam import VectorAdam
-from dovetail.placers.learned.diary import Diary, DiaryEntry, LearnerState
+from dovetail.placers.learned.log import ControllerLog, LearnerState, LogEntry
 from dovetail.placers.learned.losses import Baseline, ppo, reinforce, teaching, with_elite
-from dovetail.placers.learned.policy import Draw, Policy
+from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import (
     Float32,
     Judge,
     LearningSettings,
     Point,
     ProblemView,
-    Trials,
 )
 from dovetail.training.learner import Gradient
 from dovetail.training.liveness import alive
@@ -148,9 +147,9 @@ class PolicyLearner:
         self._adam = VectorAdam(self.flat.theta)
         self._baselines = [Baseline.of(settings) for _ in self.seen]
         self._counts = [0] * len(self.seen)
-        self._diary = None if folder is None else Diary(folder, controller)
+        self._log = None if folder is None else ControllerLog(folder, controller)
         self._began = self._moves = False
-        self._entry: DiaryEntry | None = None
+        self._entry: LogEntry | None = None
 
     @property
     def theta(self) -> Float32:
@@ -159,36 +158,98 @@ class PolicyLearner:
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
         """One update at `theta`: of as many trials as there are indices."""
-        first = int(indices[0])
-        if not self._began:
-            self._recover(first)
+        settings, policy, flat, first = self.settings, self.policy, self.flat, int(indices[0])
+        # It begins where a former self has left off, before these samples.
+        state = None if self._began or self._log is None else self._log.recall(first)
+        self._began = True
+        if state is not None:
+            fields, arrays = state.fields, state.arrays
+            self.updates, self.trials = state.updates, fields["trials"]
+            self._counts = list(fields["counts"])
+            self._baselines = [Baseline(**entry) for entry in fields["baselines"]]
+            self._adam.steps = fields["steps"]
+            self._adam.mean.copy_(torch.from_numpy(arrays["mean"]))
+            self._adam.square.copy_(torch.from_numpy(arrays["square"]))
+            self.best = {
+                name: BestPlacement(arrays[f"best {name}"], seconds, found)
+                for name, (seconds, found) in fields["best"].items()
+            }
         if self._entry is not None:  # a rule whose server steps: nobody called `update`
             self._end_update()
-        self.flat.write(theta)
+        flat.write(theta)
+
+        # Draw, by a key of the seed and of the first sample, and have it judged.
         number = (self.updates + self.controller) % len(self.seen)
-        view = self.seen[number].view
-        self.policy.begin(self.updates)
-        draw = self.policy.draw(view, len(indices), self._generator(first))
+        name, view = self.seen[number].name, self.seen[number].view
+        policy.begin(self.updates)
+        key = np.random.SeedSequence((self._seed, first)).generate_state(1, np.uint64)
+        generator = torch.Generator(device=flat.theta.device)
+        generator.manual_seed(int(key[0] >> np.uint64(1)))
+        draw = policy.draw(view, len(indices), generator)
         alive()
         trials = self.judges[number](draw.placements)
         alive()
-        at = self._note(number, draw, trials)
-        found = self._baselines[number].advantages(trials, self.settings, self.updates)
-        self._moves, loss = False, 0.0
-        if teaching(trials, self.settings, self.updates).any():
-            advantages = torch.from_numpy(found).to(self.flat.theta)
-            best = self.best.get(self.seen[number].name)
+
+        # Count the trials, and note the best so far: `at` among the judged ones, -1 if none is.
+        judged = np.flatnonzero(trials.judged)
+        ran = trials.judged & trials.valid
+        seconds = np.where(trials.valid, trials.seconds, np.inf)[judged]
+        before, at = self._counts[number], -1
+        self._counts[number] += len(judged)
+        self.trials += len(judged)
+        known = self.best[name].seconds if name in self.best else np.inf
+        if len(judged) and seconds.min() < known:
+            at = int(seconds.argmin())
+            placement = np.array(draw.placements[judged[at]], dtype=np.int32)
+            self.best[name] = BestPlacement(placement, float(seconds[at]), before + at + 1)
+        best = self.best.get(name)
+
+        # Learn from them: what it leads to is put into the flat gradient.
+        found = self._baselines[number].advantages(trials, settings, self.updates)
+        self._moves, losses = False, [0.0]
+        if teaching(trials, settings, self.updates).any():
+            advantages = torch.from_numpy(found).to(flat.theta)
             taught = draw
-            if self.settings.elite and best is not None:
-                weight = self.settings.elite
+            if settings.elite and best is not None:
                 taught, advantages = with_elite(
-                    self.policy, view, draw, advantages, best.placement, weight
+                    policy, view, draw, advantages, best.placement, settings.elite
                 )
-            loss = self._learn(view, taught, advantages)
-        self._entry = self._make_entry(number, first, draw, trials, at, loss)
+            if settings.objective != "ppo":
+                loss = self._loss(policy, view, taught, advantages, settings)
+                self._moves = flat.descend(loss, settings.gradient_norm)
+                losses = [float(loss.detach())]
+            else:
+                start, rate, losses = flat.theta.clone(), self.rate(0.0), []
+                for _ in range(settings.passes):
+                    alive()
+                    loss = self._loss(policy, view, taught, advantages, settings)
+                    losses.append(float(loss.detach()))
+                    if not flat.descend(loss, settings.gradient_norm):
+                        break
+                    flat.theta += self._adam.step(flat.gradient, rate)
+                    self._moves = True
+                torch.sub(start, flat.theta, out=flat.gradient)
         if not self._moves:
-            self.flat.gradient.zero_()
-        return Gradient(self.flat.gradient.cpu().numpy(), loss, len(indices))
+            flat.gradient.zero_()
+
+        # Nats a decision that was open, estimated by what was drawn: its mean surprise.
+        surprises = -draw.log_probs
+        decisions = len(surprises) * int((surprises != 0).any(dim=0).sum())
+        point = Point(
+            controller=self.controller,
+            update=self.updates,
+            task=name,
+            trials=self.trials,
+            seconds=time.time() - self._origin,
+            best=float("inf") if best is None else best.seconds,
+            mean=float(trials.seconds[ran].mean()) if ran.any() else float("nan"),
+            invalid=1.0 - float(ran.sum()) / len(judged) if len(judged) else float("nan"),
+            entropy=float(surprises.sum()) / decisions if decisions else 0.0,
+            loss=float(np.mean(losses)),
+        )
+        newest = None if at < 0 or best is None else best.placement
+        self._entry = LogEntry(point, first, len(judged), at, newest)
+        return Gradient(flat.gradient.cpu().numpy(), point.loss, len(indices))
 
     def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
         """U(g): Adam's step, or PPO's way turned around; once for each gradient."""
@@ -220,71 +281,9 @@ class PolicyLearner:
         return settings.rate * settings.decay**decays
 
     def close(self) -> None:
-        """End the diary."""
-        if self._diary is not None:
-            self._diary.close()
-
-    def _generator(self, first: int) -> torch.Generator:
-        key = np.random.SeedSequence((self._seed, first)).generate_state(1, np.uint64)
-        generator = torch.Generator(device=self.flat.theta.device)
-        return generator.manual_seed(int(key[0] >> np.uint64(1)))
-
-    def _learn(self, view: ProblemView, draw: Draw, advantages: Tensor) -> float:
-        """The mean loss over the passes; what it leads to is in the flat gradient."""
-        flat, settings, losses = self.flat, self.settings, []
-        if settings.objective != "ppo":
-            loss = self._loss(self.policy, view, draw, advantages, settings)
-            self._moves = flat.descend(loss, settings.gradient_norm)
-            return float(loss.detach())
-        before, rate = flat.theta.clone(), self.rate(0.0)
-        for _ in range(settings.passes):
-            alive()
-            loss = self._loss(self.policy, view, draw, advantages, settings)
-            losses.append(float(loss.detach()))
-            if not flat.descend(loss, settings.gradient_norm):
-                break
-            flat.theta += self._adam.step(flat.gradient, rate)
-            self._moves = True
-        torch.sub(before, flat.theta, out=flat.gradient)
-        return float(np.mean(losses))
-
-    def _note(self, number: int, draw: Draw, trials: Trials) -> int:
-        """Count the trials; which of the judged ones is the best so far, -1: none."""
-        judged = np.flatnonzero(trials.judged)
-        seconds = np.where(trials.valid, trials.seconds, np.inf)[judged]
-        name, before = self.seen[number].name, self._counts[number]
-        self._counts[number] += len(judged)
-        self.trials += len(judged)
-        if not len(judged):
-            return -1
-        at = int(seconds.argmin())
-        known = self.best[name].seconds if name in self.best else np.inf
-        if not seconds[at] < known:
-            return -1
-        placement = np.array(draw.placements[judged[at]], dtype=np.int32)
-        self.best[name] = BestPlacement(placement, float(seconds[at]), before + at + 1)
-        return at
-
-    def _make_entry(
-        self, number: int, first: int, draw: Draw, trials: Trials, at: int, loss: float
-    ) -> DiaryEntry:
-        name = self.seen[number].name
-        judged, ran = trials.judged, trials.judged & trials.valid
-        count = int(judged.sum())
-        point = Point(
-            controller=self.controller,
-            update=self.updates,
-            task=name,
-            trials=self.trials,
-            seconds=time.time() - self._origin,
-            best=self.best[name].seconds if name in self.best else float("inf"),
-            mean=float(trials.seconds[ran].mean()) if ran.any() else float("nan"),
-            invalid=1.0 - float(ran.sum()) / count if count else float("nan"),
-            entropy=_entropy(draw),
-            loss=loss,
-        )
-        placement = self.best[name].placement if at >= 0 else None
-        return DiaryEntry(point, first, count, at, placement)
+        """End the log."""
+        if self._log is not None:
+            self._log.close()
 
     def _end_update(self) -> None:
         """Write down what the update has found, and where it leaves this learner."""
@@ -292,45 +291,18 @@ class PolicyLearner:
         assert entry is not None, "one update for each gradient"
         self._entry, self.updates = None, self.updates + 1
         self.points.append(entry.point)
-        if self._diary is not None:
-            self._diary.add(entry)
-            self._diary.keep(self._state(entry.first))
+        if self._log is not None:
+            self._log.add(entry)
+            fields = {
+                "trials": self.trials,
+                "counts": self._counts,
+                "steps": self._adam.steps,
+                "baselines": [asdict(baseline) for baseline in self._baselines],
+                "best": {name: [best.seconds, best.found] for name, best in self.best.items()},
+            }
+            mean, square = self._adam.mean.cpu().numpy(), self._adam.square.cpu().numpy()
+            arrays = {"mean": mean, "square": square}
+            arrays |= {f"best {name}": best.placement for name, best in self.best.items()}
+            self._log.keep(LearnerState(self.updates, entry.first, fields, arrays))
         if self._listen is not None:
             self._listen(entry.point)
-
-    def _state(self, first: int) -> LearnerState:
-        fields = {
-            "trials": self.trials,
-            "counts": self._counts,
-            "steps": self._adam.steps,
-            "baselines": [asdict(baseline) for baseline in self._baselines],
-            "best": {name: [best.seconds, best.found] for name, best in self.best.items()},
-        }
-        arrays = {"mean": self._adam.mean.cpu().numpy(), "square": self._adam.square.cpu().numpy()}
-        arrays |= {f"best {name}": best.placement for name, best in self.best.items()}
-        return LearnerState(self.updates, first, fields, arrays)
-
-    def _recover(self, first: int) -> None:
-        """Where a former self has left off, before the samples that begin with `first`."""
-        self._began = True
-        state = None if self._diary is None else self._diary.recall(first)
-        if state is None:
-            return
-        fields, arrays = state.fields, state.arrays
-        self.updates, self.trials = state.updates, fields["trials"]
-        self._counts = list(fields["counts"])
-        self._baselines = [Baseline(**entry) for entry in fields["baselines"]]
-        self._adam.steps = fields["steps"]
-        self._adam.mean.copy_(torch.from_numpy(arrays["mean"]))
-        self._adam.square.copy_(torch.from_numpy(arrays["square"]))
-        self.best = {
-            name: BestPlacement(arrays[f"best {name}"], seconds, found)
-            for name, (seconds, found) in fields["best"].items()
-        }
-
-
-def _entropy(draw: Draw) -> float:
-    """Nats a decision that was open, estimated by what was drawn: its mean surprise."""
-    surprises = -draw.log_probs
-    opened = int((surprises != 0).any(dim=0).sum())
-    return float(surprises.sum()) / (len(surprises) * opened) if opened else 0.0

@@ -9,7 +9,7 @@ https://arxiv.org/abs/1706.04972, section 3.4.
 
 The server, its backends and rules are those of `training/`: the samples of its job are the trials,
 a batch is one update. So a killed controller's trials are handed out again and their number stays
-exact. What controllers write down (`diary`) lies in the run's folder beside the server's state:
+exact. What controllers write down (`log`) lies in the run's folder beside the server's state:
 both together resume the run. Differences: RL17 has up to 20 controllers with 4 or 8 evaluators on
 as many machines. Here both numbers are free, evaluators are threads of the simulator, and the rule
 may be any whose workers step.
@@ -17,19 +17,18 @@ may be any whose workers step.
 
 import copy
 import hashlib
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from dovetail.errors import TrainingError, UsageError
-from dovetail.placers.learned.diary import CONTROLLERS, DiaryEntry, Readers
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.judges import JudgeFactory, SimulatedJudge
 from dovetail.placers.learned.learner import (
@@ -38,9 +37,9 @@ from dovetail.placers.learned.learner import (
     parameters_of,
     write_parameters,
 )
+from dovetail.placers.learned.log import CONTROLLERS, LogEntry, LogReaders
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import (
-    Float32,
     Judge,
     Learned,
     LearningSettings,
@@ -63,7 +62,6 @@ LEASE_SECONDS = 120.0
 within a pass of the policy."""
 RESTARTS = 3
 """Of each controller, on average."""
-_IN_PROCESS = ("simulated", "threads")
 
 
 def learn(
@@ -107,25 +105,46 @@ def learn(
     none yet. Raises `UsageError`, `RunMismatchError` for another run's folder, and what the
     backend raises.
     """
-    _check(tasks, trials, controllers, evaluators, settings)
+    counts = {
+        "trials": trials, "controllers": controllers, "evaluators": evaluators,
+        "settings": settings.trials,
+    }  # fmt: skip
+    wrong = [name for name, count in counts.items() if count < 1]
+    if wrong:
+        says = f"must be a whole number of at least 1, not {counts[wrong[0]]!r}"
+        raise UsageError(wrong[0], says)
+    names = [task.name for task in tasks]
+    if not names or len(set(names)) < len(names):
+        raise UsageError("tasks", "need names of their own" if names else "there are none")
     bound = make_rule(rule) if isinstance(rule, str) else rule
     started = load_backend(backend, **(options or {}))
     rank = launched_rank() if backend == "ranks" else 0
-    if backend == "ranks" and folder is None:
+    if folder is None and backend == "ranks":
         says = "all ranks write down what they try there; name one that all of them see"
         raise UsageError("folder", says)
-    with _home(folder, resume) as path:
+    if folder is None and resume:
+        raise UsageError("resume", "needs the folder of the run")
+    with ExitStack() as stack:
+        path = Path(folder or stack.enter_context(TemporaryDirectory(prefix="dovetail-learn-")))
+        path = path.absolute()
+        # The run, in this folder. Its facts are the same in every life of it.
         theta = parameters_of(policy)
         facts = {
             "seed": seed,
             "rule": bound.name,
             "options": bound.options,
             "policy": [policy.name, _digest(policy.config), theta.size],
-            "tasks": [_facts_of(task) for task in tasks],
+            "tasks": [
+                [
+                    task.name, task.graph.fingerprint, task.machine.fingerprint, task.costs.source,
+                    task.groups.count, task.objective, task.pins, task.caps,
+                ]
+                for task in tasks
+            ],
             "settings": _digest(asdict(settings)),
             "trials": trials,
             "controllers": controllers,
-        }
+        }  # fmt: skip
         # Rank 0 alone opens the run. Its name comes to the others with their first message.
         home = (
             RunFolder(path, "") if rank else open_folder(path, facts, resume, more=(CONTROLLERS,))
@@ -135,13 +154,15 @@ def learn(
             run=home.run, size=theta.size, samples=trials, epochs=1, batch=settings.trials,
             window=1, workers=controllers, seed=seed,
         )  # fmt: skip
-        run = _LearningRun(
-            home,
-            None if rank else progress,
-            happened,
-            listens=backend == "simulated",
-            seconds=seconds,
-        )
+
+        # What the caller follows it by: in virtual time learners here tell of their updates
+        # themselves, else their logs are read. A run that is resumed goes on as if it had never
+        # paused; of its former life there is nothing to tell.
+        in_process, listens = backend in ("simulated", "threads"), backend == "simulated"
+        tell = None if rank else progress
+        readers = LogReaders(home.path)
+        entries = list(readers.news())
+        origin = time.time() - max((entry.point.seconds for entry in entries), default=0.0)
         recipe = Controllers(
             copy.deepcopy(policy),
             tuple(tasks),
@@ -150,60 +171,119 @@ def learn(
             evaluators,
             judge,
             seed,
-            run.origin,
+            origin,
             device,
         )
-        if backend not in _IN_PROCESS:
+        learners: list[PolicyLearner] = []
+        lock, began, is_over = threading.Lock(), time.monotonic(), False
+
+        def make(controller: int) -> PolicyLearner:
+            learner = recipe(controller, tell if listens else None)
+            with lock:
+                learners.append(learner)
+                stack.callback(learner.close)
+            return learner
+
+        def read() -> None:
+            for entry in readers.news():
+                entries.append(entry)
+                if tell is not None and not listens:
+                    tell(entry.point)
+
+        def hear(event: Event) -> None:
+            read()
+            if happened is not None:
+                happened(event)
+
+        def should_stop(_figures: list[dict[str, float]]) -> bool:
+            """The seconds are over, and something was learned in them."""
+            nonlocal is_over
+            is_over = time.monotonic() - began >= (seconds or 0.0) and bool(entries)
+            return is_over
+
+        watcher = Watcher(rows=lambda _rows: read(), event=hear)
+        if seconds is not None:
+            watcher.every_seconds = max(0.05, seconds / 100)
+            watcher.evaluate = lambda _theta, _clock, _samples, _seconds: {}
+            watcher.should_stop = should_stop
+
+        if not in_process:
             check_travels({"policy": policy, "judge": judge})
         assignment = Assignment(
             job=job,
             rule=bound,
             theta=theta,
-            learner=run.remember(recipe) if backend in _IN_PROCESS else recipe,
+            learner=make if in_process else recipe,
             policy=FailurePolicy(
                 worker_restarts=RESTARTS * controllers, lease_seconds=LEASE_SECONDS
             ),
             storage=None if folder is None else Storage(home.center, resume=resume),
             facts=facts,
         )
-        learned = run.end(assignment, started)
+        outcome = None
+        try:
+            outcome = started(assignment, watcher)
+        except KeyboardInterrupt:
+            if not any(learner.updates for learner in learners):
+                raise
+        read()
+        if not entries and outcome is not None and outcome.stopped:
+            raise KeyboardInterrupt
+        if not entries:
+            raise TrainingError(
+                f"no controller has written to {home.path}; give a folder that all nodes see"
+            )
+        learned = _learned(entries, learners, outcome, time.time() - origin, is_over=is_over)
     write_parameters(policy, learned.theta)
     return learned
 
 
-def _check(
-    tasks: Sequence[PlacementTask],
-    trials: int,
-    controllers: int,
-    evaluators: int,
-    settings: LearningSettings,
-) -> None:
-    counts = {"trials": trials, "controllers": controllers, "evaluators": evaluators}
-    for name, count in {**counts, "settings": settings.trials}.items():
-        if count < 1:
-            raise UsageError(name, f"must be a whole number of at least 1, not {count!r}")
-    names = [task.name for task in tasks]
-    if not names or len(set(names)) < len(names):
-        raise UsageError("tasks", "need names of their own" if names else "there are none")
-
-
-@contextmanager
-def _home(folder: Path | None, resume: bool) -> Iterator[Path]:
-    if folder is not None:
-        yield Path(folder).absolute()
-        return
-    if resume:
-        raise UsageError("resume", "needs the folder of the run")
-    with tempfile.TemporaryDirectory(prefix="dovetail-learn-") as name:
-        yield Path(name)
-
-
-def _facts_of(task: PlacementTask) -> list[Any]:
-    """What is the same in every life of a run."""
-    return [
-        task.name, task.graph.fingerprint, task.machine.fingerprint, task.costs.source,
-        task.groups.count, task.objective, task.pins, task.caps,
-    ]  # fmt: skip
+def _learned(
+    entries: Sequence[LogEntry],
+    learners: Sequence[PolicyLearner],
+    outcome: Outcome | None,
+    seconds: float,
+    *,
+    is_over: bool,
+) -> Learned:
+    """What a run leaves. Without an outcome it was interrupted, and its learners were made in this
+    process. `is_over`: its seconds were."""
+    entries = sorted(entries, key=lambda entry: entry.point.seconds)
+    counted = list({entry.first: entry for entry in entries}.values())  # the last of each
+    bests: dict[str, tuple[float, int, LogEntry]] = {}
+    tried: dict[str, int] = {}
+    before: dict[int, int] = {}  # trials of its task before each update
+    for entry in entries:
+        name = entry.point.task
+        if entry.first not in before:
+            before[entry.first] = tried.get(name, 0)
+            tried[name] = tried.get(name, 0) + entry.judged
+        found = before[entry.first] + entry.at + 1
+        if entry.at >= 0 and (name not in bests or entry.point.best < bests[name][0]):
+            bests[name] = (entry.point.best, found, entry)
+    if outcome is None:
+        # Of a learner that came back and has made no update since, the run before counts as 0.
+        theta = max(
+            learners, key=lambda each: each.points[-1].seconds if each.points else 0.0
+        ).theta
+    else:
+        theta = np.asarray(outcome.theta, dtype=np.float32)
+    return Learned(
+        theta=theta,
+        placements={
+            name: entry.placement
+            for name, (_, _, entry) in bests.items()
+            if entry.placement is not None
+        },
+        values={name: value for name, (value, _, _) in bests.items()},
+        found={name: found for name, (_, found, _) in bests.items()},
+        trials=sum(entry.judged for entry in counted),
+        updates=len(counted) if outcome is None else outcome.clock,
+        seconds=seconds,
+        points=tuple(entry.point for entry in counted),
+        interrupted=outcome is None or (outcome.stopped and not is_over),
+        meta={"events": () if outcome is None else outcome.events},
+    )
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -238,131 +318,3 @@ class Controllers:
             policy, seen, judges, self.settings, seed=self.seed,
             controller=controller, folder=self.folder, origin=self.origin, listen=listen,
         )  # fmt: skip
-
-
-@dataclass
-class _LearningRun:
-    """The caller's side of a run.
-
-    listens   the learners here tell of their updates themselves; else their diaries are read
-    learners  that were made in this process
-    origin    `time.time()` of the run's start; of a run that is resumed, as if it had never paused
-    seconds   after which it is to end; `is_over`: it did
-    """
-
-    home: RunFolder
-    progress: Callable[[Point], None] | None
-    happened: Callable[[Event], None] | None
-    listens: bool
-    origin: float = field(default_factory=time.time)
-    seconds: float | None = None
-    is_over: bool = False
-    entries: list[DiaryEntry] = field(default_factory=list)
-    learners: list[PolicyLearner] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._readers = Readers(self.home.path)
-        self.entries += self._readers.news()  # of the run's former life: nothing to tell
-        self.origin -= max((entry.point.seconds for entry in self.entries), default=0.0)
-        self._lock, self._began = threading.Lock(), time.monotonic()
-
-    def remember(self, recipe: Controllers) -> Callable[[int], PolicyLearner]:
-        """The recipe, for learners in this process: they are closed at the end."""
-
-        def make(controller: int) -> PolicyLearner:
-            learner = recipe(controller, self.progress if self.listens else None)
-            with self._lock:
-                self.learners.append(learner)
-            return learner
-
-        return make
-
-    def end(
-        self, assignment: Assignment, backend: Callable[[Assignment, Watcher], Outcome]
-    ) -> Learned:
-        """Run it, and put together what it leaves."""
-        watcher = Watcher(rows=lambda _rows: self._read(), event=self._happened)
-        if self.seconds is not None:
-            watcher.every_seconds = max(0.05, self.seconds / 100)
-            watcher.evaluate = lambda _theta, _clock, _samples, _seconds: {}
-            watcher.should_stop = self._should_stop
-        outcome = None
-        try:
-            outcome = backend(assignment, watcher)
-        except KeyboardInterrupt:
-            if not any(learner.updates for learner in self.learners):
-                raise
-        finally:
-            for learner in self.learners:
-                learner.close()
-        self._read()
-        if not self.entries and outcome is not None and outcome.stopped:
-            raise KeyboardInterrupt
-        if not self.entries:
-            raise TrainingError(
-                f"no controller has written to {self.home.path}; give a folder that all nodes see"
-            )
-        return self._learned(outcome)
-
-    def _should_stop(self, _figures: list[dict[str, float]]) -> bool:
-        """The seconds are over, and something was learned in them."""
-        assert self.seconds is not None
-        self.is_over = time.monotonic() - self._began >= self.seconds and bool(self.entries)
-        return self.is_over
-
-    def _happened(self, event: Event) -> None:
-        self._read()
-        if self.happened is not None:
-            self.happened(event)
-
-    def _read(self) -> None:
-        for entry in self._readers.news():
-            self.entries.append(entry)
-            if self.progress is not None and not self.listens:
-                self.progress(entry.point)
-
-    def _learned(self, outcome: Outcome | None) -> Learned:
-        entries = sorted(self.entries, key=lambda entry: entry.point.seconds)
-        counted = list({entry.first: entry for entry in entries}.values())  # the last of each
-        bests: dict[str, tuple[float, int, DiaryEntry]] = {}
-        tried: dict[str, int] = {}
-        before: dict[int, int] = {}  # trials of its task before each update
-        for entry in entries:
-            name = entry.point.task
-            if entry.first not in before:
-                before[entry.first] = tried.get(name, 0)
-                tried[name] = tried.get(name, 0) + entry.judged
-            found = before[entry.first] + entry.at + 1
-            if entry.at >= 0 and (name not in bests or entry.point.best < bests[name][0]):
-                bests[name] = (entry.point.best, found, entry)
-        placements = {
-            name: entry.placement
-            for name, (_, _, entry) in bests.items()
-            if entry.placement is not None
-        }
-        # Of a learner that came back and has made no update since, the run before counts as 0.
-        last = max(
-            self.learners,
-            key=lambda learner: learner.points[-1].seconds if learner.points else 0.0,
-            default=None,
-        )
-        if outcome is None:
-            assert last is not None, "an interrupt without an outcome is of a run in this process"
-        return Learned(
-            theta=self._theta(outcome, last),
-            placements=placements,
-            values={name: value for name, (value, _, _) in bests.items()},
-            found={name: found for name, (_, found, _) in bests.items()},
-            trials=sum(entry.judged for entry in counted),
-            updates=len(counted) if outcome is None else outcome.clock,
-            seconds=time.time() - self.origin,
-            points=tuple(entry.point for entry in counted),
-            interrupted=outcome is None or (outcome.stopped and not self.is_over),
-            meta={"events": () if outcome is None else outcome.events},
-        )
-
-    def _theta(self, outcome: Outcome | None, last: PolicyLearner | None) -> Float32:
-        if outcome is not None:
-            return np.asarray(outcome.theta, dtype=np.float32)
-        assert last is not None
-        return last.theta

@@ -72,24 +72,20 @@ class Baseline:
         costs, teaches = cost(trials, settings), teaching(trials, settings, update)
         if not teaches.any():
             return np.zeros(len(costs))
-        mean = float(costs[teaches].mean())
+        mean, count = float(costs[teaches].mean()), int(teaches.sum())
         own = self.kind == "batch" or (self.kind == "mean" and self.count == 0)
         expected = mean if own else self.value
         found = np.where(teaches, expected - costs, 0.0)
         if settings.normalised:
             spread = float(np.sqrt(np.mean(found[teaches] ** 2)))
             found /= max(spread, SMALLEST_SPREAD * mean, np.finfo(np.float64).tiny)
-        self._observe(costs[teaches])
-        return found
-
-    def _observe(self, costs: NDArray[np.float64]) -> None:
-        mean, earlier = float(costs.mean()), self.count
-        self.count += len(costs)
+        old = self.value if self.count else mean
+        self.count += count
         if self.kind == "moving":
             self.value = self.decay * self.value + (1 - self.decay) * mean
         else:
-            old = self.value if earlier else mean
-            self.value = old + (mean - old) * len(costs) / self.count
+            self.value = old + (mean - old) * count / self.count
+        return found
 
 
 # reinforce: the loss whose gradient is RL17's estimate of the policy's.

@@ -12,7 +12,7 @@ gdp       from a policy that was trained before on other graphs, zero-shot: what
 A loop ends with the budget, once every placement is known, or once the policy draws nothing new.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,31 +44,44 @@ LARGE = 2048
 half the passes: what 50 updates take is a matter of a minute."""
 
 
+def _placer(search: Callable[[PlacementProblem, ProblemView, BudgetJudge], None]) -> Placer:
+    """The placer that returns the best placement [groups] of those that `search` has judged. It
+    raises `KeyboardInterrupt` if one came before anything was."""
+
+    def place(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+        view, judge = look(problem), BudgetJudge(problem, budget)
+        if not view.free.any() or budget.exhausted:
+            return problem.fastest
+        try:
+            search(problem, view, judge)
+        except KeyboardInterrupt:
+            budget.interrupted = True
+        if judge.best is not None:
+            return judge.best[1]
+        if budget.interrupted:
+            raise KeyboardInterrupt
+        return problem.fastest
+
+    return place
+
+
 def make_gdp(policy: Path | None, finetune: int) -> Placer:
     """A placer by the policy in that file, by default the shipped one, after `finetune` updates.
 
     It raises what `load_policy` raises.
     """
 
-    def place(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-        view = look(problem)
-        judge = BudgetJudge(problem, budget)
-        if not view.free.any() or budget.exhausted:
-            return problem.fastest
+    def search(problem: PlacementProblem, view: ProblemView, judge: BudgetJudge) -> None:
         loaded, _card = load_policy(policy or shipped(), "gdp")
-        try:
-            for placements in proposals(loaded, view, problem.seed):
-                judge(placements)
-                if budget.exhausted:
-                    break
-            if finetune:
-                settings = finetuning(view)
-                train(loaded.alone(view), view, judge, settings, problem.seed, updates=finetune)
-        except KeyboardInterrupt:
-            budget.interrupted = True
-        return _best(problem, judge)
+        for placements in proposals(loaded, view, problem.seed):
+            judge(placements)
+            if judge.budget.exhausted:
+                break
+        if finetune:
+            settings = finetuning(view)
+            train(loaded.alone(view), view, judge, settings, problem.seed, updates=finetune)
 
-    return place
+    return _placer(search)
 
 
 def finetuning(view: ProblemView) -> LearningSettings:
@@ -124,28 +137,11 @@ def train_afresh(name: str) -> Placer:
     """The placer that trains a fresh policy of that method until the budget is spent, and returns
     the best placement [groups] that it drew."""
 
-    def place(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-        view = look(problem)
-        if not view.free.any() or budget.exhausted:
-            return problem.fastest
-        judge = BudgetJudge(problem, budget)
-        try:
-            policy = make_policy(name, view, problem.seed)
-            train(policy, view, judge, settings_of(name), problem.seed)
-        except KeyboardInterrupt:
-            budget.interrupted = True
-        return _best(problem, judge)
+    def search(problem: PlacementProblem, view: ProblemView, judge: BudgetJudge) -> None:
+        policy = make_policy(name, view, problem.seed)
+        train(policy, view, judge, settings_of(name), problem.seed)
 
-    return place
-
-
-def _best(problem: PlacementProblem, judge: BudgetJudge) -> GroupPlacement:
-    """The best that was judged. Raises `KeyboardInterrupt` if one came before anything was."""
-    if judge.best is not None:
-        return judge.best[1]
-    if judge.budget.interrupted:
-        raise KeyboardInterrupt
-    return problem.fastest
+    return _placer(search)
 
 
 # The policy proposes, local search finishes: `gdp+search`.
