@@ -145,7 +145,8 @@ def _ordinary(result: Any) -> Any:
         return tensor.clone()
     if tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
-    return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]  # torch's stub lacks it
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), *place)
 
 
 def _compute(module: nn.Module, step: PlainStep) -> FunctionType:
