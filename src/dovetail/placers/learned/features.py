@@ -314,10 +314,10 @@ def look(problem: PlacementProblem) -> ProblemView:
 
     # Edges between groups, and what links take: [devices, devices] seconds a byte, latency in
     # seconds, links on the channel. Through the host where there is no link; the diagonal is 0.
-    sources, destinations, edge_bytes = problem.edges
+    producers, consumers, edge_bytes = problem.edges
     mean_bytes = float(edge_bytes.mean()) if len(edge_bytes) else 1.0
-    order = np.lexsort((sources, destinations))
-    sources, destinations = sources[order].astype(np.int64), destinations[order].astype(np.int64)
+    order = np.lexsort((producers, consumers))
+    sources, destinations = producers[order].astype(np.int64), consumers[order].astype(np.int64)
     edge_bytes = edge_bytes[order]
     on_channel: dict[str, int] = {}
     for link in machine.links:
