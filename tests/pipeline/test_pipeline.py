@@ -174,7 +174,7 @@ def interrupting(function, times=1):
     [
         (searching, "run_placer"),
         (opening, "lower_bound"),
-        (searching, "normalise"),
+        (searching, "to_plan"),
         (searching, "source_of"),
     ],
 )
