@@ -14,6 +14,7 @@ from dovetail.executors.workers import LocalWorker, is_this_process
 from dovetail.frontends import SGD, Adam, capture
 from dovetail.machine import parse_machine
 from dovetail.pipeline.sources import in_order, with_threads
+from dovetail.runtime import neighbours
 from dovetail.runtime.files import cache_folder
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.neighbours import Spinning
@@ -70,7 +71,8 @@ def test_all_cores_as_one_device_are_this_process_and_parts_of_them_are_not():
         assert isinstance(worker, LocalWorker) and workers.pids == ()
 
 
-def test_openmp_is_held_back_while_others_compute_until_the_worker_closes():
+def test_openmp_is_held_back_while_others_compute_until_the_worker_closes(monkeypatch):
+    monkeypatch.setattr(neighbours, "BUSY_CORES", 0.25)
     others_cores, told = [0.0, 0.9, 0.9], []
 
     class Others:
