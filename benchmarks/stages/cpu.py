@@ -36,12 +36,13 @@ from children import Record, count, parser_of, records, said
 from cpu_peers import PEERS, Given, module_of, prepared
 from markdown import fill, table
 
-from dovetail.executors.stages.choosing import fastest, measure, ratios_of, timed
+from dovetail.executors.stages.choosing import fastest, measure, ratios_of
 from dovetail.executors.stages.targets import ONE_THREAD, CpuTarget
 from dovetail.frontends import Captured
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import check_equal, search, target_of
+from dovetail.runtime.timers import seconds_of
 from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate
 
 README = Path(__file__).parent / "README.md"
@@ -69,7 +70,9 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
         for name in arguments.peers:
             said(f"{name}: preparing", 0)
             peers[name] = prepared(name, given, wanted, arguments.limit)
-        runs |= {n: partial(timed, peer.run) for n, peer in peers.items() if peer.run is not None}
+        runs |= {
+            n: partial(seconds_of, peer.run) for n, peer in peers.items() if peer.run is not None
+        }
         torch.set_num_threads(network.threads)
         said("measuring", 0)
         seconds = measure(runs, arguments.rounds)
