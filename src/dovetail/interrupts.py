@@ -76,8 +76,8 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
         signal.default_int_handler(number, frame)
     since, now = _PutOff.since, time.monotonic()
     if importing:
-        torch: ModuleType | None = sys.modules.get("torch")
-        has_torch = torch is not None and not getattr(torch.__spec__, "_initializing", False)
+        module: ModuleType | None = sys.modules.get("torch")
+        has_torch = module is not None and not getattr(module.__spec__, "_initializing", False)
         is_second = not again and since is not None and now - since > AGAIN_SECONDS
         if not has_torch or is_second:
             os.write(2, b"interrupted\n")
