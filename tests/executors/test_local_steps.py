@@ -1,15 +1,17 @@
 """Steps on all cores run within the caller's process, and leave it as it was."""
 
 import copy
+import math
 import os
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from dovetail.errors import RunError, WorkerError
-from dovetail.executors import PlainNetwork, Workers, run
+from dovetail.executors import PlainNetwork, Workers, run, workers
 from dovetail.executors.workers import LocalWorker, is_this_process
 from dovetail.frontends import SGD, Adam, capture
 from dovetail.machine import parse_machine
@@ -71,39 +73,31 @@ def test_all_cores_as_one_device_are_this_process_and_parts_of_them_are_not():
         assert isinstance(worker, LocalWorker) and workers.pids == ()
 
 
-def test_openmp_is_held_back_while_others_compute_until_the_worker_closes(monkeypatch):
-    monkeypatch.setattr(neighbours, "BUSY_CORES", 0.25)
-    others_cores, told = [0.0, 0.9, 0.9], []
-
-    class Others:
-        def look(self):
-            return others_cores.pop(0)
-
-        def pause(self): ...
-
-        def resume(self): ...
-
-    class Echo:
-        infers = True
-
-        def answer(self, request):
-            told.append(request)
-            return request
-
-        def close(self):
-            told.append("closed")
+@pytest.mark.parametrize("busy_cores", [0.25, math.inf], ids=["others-compute", "calm"])
+def test_openmp_is_held_back_while_others_compute_until_the_run_closes(monkeypatch, busy_cores):
+    monkeypatch.setattr(neighbours, "BUSY_CORES", busy_cores)
+    told, others = (
+        [],
+        SimpleNamespace(
+            look=lambda: 0.9,
+            pause=lambda: None,
+            resume=lambda: None,
+            leave_out=lambda processes: None,
+        ),
+    )
 
     def hold_back(team):
-        told.append(f"held by {team}")
+        told.append(f"held back by {team}")
         return lambda: told.append("released")
 
-    spinning = Spinning((0, 1), 2, neighbours=Others(), hold_back=hold_back)
-    worker = LocalWorker("all", 2, Echo(), tuple, spinning)
-    for step in range(3):
-        worker.send(step)
-        assert worker.receive() == step
-    worker.close()
-    assert told == [0, "held by 3", 1, 2, "closed", "released"]
+    watch = Spinning((0, 1), 2, neighbours=others, hold_back=hold_back)
+    monkeypatch.setattr(workers, "Spinning", lambda cores, threads: watch)
+    _, step = trained(SGD(lr=0.1))
+    with run(in_order(step.graph, HERE), step) as placed:
+        placed.step(torch.randn(6, 8), torch.randn(6, 4))
+        placed.step(torch.randn(6, 8), torch.randn(6, 4))
+        assert told == (["held back by 3"] if busy_cores < 1 else [])
+    assert told == (["held back by 3", "released"] if busy_cores < 1 else [])
 
 
 @pytest.mark.parametrize(

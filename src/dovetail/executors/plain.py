@@ -214,6 +214,9 @@ class ServedPlain:
                     plain.set_optimizer_state(of_optimizer)
         return "ready"
 
+    def pause(self) -> None:
+        """Do nothing: the module runs as its user would run it, whatever other programs do."""
+
     def close(self) -> None:
         """Forget the module."""
         self._plain, self.tensors = None, ()

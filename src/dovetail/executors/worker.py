@@ -36,7 +36,7 @@ from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import NEXT, Stream, TensorPlace, distinct, make_runner
-from dovetail.runtime.neighbours import SPIN_SECONDS, Spinning
+from dovetail.runtime.neighbours import Spinning
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import float32_by_default, set_up, set_up_thread
 from dovetail.runtime.shared import Block
@@ -134,20 +134,19 @@ def serve(channel: Channel) -> None:
 class ServedDevice:
     """The state of a device's process: loaded shares by their keys, and calls of one program.
 
-    spinning   watches other programs on the device's cores, if it has a process of its own
+    spinning   watches other programs on the device's cores
     """
 
     infers = False
 
-    def __init__(self, spinning: Spinning | None = None) -> None:
+    def __init__(self, spinning: Spinning) -> None:
         self._loaded: dict[int, _Loaded] = {}
         self._program, self._calls = 0, dict[int, Call]()
         self._spinning = spinning
 
     def load(self, request: Load, descriptor: int) -> None:
         """Bind a share to the values in the block of this descriptor, which is taken over."""
-        if self._spinning is not None:
-            self._spinning.beside(request.beside)
+        self._spinning.beside(request.beside)
         # Only the latest program's calls are kept; `Workers.unsent` counts alike.
         if request.program != self._program:
             self._program, self._calls = request.program, {}
@@ -163,22 +162,20 @@ class ServedDevice:
             # them.
             gc.collect()
             return "ready"
-        spin_seconds = SPIN_SECONDS
-        if self._spinning is not None:
-            self._spinning.look()
-            spin_seconds = self._spinning.spin_seconds
+        self._spinning.look()
+        spin_seconds = self._spinning.spin_seconds
         with torch.inference_mode(), float32_by_default():
             return self._loaded[request.key].run(request, spin_seconds)
 
     def pause(self) -> None:
         """Note that the process now waits for what comes next."""
-        if self._spinning is not None:
-            self._spinning.pause()
+        self._spinning.pause()
 
     def close(self) -> None:
-        """Forget all shares."""
+        """Forget all shares. In the caller's process OpenMP's threads spin as they did at first."""
         for key in list(self._loaded):
             self.answer(Unload(key))
+        self._spinning.close()
 
 
 class _Loaded:

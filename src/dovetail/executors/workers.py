@@ -52,6 +52,9 @@ class Served(Protocol):
     def answer(self, request: Any) -> object:
         """Return the reply to any other request."""
 
+    def pause(self) -> None:
+        """Note that nothing is to be done until the next request."""
+
     def close(self) -> None:
         """Forget all that was loaded."""
 
@@ -62,23 +65,13 @@ class LocalWorker:
     A step leaves the caller's number of threads, its random numbers and its modes of grad and
     autocast as they were, and none of them touches the step.
 
-    threads    on which each op runs
-    loads      class of the requests that a block follows
-    spinning   watches other programs on this process's cores, as in the devices' processes: beside
-               a program that computed, a step of SqueezeNet on two threads took 62 ms instead of 8
+    threads   on which each op runs
+    loads     class of the requests that a block follows
     """
 
-    def __init__(
-        self,
-        name: str,
-        threads: int,
-        served: Served,
-        loads: type,
-        spinning: Spinning | None = None,
-    ) -> None:
+    def __init__(self, name: str, threads: int, served: Served, loads: type) -> None:
         self.name, self.pid = name, os.getpid()
         self._threads, self._served, self._loads = threads, served, loads
-        self._spinning = spinning
         self._loading: object = None
         self._reply: object = "ready"
         keep_freed_memory()
@@ -89,12 +82,9 @@ class LocalWorker:
             self._threads = request.count
         elif isinstance(request, self._loads):
             self._loading = request
-        elif self._spinning is None:
-            self.answer(self._served.answer, request)
         else:
-            self._spinning.look()
             self.answer(self._served.answer, request)
-            self._spinning.pause()
+            self._served.pause()
 
     def answer(self, function: Callable[..., object], *args: object) -> None:
         """Note what the function returns as the reply."""
@@ -116,8 +106,6 @@ class LocalWorker:
     def close(self, *, kill: bool = False) -> None:
         """Forget all that was loaded."""
         self._served.close()
-        if self._spinning is not None:
-            self._spinning.close()
         trim_memory()
 
     def _shielded(self, function: Callable[..., object], *args: object) -> object:
@@ -183,10 +171,10 @@ class Workers:
             for index in fresh:
                 device = self.machine.devices[index]
                 if self.is_local:
-                    spinning = Spinning(device.cores, device.op_threads)
-                    self._started[index] = LocalWorker(
-                        device.name, device.op_threads, ServedDevice(), Load, spinning
-                    )
+                    # Other programs are watched as in a device's own process. Beside one that
+                    # computed, a step of SqueezeNet on two threads took 62 ms, and 8 without it.
+                    served = ServedDevice(Spinning(device.cores, device.op_threads))
+                    self._started[index] = LocalWorker(device.name, device.op_threads, served, Load)
                     continue
                 told: object
                 if device.torch_device:
