@@ -312,7 +312,7 @@ class _Bridge:
     def _run_pair(self, pair: _Sender | _Receiver, number: int) -> None:
         try:
             pair.run(number, self._abort)
-        # Whatever it is: a pair that ends silently would have the step wait for ever.
+        # Any error is told: the step would wait for ever for a pair that ends silently.
         except Exception as error:
             self._ranks.suspect(str(error), pair.other)
             # The others of this rank are freed when the lost rank is known.
@@ -358,7 +358,7 @@ class _HangWatch:
         """(op, what hangs), or None; see `runtime.ranks.Watch`."""
         now = time.monotonic()
         states = {pid: state_of(pid) for pid in self._network.workers.pids}
-        # Whoever stopped this process, or looks at one by a debugger, may have stopped ops as well.
+        # A user who stopped this process, or debugs one of them, may have stopped ops as well.
         if stopped or "t" in states.values():
             self._since.clear()
             self._stopped.clear()

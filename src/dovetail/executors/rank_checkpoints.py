@@ -37,7 +37,7 @@ _PART = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _TEMPORARY = re.compile(rf"\.({_PART.pattern}|{re.escape(INDEX)})\.[a-z0-9_]{{8}}")
 """The names of files that `write_atomically` leaves behind when it is killed."""
 KEPT = 2
-"""So many of the last checkpoints stay in the folder."""
+"""The number of last checkpoints that stay in the folder."""
 
 
 def file_of(rank: int, ranks: int) -> str:
@@ -98,7 +98,7 @@ def check_own(folder: Path, run: str | None, option: str = "--checkpoint") -> No
 
 
 def _strange_in(where: Path) -> Path | None:
-    """What is no part of a checkpoint in the folder of one, if there is anything."""
+    """Return the first entry of a checkpoint's folder that is no part of the checkpoint, if any."""
     if not where.is_dir():
         return where
     step = int(where.name.removeprefix("step-"))

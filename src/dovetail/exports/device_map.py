@@ -313,7 +313,7 @@ class _Needs:
         for op, names in names_of.items():
             readers = forward_readers(graph, op)
             self.ties += [(readers[0], reader) for reader in readers[1:]]
-            # Whatever the outermost module holds is where its inputs are.
+            # Parameters that the outermost module holds itself are where its inputs are.
             self.main[readers[:1]] |= names > 1 and op in top.held.values()
 
     @property

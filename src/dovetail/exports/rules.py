@@ -1,4 +1,4 @@
-"""What an export format asks of a plan: a search under these rules finds only exportable plans."""
+"""The rules of an export format for plans: a search under them finds only exportable plans."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -516,7 +516,7 @@ def _failure(name: str, raised: UserCodeError, loss: Any = None) -> CaptureError
         location = defined_at(loss) or location
     if isinstance(error, TracingError):
         return CaptureError(name, str(error), location)
-    # What the user's own line raises, and not torch on what the line asks for, has no graph either
+    # An error of the user's own line, and not of torch on the line's behalf, has no graph either
     # way. The text is advice, followed by the first line of what was raised.
     by_user = raised_by_user(error) or not isinstance(error, Exception)
     kind = ModelRaisedError if by_user else CaptureError

@@ -283,7 +283,7 @@ def settled(
     if isinstance(outcome, Exception):
         raise outcome
     answers |= {site: not answers[site] for site in limited}
-    # What a step leaves behind is to be what this one does, and not what a trial did.
+    # The step must leave behind what this run does, and not what a trial did.
     if unknown:
         questions = Questions(answers, limited=frozenset(limited))
         outcome = run(questions)

@@ -96,7 +96,7 @@ def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]
     except FileFormatError:
         raise
     except Exception as error:  # torch raises all kinds for a damaged file or another version's
-        # What torch raises in the end may only point to what it has logged.
+        # The error that torch raises in the end may only point to what it has logged.
         line = " ".join(str(next(iter(logged), error)).split())[:200]
         raise FileFormatError(
             path, f"torch.export cannot load it ({line}); export it again with this torch"

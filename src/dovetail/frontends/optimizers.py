@@ -175,7 +175,7 @@ class AdamW(Adam):
 
 Optimizer = SGD | RMSProp | Adam | AdamW
 OptimizerLike = Optimizer | str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
-"""What `optimizer_of` takes."""
+"""An optimizer, as `optimizer_of` takes it."""
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(),

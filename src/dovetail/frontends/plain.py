@@ -60,7 +60,7 @@ class PlainModule:
             code = compute.__code__.replace()
             own = FunctionType(code, compute.__globals__, closure=compute.__closure__)
             self._compute = torch.compile(own, mode=mode)
-        # What a step returned may be overwritten by the next one's graph.
+        # The next step's graph may overwrite the tensors that this step returned.
         self._begins = torch.compiler.cudagraph_mark_step_begin if mode == GRAPHS else None
         self._parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
         self._buffers = [part._buffers for part in module.modules() if part._buffers]

@@ -505,7 +505,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             place, answer = answered
             if place >= 0:
                 with self:
-                    # What it raises is known once the other answer has been tried.
+                    # The error that it raises is known once the other answer has been tried.
                     CHECK(asked, answer, "", str(place))
             self.answers[id(asked)] = answer
             return answer

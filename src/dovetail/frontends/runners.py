@@ -188,7 +188,7 @@ class NativeStream:
     def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
         """Run a call; its `Ref`s and results are entries of the table. `seed` is the place among
         the runner's seeds of one that draws numbers."""
-        # What cannot be told to C++ is called from Python, where it works or fails as always.
+        # A call that cannot be told to C++ is made from Python, where it works or fails as always.
         with suppress(RuntimeError, TypeError):
             if isinstance(call.target, OpOverload):
                 schema, refs = call.target._schema, distinct_refs((call.args, call.kwargs))
@@ -283,7 +283,7 @@ class _Aborted(Exception):
 
 @dataclass
 class _Run:
-    """What instructions read of the run that is on."""
+    """The values that instructions read of the run that is on."""
 
     now: int = 0
     abort: int = 0
@@ -291,7 +291,7 @@ class _Run:
 
 
 class PythonRunner:
-    """What `NativeRunner` is, one instruction after another from Python."""
+    """Does what `NativeRunner` does, one instruction after another from Python."""
 
     def __init__(self, slots: int) -> None:
         self.failed = -1
@@ -396,7 +396,7 @@ class PythonRunner:
 
 
 class PythonStream:
-    """What `NativeStream` is: (tag, function without arguments) of each instruction."""
+    """Stands for a `NativeStream`: (tag, function without arguments) of each instruction."""
 
     def __init__(self, runner: PythonRunner) -> None:
         self._runner = runner
@@ -602,7 +602,7 @@ class _Threads:
                 try:
                     # The task has no name here, so the thread does not keep it while it waits.
                     queue.get()()
-                # Whatever was raised is raised again below, in the thread that waits there.
+                # The thread that waits below raises it again, whatever it is.
                 except BaseException as error:
                     self._results.put(error)
                 else:

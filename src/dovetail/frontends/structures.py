@@ -260,7 +260,7 @@ def _rebuild(tree: Any, keys: list[str], values: list[Any]) -> Any:
             built[key] = value
         return built
     if isinstance(tree, tuple):
-        # What `topk` and the like return is a tuple that Python cannot make from its elements.
+        # `topk` and the like return a tuple that Python cannot make from its elements.
         is_of_torch = hasattr(kind, "n_sequence_fields")
         return kind(values) if is_of_torch else tuple.__new__(kind, values)
     if isinstance(tree, list):

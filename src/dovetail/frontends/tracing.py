@@ -275,7 +275,7 @@ def _writes(node: fx.Node) -> bool:
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
 _MEMORY = (np.ndarray, bytearray, array)
-"""What holds plain memory, which tensors may share."""
+"""Types that hold plain memory, which tensors may share."""
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that `nn.Module` itself sets, except its mode."""
 _TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))

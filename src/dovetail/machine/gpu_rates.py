@@ -29,7 +29,7 @@ _WARM_UPS, _SAMPLES, _LEAST_SAMPLES, _SAMPLES_SECONDS = 3, 20, 3, 1.0
 """A work runs `_WARM_UPS` times before it counts, and then `_SAMPLES` times. After so many seconds
 `_LEAST_SAMPLES` are enough: products in float64 take half a second on a GPU without such units."""
 _ISSUED, _SLEEP_CYCLES = 200, 10_000_000
-"""So many works are issued while the GPU sleeps for some 5 ms. One takes the host 5 to 20 us."""
+"""The works that are issued while the GPU sleeps for some 5 ms. One takes the host 5 to 20 us."""
 
 
 class GpuTimer:

@@ -105,7 +105,7 @@ def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
                 else:
                     attempt(SPLIT, local_search, level, part)
             except NoPlanFitsError:
-                # That no units fit says nothing of smaller ones.
+                # Smaller units may fit where these do not.
                 if is_last:
                     raise
                 enumerated = True

@@ -112,7 +112,7 @@ _make_cuda: MakeCuda = TorchCuda
 
 
 def cuda_here() -> Any:
-    """What this process reaches GPUs by."""
+    """Return the CUDA by which this process reaches GPUs."""
     return _make_cuda()
 
 

@@ -21,8 +21,8 @@ from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.units import format_bytes
 
 UNUSABLE_NAME = (OSError, ValueError, RuntimeError)
-"""What using a file's name raises. A name with a NUL or a lone surrogate raises ValueError, and up
-to Python 3.12 resolving a link that leads back to itself raises RuntimeError."""
+"""The errors that using a file's name raises. A name with a NUL or a lone surrogate raises
+ValueError, and up to Python 3.12 resolving a link that leads back to itself RuntimeError."""
 
 
 def cache_folder() -> Path:
@@ -66,7 +66,7 @@ def own_cache() -> Iterator[None]:
 def is_own(path: Path) -> bool:
     """True for a file that exists and that nobody but this user can write or replace."""
     try:
-        # Who can write the folder can replace the file, and lay a compiled one beside it.
+        # A user who can write to the folder can replace the file, and lay a compiled one beside it.
         facts = path.stat(), path.parent.stat()
     except OSError:
         return False

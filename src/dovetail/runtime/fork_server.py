@@ -33,7 +33,7 @@ def serve(descriptor: int, parent: int, modules: list[str]) -> None:
     die_with(parent)
     control = socket.socket(fileno=descriptor)
     for name in modules:
-        # Who needs it tries again, and says what is wrong.
+        # A worker that needs the module imports it again, and then says what is wrong.
         with suppress(Exception):
             importlib.import_module(name)
     gc.collect()

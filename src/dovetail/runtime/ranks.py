@@ -331,7 +331,7 @@ class Ranks:
                         if hung := watch(stopped):
                             self._write_down(self.rank, *hung)
                 lost = self._look(seen)
-            # Whatever it is: without this thread nobody would hear of a lost rank.
+            # Any error is told: without this thread nobody would hear of a lost rank.
             except Exception as error:
                 if self._closing.is_set():
                     return

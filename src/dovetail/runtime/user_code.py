@@ -200,7 +200,7 @@ def defined_at(thing: object) -> str:
     class; "" for what others define."""
     while isinstance(thing, functools.partial):
         thing = thing.func
-    # Whatever cannot be found out is left out of a message.
+    # A message leaves out what this cannot find out, for any reason.
     with suppress(Exception):
         function = inspect.unwrap(getattr(thing, "__func__", thing))  # type: ignore[arg-type]
         code = getattr(function, "__code__", None)

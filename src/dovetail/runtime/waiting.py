@@ -1,7 +1,7 @@
 """Waits on flags in shared memory, with acquire and release ordering.
 
-A flag is an int64 that only grows, written by one process. Whoever sees its new value (acquire)
-also sees everything written before it was published (release):
+A flag is an int64 that only grows, written by one process. A process that sees its new value
+(acquire) also sees everything written before it was published (release):
 
     producer   data ... ── publish(flag, 7)
                                     └──────► wait(flag, 7, abort, spin_ns) ── ... data     consumer
@@ -222,7 +222,7 @@ def wait(flag: int, value: int, abort: int, spin_ns: int) -> int:
 
 @njit("int64(int64)", nogil=True, cache=True)
 def look(flag: int) -> int:
-    """What the flag is now. Whoever sees a value also sees all that was written before it."""
+    """Return the flag. A process that sees a value also sees all that was written before it."""
     return int(_load(flag))
 
 

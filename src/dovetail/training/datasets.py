@@ -284,7 +284,7 @@ def labels_of(source: SampleSource) -> NDArray[np.generic]:
 
 
 _LABELS_READ = 256
-"""So many items of a map-style data set are collated at once when its labels are read."""
+"""The items of a map-style data set that are collated at once when its labels are read."""
 
 
 def _labels(batch: Any) -> NDArray[np.generic]:

@@ -69,7 +69,7 @@ POINTS = 5000
 of several."""
 FORMAT, VERSION = "dovetail.history", 1
 MOST_DEPTH = 100
-"""What a history's meta holds may be nested so many times, since it is written by recursion."""
+"""The deepest nesting of a history's meta, since it is written by recursion."""
 MOST_FIGURES = 1000
 """A CSV file may have at most so many columns of figures."""
 _COUNTED = ("lost", "restarted", "server_restarted", "refused")

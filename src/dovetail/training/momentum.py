@@ -38,11 +38,11 @@ from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Rule, Slice
 
 COORDINATES = 1024
-"""At most so many coordinates of the center are watched."""
+"""The most coordinates of the center that are watched."""
 VERSIONS = 256
-"""So many versions of the center are kept. A commit whose base is older adds nothing."""
+"""The versions of the center that are kept. A commit whose base is older adds nothing."""
 LAG = 32
-"""z, the earlier movement of the center, is taken over so many commits."""
+"""The commits over which z, the earlier movement of the center, is taken."""
 MEMORY = 1000
 """After so many commits, the weight of a commit in the estimate has faded to 1/e."""
 WARM, FEWEST = 100, 200

@@ -390,7 +390,7 @@ class _FarPool:
 
 
 class _Processes:
-    """Processes of this machine. What they apply lies in memory that all of them share."""
+    """Processes of this machine. They apply parameters in memory that all of them share."""
 
     def __init__(self, applier: Applier, options: ProcessesOptions) -> None:
         self._options = options

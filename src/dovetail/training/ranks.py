@@ -259,7 +259,7 @@ class SharedCenter:
         self._host: _Host | None = None
         self._channel: Channel | None = None
         self._rule = rule
-        # What `alive()` called before this began, and whether it calls this.
+        # The function that `alive()` called before this began, and whether it calls this.
         self._alive_before: Callable[[], None] | None = None
         self._is_heard = False
         deadline = time.monotonic() + timeout_seconds

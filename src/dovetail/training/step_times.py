@@ -26,7 +26,7 @@ KINDS = ("constant", "jitter", "exponential", "lognormal", "trace")
 MOST_SECONDS = 1e15
 """A step of a trace takes at most so long, which is 30 million years, so that sums stay finite."""
 _BLOCK = 256
-"""So many steps are drawn in one call, which is cheaper than a call for each."""
+"""The steps that one call draws, which is cheaper than a call for each."""
 _STREAM = 0x57E9
 """An arbitrary third number of the seed. It keeps these streams apart from other ones that are
 seeded by (seed, number)."""

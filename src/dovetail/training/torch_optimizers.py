@@ -76,7 +76,7 @@ def resolve_optimizer(
         factory, settings = _KINDS[optimizer]
         if lr is not None:
             return functools.partial(factory, lr=_positive(lr), **settings)
-        # What rate SGD needs depends on the model. torch's default of 1e-3 is seldom meant.
+        # The rate that SGD needs depends on the model. torch's default of 1e-3 is seldom meant.
         if factory is torch.optim.SGD:
             raise UsageError("lr", f"{optimizer!r} needs a learning rate")
         return functools.partial(factory, **settings)

@@ -52,7 +52,7 @@ def train(
         prepared = prepare(request, dataset, validation)
         progress = _open_progress(prepared, watcher)
         outcome = _run(prepared, progress)
-        # Of ranks the first one evaluates.
+        # Rank 0 alone evaluates.
         if not outcome.meta.get("rank"):
             outcome = _evaluate_end(prepared, progress, outcome)
         unflatten(request.model, outcome.theta)

@@ -221,7 +221,7 @@ class _MicroBatches(Copying):
             return again
         chosen = self.recompute[np.maximum(self.stages, 0)] & (self.stages >= 0)
         may = chosen & (graph.phases == Phase.FORWARD)
-        # What reads a written buffer would read a later value than it did first.
+        # A reader of a written buffer would read a later value than it did first.
         first_writers = self.replica.first_writers
         reads_buffer = first_writers[graph.storages[graph.input_tensors]] >= 0
         of_buffers = np.zeros(graph.tensors, dtype=bool)
@@ -385,8 +385,8 @@ class _MicroBatches(Copying):
 
     @property
     def blocks(self) -> Int64:
-        """What micro-batches share has one storage; each has its own, and so has what it
-        repeats."""
+        """Micro-batches share the storages of what is not theirs; each has storages of its own, and
+        others for what it repeats."""
         kinds = self.rows.kinds[self.producers]
         shared = self.replica.shared_storages[self.single.storages[self.stands_for]]
         own = 1 + 2 * self.views[self.producers] + (kinds == AGAIN)

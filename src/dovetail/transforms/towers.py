@@ -242,6 +242,6 @@ class _Towers(Copying):
 
     @property
     def blocks(self) -> Int64:
-        """What towers share has one storage, and all else one for each tower."""
+        """A tensor that towers share has one storage, and every other one has one per tower."""
         shared = self.replica.shared_storages[self.single.storages[self.stands_for]]
         return np.where(shared, 0, 1 + self.views[self.producers])

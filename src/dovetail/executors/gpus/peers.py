@@ -26,7 +26,7 @@ from dovetail.runtime.ranks import JOIN_SECONDS, RankPlace, connect_store
 from dovetail.runtime.torch_versions import named_store
 
 _NEVER = timedelta(days=30)
-"""Who waits for a lost rank is ended by `runtime.ranks`."""
+"""`runtime.ranks` ends a process that waits for a lost rank."""
 
 
 class PeerError(Exception):

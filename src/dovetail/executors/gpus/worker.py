@@ -380,14 +380,14 @@ class LoadedGpus:
             publish(self.abort, 1)
             failed = _failed(self.failed, error)
             self._give_up()
-            # What this rank broke off itself is no failure of another one.
+            # A send that this rank broke off itself is no failure of another rank.
             return failed if is_first or failed.peer is None else "aborted"
         return "done"
 
     def _give_up(self) -> None:
         """End what was issued, as it may still read and write memory that is given up next."""
         for peer in self.peers.values():
-            # What is received from a rank that has failed too would be waited for without end.
+            # This rank would wait without end for a tensor of a rank that has failed too.
             with suppress(Exception):
                 peer.close()
         with suppress(Exception):
@@ -758,7 +758,7 @@ class LoadedGpus:
             if isinstance(step, LaunchWorks):
                 key = step.device, step.first
                 self.launches[key] = self._bound(step, held[step.device])
-        # What a step made is forgotten after it, but for what lasts.
+        # The step's tensors are dropped after it, but for those that last.
         made: dict[int, set[int]] = {device: set() for device in self.gpus}
         for (device, _), launch in self.launches.items():
             made[device].update(launch.makes)

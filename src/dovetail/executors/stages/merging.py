@@ -126,7 +126,7 @@ def merge_keys(graph: Graph, kernels: Kernels, prepared: PreparedKernels) -> lis
         channels = weight.shape[0] if head.is_convolution else weight.shape[1]
         if bias is not None and (bias.shape != (channels,) or bias.dtype != weight.dtype):
             continue
-        # What the convolutions or products must have in common.
+        # The convolutions or products must agree in all of these.
         own: Hashable = ("product", weight.dtype)
         if head.is_convolution:
             stride, padding, dilation = (_each(head, place) for place in (3, 4, 5))

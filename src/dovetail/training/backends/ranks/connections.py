@@ -32,7 +32,7 @@ from dovetail.training.backends.ranks.messages import TrainingMessage
 
 TOKEN_BYTES = 32
 HANDSHAKE_SECONDS = 10.0
-"""Whoever connects must have proven within this time that it knows the token."""
+"""A process that connects must prove within this time that it knows the token."""
 HEAD_BYTES = 1 << 18
 """The head of a frame is at most so long; with it go settings and one traceback."""
 BEAT_SECONDS = 1.0

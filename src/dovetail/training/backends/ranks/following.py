@@ -32,13 +32,13 @@ from dovetail.training.supervisor import interrupts
 WORKER_ENTRY = "dovetail.training.backends.ranks.worker:serve"
 _NAP_SECONDS = 0.05
 _TRACEBACK_CHARACTERS = 20_000
-"""So much of a traceback's end is told to rank 0. As JSON that is less than `HEAD_BYTES`."""
+"""The characters of a traceback's end that rank 0 is told: as JSON less than `HEAD_BYTES`."""
 
 
 def follow(place: RankPlace, assignment: Assignment, options: RanksOptions) -> Outcome:
     """Runs workers until rank 0 ends the run; see `ranks.run`."""
     check_rule(assignment)
-    # What may take long comes first: from the connection on rank 0 waits for signs of life.
+    # Slow preparations come first: from the connection on rank 0 waits for signs of life.
     facts, learner = facts_of(assignment), pack_parcel(assignment.learner)
     name = run_name()
     address, token = ask_address(place, name)

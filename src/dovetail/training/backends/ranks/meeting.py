@@ -138,7 +138,7 @@ def ask_address(place: RankPlace, name: str) -> tuple[tuple[str, int], bytes]:
                 raise RankLostError(host, 0, "", said)
             time.sleep(_NAP_SECONDS)
         told = json.loads(store.get(name))
-    # What torch's store raises when it is gone.
+    # torch's store raises these when it is gone.
     except RuntimeError as error:
         raise _store_lost(place, error) from error
     if len(told) == 1:

@@ -182,7 +182,7 @@ class _StandIn:
     ) -> None:
         self._plan, self._memory, self._connection = plan, memory, connection
         self._wire: Wire = make_wire(plan.wire, plan.job.size, plan.job.dtype)
-        # What the worker has encoded is decoded here, and goes to the server as it is.
+        # The worker's encoded numbers are decoded here, and go to the server as they are.
         self._link = WorkerLink(channel, replace(plan, wire="none"), memory, None)
         self._vector = np.empty(plan.job.size, plan.job.dtype)
 

@@ -32,10 +32,10 @@ from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
 
 LOCK_SECONDS = 30.0
-"""A restarted shard waits so long for its former process to release the folder's lock."""
+"""The longest that a restarted shard waits for its former process to release the folder's lock."""
 KEPT = 2
-"""So many pieces of a worker's number are kept. A worker that was thought dead may stage one beside
-its replacement's."""
+"""The pieces that are kept for each worker's number. A worker that was thought dead may stage one
+beside its replacement's."""
 _KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
     "Apply": Apply,
     "Read": Read,
