@@ -1,5 +1,6 @@
 """Whatever fails, the caller learns the device and the op, and nothing is left behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -69,6 +70,17 @@ def test_a_model_that_checks_data_runs_on_two_devices_and_its_error_is_told(work
             placed.step(x * float("nan"))
     assert raised.value.said.startswith("ValueError: Expected parameter loc")
     assert "check" in raised.value.op
+
+
+def test_a_run_that_nobody_holds_ends_its_processes():
+    captured, plan, _ = captured_pair()
+    placed = run(plan, captured)
+    pids = placed.workers.pids
+    assert torch.equal(placed.step(torch.ones(2)), torch.ones(2).exp())
+    del placed
+    gc.collect()
+    assert len(pids) == 2
+    assert all(map(gone, pids))
 
 
 def test_borrowed_workers_go_on_after_an_op_raised(workers):

@@ -1,5 +1,6 @@
 """Processes that somebody has stopped are not waited for for ever."""
 
+import gc
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from dovetail.runtime.forking import (
     start_fork_server,
 )
 from dovetail.runtime.processes import launch, ready
+from tests.support.ending import gone
 
 ENTRIES = "tests.support.runtime_entries"
 
@@ -58,9 +60,15 @@ def test_a_stopped_worker_that_reads_nothing_more_does_not_block_its_parent():
 )
 def test_only_looks_in_a_row_at_a_stopped_process_count(monkeypatch, states, killed):
     left, kills, over = list(states), [], threading.Event()
+
+    class Process:
+        def kill(self):
+            kills.append(over.set())
+
+    process = Process()
     monkeypatch.setattr(stopped, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(stopped, "state_of", lambda _pid: left.pop(0) if left else over.set() or "")
-    stopped.watch(-1, lambda: kills.append(over.set()), 0.0025)
+    stopped.watch(-1, process.kill, 0.0025)
     thread = stopped._thread
     if "Z" in states:
         thread.join(60)
@@ -70,6 +78,27 @@ def test_only_looks_in_a_row_at_a_stopped_process_count(monkeypatch, states, kil
         thread.join(60)
     assert len(kills) == killed
     assert not thread.is_alive()
+
+
+def test_a_worker_that_nobody_holds_ends():
+    worker = launch(f"{ENTRIES}:echo")
+    pid = worker.pid
+    worker.send(1)
+    assert worker.receive() == 1
+    del worker
+    gc.collect()
+    assert gone(pid)
+
+
+def test_a_forked_worker_that_nobody_holds_ends_and_leaves_no_descriptor(forks):
+    launch(f"{ENTRIES}:echo").close()
+    before = set(os.listdir("/proc/self/fd"))
+    worker = launch(f"{ENTRIES}:echo")
+    pid = worker.pid
+    del worker
+    gc.collect()
+    assert gone(pid)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_stopped_fork_server_is_replaced_by_processes_of_their_own(forks):

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         try:
             self._descriptor: int | None = os.pidfd_open(pid)
+            self._close = weakref.finalize(self, os.close, self._descriptor)
         except ProcessLookupError:  # it has ended, and the server has noticed
             self._descriptor = None
 
@@ -66,7 +68,7 @@ class ForkedProcess:
                 poll.register(self._descriptor, select.POLLIN)
                 if not poll.poll(limit):
                     raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
-                os.close(self._descriptor)
+                self._close()
                 self._descriptor = None
             self.returncode = self._server.status_of(self.pid)
         return self.returncode

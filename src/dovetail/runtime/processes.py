@@ -104,7 +104,8 @@ every small op some 90 us (see `benchmarks/spinning`).
 
 
 class Worker:
-    """The parent's handle of a worker process; a context manager that ends it.
+    """The parent's handle of a worker process; a context manager that ends it. The process also
+    ends once nobody holds the handle.
 
     `send` and `receive` raise `ProcessError` with the worker's traceback, or `ProcessDiedError`. A
     worker that somebody stops for `patience_seconds` is killed (`runtime.stopped`).

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakMethod
 
 STOPPED_SECONDS = 10.0
 """A process may be stopped for so long."""
@@ -26,7 +27,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass
 class _Watched:
-    kill: Callable[[], None]
+    kill: WeakMethod[Callable[[], None]]
     patience_seconds: float
     looks: int = 0
 
@@ -47,11 +48,14 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def watch(pid: int, kill: Callable[[], None], patience_seconds: float) -> None:
-    """Call `kill` once the child process has been stopped for so long. Call `unwatch` before it is
-    waited for, as its number may then be another process's."""
+    """Call `kill`, a method, once the child process has been stopped for so long. Call `unwatch`
+    before it is waited for, as its number may then be another process's.
+
+    The method's object is not kept: nothing is watched for it once nobody else holds it.
+    """
     global _thread
     with _lock:
-        _watched[pid] = _Watched(kill, patience_seconds)
+        _watched[pid] = _Watched(WeakMethod(kill), patience_seconds)
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_look, name="stopped", daemon=True)
             _thread.start()
@@ -83,12 +87,15 @@ def _look() -> None:
         time.sleep(LOOK_SECONDS)
         with _lock:
             for pid, each in list(_watched.items()):
-                state = state_of(pid)
+                state, kill = state_of(pid), each.kill()
                 each.looks = each.looks + 1 if state == "T" else 0
-                if each.looks * LOOK_SECONDS > each.patience_seconds:
-                    each.kill()
-                if state in ("", "Z") or each.looks * LOOK_SECONDS > each.patience_seconds:
+                is_over = each.looks * LOOK_SECONDS > each.patience_seconds
+                if is_over and kill is not None:
+                    kill()
+                if is_over or kill is None or state in ("", "Z"):
                     del _watched[pid]
+                # Else the object would live until the next look.
+                del kill
             if not _watched:
                 _thread = None
                 return
