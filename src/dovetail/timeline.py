@@ -23,7 +23,10 @@ class Timeline:
                        op of no duration stands before what starts after it; source ops have none
     transfer_tensors   [transfers] tensor carried, -1: a control edge. Ordered by (start, channel)
     transfer_ops       [transfers] the op whose output, or whose end, is carried
-    transfer_sources, transfer_destinations, transfer_channels   [transfers] indices
+    transfer_sources, transfer_destinations   [transfers] devices. Where two devices have no link, a
+                       simulated tensor has two rows, the second from the host, and a measured one
+                       has one
+    transfer_channels  [transfers] channels
     memory_times, memory_bytes   one pair of arrays a device: bytes in use from each time on,
                        times ascending; both empty where memory was not recorded
     step_seconds       the end of the last event

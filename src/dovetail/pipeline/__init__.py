@@ -1,5 +1,7 @@
 """The flow: MODEL and MACHINE texts -> costs -> placement -> plan -> timeline, report, exports.
 
+Pipelines of micro-batches are one part of it: `pipelining`.
+
 Names are imported when they are first used: the records in `requests`, from which the command line
 takes its defaults and help, need none of the libraries that planning needs.
 """
