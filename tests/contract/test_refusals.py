@@ -1,6 +1,9 @@
 """What cannot be done ends with one line that says why, and with its own exit status."""
 
 import pytest
+import torch
+
+import dovetail as dt
 
 MODEL = "zoo:rnnlm?layers=1&hidden=16&steps=3&batch=2&vocabulary=20"
 GPUS = ("--machine", "2 x p100", "--budget", "20e")
@@ -132,3 +135,12 @@ def test_every_command_explains_itself(folder):
         said = folder.works(command, "--help").out
         assert "Usage" in said
         assert command in said
+
+
+def test_a_step_in_the_place_of_its_plan_is_named():
+    step = dt.capture(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    plan = dt.plan(step, "2 x p100", budget="5e")
+    with pytest.raises(dt.errors.UsageError, match="plan: is a Captured"):
+        dt.run(step, plan)
+    with pytest.raises(dt.errors.UsageError, match="step: is a Linear"):
+        dt.run(plan, torch.nn.Linear(2, 2))

@@ -51,9 +51,7 @@ from dovetail.frontends.tracing import (
 )
 from dovetail.graph import Graph
 from dovetail.graph.source import Source
-from dovetail.runtime.torch_versions import (
-    is_traceable_wrapper_subclass,
-)
+from dovetail.runtime.torch_versions import dynamo_later, is_traceable_wrapper_subclass
 from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said, text_of
 from dovetail.training.keras_models import is_keras
 
@@ -135,6 +133,7 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 @_seldom_collecting()
+@dynamo_later()
 def capture_call(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -29,7 +29,7 @@ from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.records import load_sizes
 from dovetail.runtime.files import check_archive
 from dovetail.runtime.functions import call_function, names_function, refused
-from dovetail.runtime.torch_versions import FakeTensorMode, open_archive, pytree
+from dovetail.runtime.torch_versions import dynamo_later, new_fake_mode, open_archive, pytree
 from dovetail.training.keras_models import is_keras
 from dovetail.training.request import TrainRequest
 
@@ -220,7 +220,7 @@ def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
             return network.modules(**full).train(train is not None)
 
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with dynamo_later(), new_fake_mode():
                 module, (inputs, targets) = make(), network.examples(**full)
         except (RuntimeError, ValueError, ArithmeticError) as error:
             raise ModelError(model, f"cannot be built: {error}") from error

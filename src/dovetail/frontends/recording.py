@@ -33,9 +33,11 @@ from dovetail.runtime.torch_versions import (
     OpOverload,
     TorchDispatchMode,
     autograd_would_have_decomposed,
+    fake_twin,
     has_composite_kernel,
     in_kernel_invocation_manager,
     laid_out_as_run,
+    new_fake_mode,
     pytree,
     unset_fake_temporarily,
     with_real_forms,
@@ -56,7 +58,7 @@ def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
             )
-    return mode.from_tensor(tensor.detach())
+    return fake_twin(tensor.detach(), mode)
 
 
 def fake_mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode:
@@ -64,7 +66,7 @@ def fake_mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode:
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return new_fake_mode()
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._guards import Source
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -439,21 +444,128 @@ def has_optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+# `torch._dynamo`, which takes a process two seconds and more to import. torch imports it for fake
+# tensors, which read a few of its settings and name where they come from, and to keep compilers
+# away from some functions of its own when they are first called
+# (`torch._compile._disable_dynamo`). Neither needs the package.
+
+_DYNAMO = "torch._dynamo"
+
+
+class _DynamoLater(types.ModuleType):
+    """Stands for `torch._dynamo` until more is asked of it than its settings, and `disable` for
+    torch's own functions: any other attribute or submodule brings the package itself.
+
+    config   the package's settings, as they are before anybody has imported it
+    sources  stands for its module of names for where tensors come from
+    left     functions that compilers are to be kept away from
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_DYNAMO)
+        self.config = _dynamo_settings()
+        self.sources = _SourcesLater(f"{_DYNAMO}.source")
+        self.left: list[Any] = []
+
+    def disable(
+        self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **options: Any
+    ) -> Any:
+        """As `torch._dynamo.disable`. torch's own functions come with `wrapping` False."""
+        if fn is None or wrapping:
+            return self.package().disable(fn, recursive, wrapping=wrapping, **options)
+        self.left.append(fn)
+        return fn
+
+    def package(self) -> Any:
+        """Return the package itself, imported by now."""
+        for module in (self, self.config, self.sources):
+            if sys.modules.get(module.__name__) is module:
+                del sys.modules[module.__name__]
+        return importlib.import_module(_DYNAMO)
+
+    def __getattr__(self, name: str) -> Any:
+        # A submodule is looked for by `__path__`. Python asks for other special names by itself.
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        return getattr(self.package(), name)
+
+
+@dataclass(frozen=True)
+class _UnknownSource(Source):
+    """The source of a tensor that torch is told nothing of."""
+
+    source_name: str
+
+    @property
+    def _name_template(self) -> str:
+        return self.source_name
+
+
+class _SourcesLater(types.ModuleType):
+    """Stands for `torch._dynamo.source` until more is asked of it than to name an unknown source,
+    and whether it is a random number."""
+
+    ConstantSource = _UnknownSource
+    RandomValueSource = type("RandomValueSource", (), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(sys.modules[_DYNAMO].source, name)
+
+
+@functools.cache
+def _dynamo_settings() -> types.ModuleType:
+    path = Path(torch.__file__).parent / "_dynamo" / "config.py"
+    spec: Any = importlib.util.spec_from_file_location(f"{_DYNAMO}.config", path)
+    settings = importlib.util.module_from_spec(spec)
+    with _as_module(settings):
+        spec.loader.exec_module(settings)
+    return settings
+
+
 @contextlib.contextmanager
-def optimizers_without_dynamo() -> Iterator[None]:
-    """Within this, making an optimizer does not import `torch._dynamo`, which takes a second or
-    two. torch does so to keep compilers away from a method (`torch._compile._disable_dynamo`)."""
-    method: Any = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
-    if method is None or "torch._dynamo" in sys.modules:
-        yield
-        return
-    name = "__dynamo_disable"  # what stands for the method, where that is known
-    setattr(method, name, method)
+def _as_module(module: types.ModuleType) -> Iterator[None]:
+    """Within this, importing the module's name gives this module."""
+    sys.modules[module.__name__] = module
     try:
         yield
     finally:
-        if getattr(method, name, None) is method:
-            delattr(method, name)
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
+
+
+@contextlib.contextmanager
+def dynamo_later() -> Iterator[None]:
+    """Within this, torch does not import `torch._dynamo` where it can do without it."""
+    if _DYNAMO in sys.modules:
+        yield
+        return
+    later = _DynamoLater()
+    try:
+        with _as_module(later):
+            yield
+    finally:
+        # From now on torch asks the package.
+        for function in later.left:
+            if getattr(function, "__dynamo_disable", None) is function:
+                del function.__dynamo_disable
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Return a mode of fake tensors, to which real ones may be given."""
+    with dynamo_later(), contextlib.ExitStack() as stack:
+        if isinstance(later := sys.modules.get(_DYNAMO), _DynamoLater):
+            stack.enter_context(_as_module(later.config))
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return the fake tensor of a real one, the same each time."""
+    with dynamo_later(), contextlib.ExitStack() as stack:
+        if isinstance(later := sys.modules.get(_DYNAMO), _DynamoLater):
+            stack.enter_context(_as_module(later.sources))
+        return mode.from_tensor(tensor)
 
 
 # Storages.

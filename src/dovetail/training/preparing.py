@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dovetail.errors import ModelError, UnknownRuleError, UsageError
 from dovetail.runtime.torch_versions import (
+    dynamo_later,
     has_parameter_hooks,
-    optimizers_without_dynamo,
     pytree,
 )
 from dovetail.runtime.user_code import UserCode, at
@@ -81,7 +81,7 @@ class PreparedTraining:
     folder: RunFolder | None
 
 
-@optimizers_without_dynamo()
+@dynamo_later()
 def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTraining:
     """Checks the request with its data, and opens the run's folder. Raises `InvalidError`."""
     if request.backend == "ranks" and launched_rank():
