@@ -15,3 +15,5 @@ from pathlib import Path
 
 STYLE = Path(__file__).with_name("papers.css")
 """The style sheet of the papers' pages, behind that of `dovetail.reports`."""
+DOS_STYLE = Path(__file__).with_name("dos.css")
+"""The same for pages that draw DOS's figure 7 and matrices of its tables 1 and 2."""

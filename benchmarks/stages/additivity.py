@@ -33,9 +33,9 @@ from dovetail.executors.stages.targets import ScheduleTarget
 from dovetail.frontends import Captured
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import check_equal, search, target_of
-from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.records import OpSet
 from dovetail.schedulers.results import SEQUENTIAL
+from reproductions.additivity import pairs_ordered_right
 from reproductions.elsewhere import as_candidate, random_stages
 
 README = Path(__file__).parent / "README.md"

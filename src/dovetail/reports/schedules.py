@@ -75,13 +75,6 @@ def launches_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
     return len(scheduled.kernels) - saved
 
 
-def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
-    """The noise of the measurements: the median, over the schedules, of the interquartile range of
-    the rounds over their median."""
-    spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
-    return spreads[len(spreads) // 2] if spreads else 0.0
-
-
 def overview(scheduled: Scheduled) -> Table:
     """The table of the schedulers, the chosen one marked. There is a column "left out" if any
     search pruned."""

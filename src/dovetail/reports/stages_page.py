@@ -4,30 +4,25 @@
     stages      the schedules drawn over the graph, the chosen one first
     latency     seconds of all schedules, and the speed-up of each block
     work        kernels, FLOPs, memory access, utilisation; seconds of searching and measuring
-    sums        whether sums over stages predict the seconds of schedules
-    matrices    the loss of a schedule at a batch size or on a device that it was not made for
 
 Figures and tables are those of "Accelerate DNN Inference by Inter-Operator Parallelism", 2019.
 The page has no script.
 """
 
-import math
 from collections.abc import Collection
 
 from markupsafe import Markup
 
-from dovetail.reports.charts import Axes, bar_chart, scatter_chart
+from dovetail.reports.charts import Axes, bar_chart
 from dovetail.reports.kit import (
     Card,
     Page,
     Part,
     Section,
-    StyledCell,
     Table,
     hint,
     in_figures,
     preformatted,
-    remarked,
     render_page,
 )
 from dovetail.reports.schedules import (
@@ -37,13 +32,11 @@ from dovetail.reports.schedules import (
     launches_of,
     measured_of,
     measured_text,
-    noise_of,
     overview,
     ratio_of,
     sequential_of,
     stages_text,
 )
-from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.results import (
     ScheduleCandidate,
     Scheduled,
@@ -58,8 +51,6 @@ MOST_BLOCKS = 64
 """At most this many blocks, the first ones, are compared, so that chart and table stay legible."""
 MOST_CARDS = 4
 """At most this many batch sizes, the first ones, have a card at the top of the page."""
-HEATS = (0.005, 0.02, 0.05, 0.10)
-"""From each of these losses on a cell of a matrix is one step hotter."""
 
 
 def render_stages(schedules: Schedules, *, made: str = "") -> str:
@@ -67,6 +58,11 @@ def render_stages(schedules: Schedules, *, made: str = "") -> str:
 
     made   the command that made it
     """
+    return render_page(page_of_stages(schedules, made=made))
+
+
+def page_of_stages(schedules: Schedules, *, made: str = "") -> Page:
+    """The page, to which a comparison of schedules adds its own sections."""
     results = schedules.results
     parts: list[Part] = []
     if not results:
@@ -105,37 +101,10 @@ def render_stages(schedules: Schedules, *, made: str = "") -> str:
         sections = [Section("The answer", answered), *_pictures(result, drawn), *_figures(result)]
         title = f"Batch {result.batch:,}: {result.chosen}"
         parts.append(Section(title, sections, fold="closed" if i else "open", style="batch"))
-    matrices: list[Part] = [
-        "Rows: where it ran. Columns: what the schedule was made for. On the diagonal both are the "
-        "same; beside it, what is lost against the diagonal of the row (tables 1 and 2, figure 6)."
-    ]
-    for matrix in schedules.specialisations:
-        # The diagonal of a row is the column with the row's name. If rows and columns share no name
-        # at all, it is the column with the row's number in a square matrix.
-        columns, share_names = list(matrix.columns), bool(set(matrix.rows) & set(matrix.columns))
-        lines = []
-        for i, (name, row) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
-            diagonal = i if len(matrix.rows) == len(columns) else None
-            if share_names:
-                diagonal = columns.index(name) if name in columns else None
-            base = row[diagonal] if diagonal is not None else 0.0
-            cells: list[str | StyledCell] = [f"on {name}"]
-            for j, value in enumerate(row):
-                loss = value / base - 1 if base > 0 else math.nan
-                text = format_seconds(value) if math.isfinite(value) else "-"
-                if math.isfinite(loss) and j != diagonal:
-                    text = remarked(text, f"{100 * loss:+.1f} %")
-                style = "own" if j == diagonal else f"heat{sum(loss >= heat for heat in HEATS)}"
-                cells.append(StyledCell(text, style))
-            lines.append(cells)
-        table = Table(("", *(f"for {column}" for column in columns)), lines, "scroll heat")
-        matrices.append(Section(matrix.title, [table]))
-    if schedules.specialisations:
-        parts.append(Section("Specialisation", matrices))
     if made:
         parts.append(Section("How this was made", [preformatted(made)]))
     title = f"{schedules.model} on {schedules.device}"
-    return render_page(Page(title, cards[: 2 + MOST_CARDS], parts, brand="dovetail schedule"))
+    return Page(title, cards[: 2 + MOST_CARDS], parts, brand="dovetail schedule")
 
 
 def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
@@ -206,8 +175,8 @@ def _pictures(scheduled: Scheduled, drawn: Collection[str]) -> list[Section]:
 
 
 def _figures(scheduled: Scheduled) -> list[Section]:
-    """The sections of figures: latency, blocks, work, search, and whether sums of stages are right.
-    One of which nothing is known is left out."""
+    """The sections of figures: latency, blocks, work and search. One of which nothing is known is
+    left out."""
     candidates = scheduled.candidates
     rows = []
     for candidate in candidates:
@@ -305,24 +274,4 @@ def _figures(scheduled: Scheduled) -> list[Section]:
         )
         sections.append(Section("Search", [note, Table.of(rows)]))
 
-    # Random schedules, measured against predicted, and the share of pairs whose order was predicted
-    # right.
-    points = scheduled.sampled
-    if len(points) > 1:
-
-        def share(least_difference: float) -> str:
-            right, pairs = pairs_ordered_right(points, least_difference)
-            return f"{right:,} of {pairs:,} ({100 * right / pairs:.1f} %)" if pairs else "none of 0"
-
-        noise = noise_of(candidates)
-        text = (
-            f"{len(points):,} random schedules. Of all pairs {share(0.0)} come out in the order "
-            "that was predicted (the paper: 93.7 %)."
-        )
-        if noise > 0:
-            text += (
-                f" Of pairs further apart than the noise of the measurements, {100 * noise:.1f} %: "
-                f"{share(noise)}."
-            )
-        sections.append(Section("Are sums of stages right?", [text, scatter_chart(points)]))
     return sections
