@@ -114,7 +114,7 @@ class Axes:
     end_x: float = 0.0
 
 
-def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> Markup:
+def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
     """The lines over common axes, with their names below."""
     drawn = [line for line in lines if np.isfinite(line.y).any()]
     if not drawn:
@@ -150,10 +150,9 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> Marku
         style = f"line s{line.colour % COLOURS}" + " dashed" * line.dashed
         parts.append(svg_path("".join(pieces), style, line.name))
     marks = [(LEFT + WIDTH * x / end, axes.format_x(x)) for x in ticks(0.0, end)]
-    chart = plot(parts, (low, high), marks, axes.title)
     names = key((f"c{line.colour % COLOURS}", line.name, line.remark)
                 for line in drawn if not line.dashed)  # fmt: skip
-    return chart + names if keys else chart
+    return plot(parts, (low, high), marks, axes.title) + names
 
 
 def bar_chart(

@@ -16,7 +16,6 @@ nothing else.
 import base64
 import hashlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,9 +37,6 @@ TERMINAL_STYLES = {
     "total": "bold",
 }
 """Maps the marks of a table's rows, which are classes of the style sheet, to styles of rich."""
-_TAG = re.compile(r"</?([a-zA-Z]*)([^<>]*)>")
-_DRAWN = {"svg", "text", "path", "title", "rect", "ul", "li", "i"}
-_UNSAFE = re.compile(r"\b(on\w+|href|src|style)\s*=", re.IGNORECASE)
 
 Card = tuple[str, str, str]
 """A card at the top of a page: its label, its figure, and a remark."""
@@ -244,18 +240,3 @@ def scrolled(picture: Markup) -> Markup:
 def in_figures(table: Table) -> Section:
     """A chart's figures, folded below it."""
     return Section("in figures", [table], fold="closed")
-
-
-def drawing(picture: str) -> Markup:
-    """A picture that was kept in a file, as markup if it is harmless, else a sentence instead.
-
-    The file may come from anywhere. A picture is harmless if it has only elements that draw, and no
-    attribute that could run a script, load a resource or set a style.
-    """
-    tags = _TAG.findall(picture)
-    # After all tags are taken out, no "<" may be left: it would begin a tag that was not checked.
-    # Nor may a ">": the tag before it would go on, behind an attribute that has one in its value.
-    draws = all(name in _DRAWN and not _UNSAFE.search(rest) for name, rest in tags)
-    if draws and not {"<", ">"} & set(_TAG.sub("", picture)):
-        return Markup(picture)
-    return Markup("<p>The picture that was kept is not one that this version draws.</p>")
