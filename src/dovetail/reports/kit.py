@@ -223,8 +223,13 @@ def strong(text: str) -> Markup:
 
 
 def hint(text: str) -> Markup:
-    """A paragraph that says how to read what stands beside it."""
-    return Markup('<p class="hint">{}</p>').format(text)
+    """A paragraph that says how to read what stands beside it; "" if there is no text."""
+    return Markup('<p class="hint">{}</p>').format(text) if text else Markup("")
+
+
+def coloured(style: str, name: str) -> Markup:
+    """A name behind its colour, the class of which is `style`."""
+    return Markup('<i class="{}"></i>{}').format(style, name)
 
 
 def preformatted(text: str) -> Markup:

@@ -42,6 +42,7 @@ from dovetail.reports.kit import (
     Section,
     StyledCell,
     Table,
+    coloured,
     hint,
     in_figures,
     piece,
@@ -394,14 +395,13 @@ def _places(report: PlanReport, folds: Folds) -> list[Section]:
         held = float(folds.parameter_bytes[0, device])
         parameters = f", {format_bytes(held)} of it parameters" if held else ""
         text = f"{name}: peak {format_bytes(peak)}{limit}{parameters}"
-        caption = Markup('<i class="d{}"></i>{}').format(device, text)
         chart = charts.memory(curves, capacity, end, text)
-        figures.append(Figure(caption, chart, f"m{device}"))
-    key = Markup(
-        '<ul class="key"><li><i class="line predicted"></i>predicted, in the colour of the device'
-        '</li><li><i class="line measured"></i>measured</li>'
-        '<li><i class="line capacity"></i>available</li></ul>'
-    )
+        figures.append(Figure(coloured(f"d{device}", text), chart, f"m{device}"))
+    key = charts.key([
+        ("line predicted", "predicted, in the colour of the device", ""),
+        ("line measured", "measured", ""),
+        ("line capacity", "available", ""),
+    ])  # fmt: skip
 
     # Seconds and bytes of parameters of each module, by device. The rows within a closed fold are
     # hidden; a script opens them by buttons.

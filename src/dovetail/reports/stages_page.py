@@ -113,12 +113,9 @@ def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
     fit is left out, and smaller ones after it may still fit."""
     drawn: list[set[str]] = [set() for _ in schedules.results]
     candidates = [(i, result.best) for i, result in enumerate(schedules.results)]
-    candidates += [
-        (i, candidate)
-        for i, result in enumerate(schedules.results)
-        for candidate in _by_choice(result)[1:]
-        if _same_as(result, candidate) is None
-    ]
+    for i, result in enumerate(schedules.results):
+        firsts = _first_of_each(result)
+        candidates += [(i, c) for c in _by_choice(result)[1:] if firsts[c.scheduler] is c]
     for i, candidate in candidates:
         result = schedules.results[i]
         reads = sum(before.bit_count() for before in result.block.predecessors)
@@ -134,19 +131,16 @@ def _by_choice(scheduled: Scheduled) -> list[ScheduleCandidate]:
     return sorted(scheduled.candidates, key=lambda c: c.scheduler != scheduled.chosen)
 
 
-def _same_as(scheduled: Scheduled, candidate: ScheduleCandidate) -> str | None:
-    """The first scheduler before this one that found the same stages or streams; None if none
-    did."""
-
-    def form(each: ScheduleCandidate) -> object:
-        return [(stage.groups, stage.merged) for stage in each.stages] or each.streams
-
-    for other in _by_choice(scheduled):
-        if other is candidate:
-            return None
-        if form(other) == form(candidate):
-            return other.scheduler
-    return None
+def _first_of_each(scheduled: Scheduled) -> dict[str, ScheduleCandidate]:
+    """Scheduler -> the first candidate by choice with its stages or streams, which may be its
+    own."""
+    firsts: dict[object, ScheduleCandidate] = {}
+    return {
+        c.scheduler: firsts.setdefault(
+            tuple((stage.groups, stage.merged) for stage in c.stages) or c.streams, c
+        )
+        for c in _by_choice(scheduled)
+    }
 
 
 def _pictures(scheduled: Scheduled, drawn: Collection[str]) -> list[Section]:
@@ -157,13 +151,14 @@ def _pictures(scheduled: Scheduled, drawn: Collection[str]) -> list[Section]:
         "events between streams. Hover over a box for its ops, FLOPs and bytes, and for what it "
         "reads."
     ]
+    firsts = _first_of_each(scheduled)
     for candidate in _by_choice(scheduled):
-        name, same = candidate.scheduler, _same_as(scheduled, candidate)
+        name, first = candidate.scheduler, firsts[candidate.scheduler]
         is_chosen = name == scheduled.chosen
         title = f"{name}{' (chosen)' * is_chosen}: {stages_text(candidate)}"
         title += " stages" * bool(candidate.stages)
-        if same is not None:
-            parts.append(f"{name} found what {same} found.")
+        if first is not candidate:
+            parts.append(f"{name} found what {first.scheduler} found.")
         elif name not in drawn:
             parts.append(f"{title}. Not drawn: the page would be too large.")
         elif is_chosen:
