@@ -175,14 +175,10 @@ def sample(
     rounds: int,
     progress: TellProgress = silent,
 ) -> list[tuple[float, float]]:
-    """(predicted, measured) seconds of `count` distinct random schedules, all measured side by
-    side. There are fewer if no more are found in `DRAWS_EACH` draws for each."""
+    """(predicted, measured) seconds of `count` distinct random schedules, or as many as were found,
+    all measured side by side."""
     groups, ops = target.problem.groups, target.problem.group_ops
-    drawn: dict[tuple[OpSet, ...], None] = {}
-    for _ in range(DRAWS_EACH * count):
-        drawn[tuple(random_stages(target.block, rng, groups, ops))] = None
-        if len(drawn) == count:
-            break
+    drawn = distinct_stages(target.block, count, rng, groups, ops)
     candidates = [as_candidate(target, stages) for stages in drawn]
     timers = {}
     for place, candidate in enumerate(candidates):
@@ -213,6 +209,19 @@ def as_candidate(
     return ScheduleCandidate(scheduler, tuple(kernel_stages), target.streams(kernel_stages), total)
 
 
+def distinct_stages(
+    block: KernelBlock, count: int, rng: random.Random, most_groups: int, most_ops: int
+) -> list[tuple[OpSet, ...]]:
+    """Distinct random schedules of a block: `count` of them, or fewer if no more are found in
+    `DRAWS_EACH` draws for each."""
+    found: dict[tuple[OpSet, ...], None] = {}
+    for _ in range(DRAWS_EACH * count):
+        found[tuple(random_stages(block, rng, most_groups, most_ops))] = None
+        if len(found) == count:
+            break
+    return list(found)
+
+
 def random_stages(
     block: KernelBlock, rng: random.Random, most_groups: int, most_ops: int
 ) -> list[OpSet]:
@@ -230,44 +239,37 @@ def random_stages(
     # Drawn once per schedule, not per stage: so some schedules are nearly sequential and others run
     # nearly all ready ops at once, instead of all schedules being alike on average.
     wide, deep = rng.random(), rng.random()
+
+    def upto(most: int, share: float) -> int:
+        """A number from 1 to `most`: always 1 if `share` is 0, always `most` if it is 1."""
+        return 1 + sum(rng.random() < share for _ in range(most - 1))
+
     stages: list[OpSet] = []
     done = 0
     while done != block.everything:
-        groups, ops = _upto(most_groups, wide, rng), _upto(most_ops, deep, rng)
-        stages.append(_stage(block, done, rng, groups, ops))
-        done |= stages[-1]
-    return stages
-
-
-def _upto(most: int, share: float, rng: random.Random) -> int:
-    """Draw a number from 1 to `most`: always 1 if `share` is 0, always `most` if it is 1."""
-    return 1 + sum(rng.random() < share for _ in range(most - 1))
-
-
-def _stage(
-    block: KernelBlock, done: OpSet, rng: random.Random, most_groups: int, most_ops: int
-) -> OpSet:
-    """Return one random stage that can run once the ops in `done` have ended."""
-    ready = [
-        op
-        for op, before in enumerate(block.predecessors)
-        if not done >> op & 1 and not before & ~done
-    ]
-    groups: list[OpSet] = []
-    stage = 0
-    while ready:
-        op = ready.pop(rng.randrange(len(ready)))
-        # The op joins the groups that it reads. No group can read the op: every op of the stage had
-        # all its predecessors in `done` or in the stage before it was added.
-        apart = [group for group in groups if not group & block.predecessors[op]]
-        joined = 1 << op | sum(group for group in groups if group & block.predecessors[op])
-        if joined.bit_count() > most_ops or len(apart) == most_groups:
-            continue
-        groups = [*apart, joined]
-        stage |= 1 << op
-        ready += [
-            after
-            for after in members(block.successors[op])
-            if not block.predecessors[after] & ~(done | stage)
+        limit_of_groups, limit_of_ops = upto(most_groups, wide), upto(most_ops, deep)
+        ready = [
+            op
+            for op, before in enumerate(block.predecessors)
+            if not done >> op & 1 and not before & ~done
         ]
-    return stage
+        groups: list[OpSet] = []
+        stage = 0
+        while ready:
+            op = ready.pop(rng.randrange(len(ready)))
+            # The op joins the groups that it reads. No group can read the op: every op of the stage
+            # had all its predecessors in `done` or in the stage before it was added.
+            apart = [group for group in groups if not group & block.predecessors[op]]
+            joined = 1 << op | sum(group for group in groups if group & block.predecessors[op])
+            if joined.bit_count() > limit_of_ops or len(apart) == limit_of_groups:
+                continue
+            groups = [*apart, joined]
+            stage |= 1 << op
+            ready += [
+                after
+                for after in members(block.successors[op])
+                if not block.predecessors[after] & ~(done | stage)
+            ]
+        stages.append(stage)
+        done |= stage
+    return stages
