@@ -87,7 +87,6 @@ class PlanReport:
     measured           the timeline of one run; None if no run recorded its spans
     measured_seconds   [steps] seconds of the measured steps without the warm-up; None if it did
                        not run
-    model              the MODEL text; by default the plan's
     file               the plan's own file; "": it is not known
     """
 
@@ -96,7 +95,6 @@ class PlanReport:
     predicted: Timeline
     measured: Timeline | None = None
     measured_seconds: NDArray[np.float64] | None = None
-    model: str = ""
     file: str = ""
 
     def __post_init__(self) -> None:
@@ -104,8 +102,6 @@ class PlanReport:
             seconds = np.array(self.measured_seconds, dtype=np.float64).reshape(-1)
             seconds.flags.writeable = False
             object.__setattr__(self, "measured_seconds", seconds if len(seconds) else None)
-        if not self.model:
-            object.__setattr__(self, "model", self.plan.source.model)
 
     @property
     def timelines(self) -> tuple[tuple[str, Timeline], ...]:
@@ -204,7 +200,7 @@ def render(report: PlanReport) -> str:
     )
     return render_page(
         Page(
-            f"{report.model or 'plan'} on {plan.machine.name}",
+            f"{model or 'plan'} on {plan.machine.name}",
             _cards(report, loads),
             [
                 Section("Use it", use),
