@@ -201,7 +201,7 @@ class Place:
 def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[Part]:
     """The pictures of a schedule, in which each kernel stands once. O(kernels + edges)."""
     if not candidate.stages:
-        return [_draw_streams(scheduled, candidate.streams)]
+        return [draw_streams(scheduled, candidate.streams)]
 
     def counted(what: str, first: int, last: int) -> str:
         return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
@@ -219,7 +219,7 @@ def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[Pa
         title += f"{counted('block', blocks[0], blocks[-1])}, " if blocks else ""
         title += f"{len(kernels)} kernel{'s' * (len(kernels) != 1)}, {format_seconds(spent)}"
         title += f", {100 * spent / total:.1f} % of all" if total > 0 else ""
-        picture = _draw_stages(scheduled, stages, piece.start, longest)
+        picture = draw_stages(scheduled, stages, piece.start, longest)
         drawn.append(Section(title, [picture], fold="open" if shown < OPEN else "closed"))
         shown += len(kernels)
     return drawn
@@ -243,7 +243,7 @@ def pieces(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[range]:
     return [range(first, end) for first, end in pairwise(cuts) if end > first]
 
 
-def _draw_stages(
+def draw_stages(
     scheduled: Scheduled, stages: Sequence[KernelStage], first: int, longest_seconds: float
 ) -> Markup:
     """Stages below each other; `first` is the index of the first one among all, and the bar of one
@@ -285,10 +285,10 @@ def _draw_stages(
             x, upper = frames[0][:2]
             parts.append(svg_rect(x - 3, upper - 3, right - x + 6, y - top - PAD + 4, "merged"))
             parts.append(svg_text(right + 6, upper + 20, "merged", style="mark"))
-    return _draw_kernels(scheduled, places, {}, parts, f"{len(stages)} stages")
+    return draw_kernels(scheduled, places, {}, parts, f"{len(stages)} stages")
 
 
-def _draw_streams(scheduled: Scheduled, streams: Streams) -> Markup:
+def draw_streams(scheduled: Scheduled, streams: Streams) -> Markup:
     """Streams side by side. Each kernel stands in the row below the lowest kernel that it waits
     for: one that it reads, one in its stream, or one whose event it awaits."""
     before: dict[int, set[int]] = {
@@ -313,10 +313,10 @@ def _draw_streams(scheduled: Scheduled, streams: Streams) -> Markup:
             y = 2 * PAD + BOX_HEIGHT + rows[kernel] * DOWN
             where = f"{name}, number {position} of {len(order)}"
             places[kernel] = Place(x, y, (number - 1) % COLOURS, where)
-    return _draw_kernels(scheduled, places, waits, parts, f"{len(streams.orders)} streams")
+    return draw_kernels(scheduled, places, waits, parts, f"{len(streams.orders)} streams")
 
 
-def _draw_kernels(
+def draw_kernels(
     scheduled: Scheduled,
     places: Mapping[int, Place],
     waits: Mapping[int, set[int]],
