@@ -404,7 +404,7 @@ def _places(report: PlanReport, folds: Folds) -> list[Section]:
     used = np.flatnonzero((folds.seconds[0] > 0) | (folds.parameter_bytes[0] > 0)).tolist()
     parents, opened = set(folds.parents.tolist()), set(folds.opened)
     busiest = float(folds.seconds[0].max()) or 1.0
-    depths = [folds.depth(index) for index in range(len(folds.labels))]
+    depths = [len(list(folds.around(index))) - 1 for index in range(len(folds.labels))]
     deepest = max(depths)
     while deepest > 1 and sum(depth <= deepest for depth in depths) > MOST_ROWS:
         deepest -= 1

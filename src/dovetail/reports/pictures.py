@@ -114,7 +114,35 @@ def view(
     phases = graph.phases[first].astype(np.int32)
     devices = plan.placement[first].astype(np.int32)
     columns = _columns(graph, of_op, edges, phases)
-    rows, lanes = _rows(plan, columns, devices, phases, edges)
+
+    # Nodes of one column, device and phase stand below each other, ordered by the mean row of the
+    # nodes that they read, then by number. `inside` [nodes] is each node's row within its lane.
+    inside = np.zeros(count, dtype=np.float64)
+    readings: dict[int, list[int]] = defaultdict(list)
+    for a, b in edges.tolist():
+        readings[b].append(a)
+    cells: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for node in range(count):
+        cells[int(columns[node]), int(devices[node]), int(phases[node])].append(node)
+    # Columns are handled from left to right, so the nodes that a node reads mostly have their rows.
+    for cell in sorted(cells):
+        weights = {
+            n: float(np.mean([inside[a] for a in readings[n]])) if readings[n] else 0.0
+            for n in cells[cell]
+        }
+        for row, node in enumerate(sorted(cells[cell], key=lambda n: (weights[n], n))):
+            inside[node] = row
+    lanes: list[tuple[str, int, int, int]] = []
+    rows = np.zeros(count, dtype=np.int32)
+    top = 0
+    for device, device_name in enumerate(plan.machine.device_names):
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
+            of = (devices == device) & (phases == phase)
+            if of.any():
+                rows[of] = top + inside[of].astype(np.int32)
+                height = int(inside[of].max()) + 1
+                lanes.append((f"{device_name} {phase.name.lower()}", device, top, height))
+                top += height
     return GraphView(
         name=name,
         labels=tuple(labels[op] for op in first.tolist()),
@@ -131,7 +159,7 @@ def view(
         rows=rows,
         edges=edges,
         edge_bytes=edge_bytes,
-        lanes=lanes,
+        lanes=tuple(lanes),
     )
 
 
@@ -210,41 +238,6 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
     return np.array(columns, dtype=np.int32)
 
 
-def _rows(
-    plan: PricedPlacement, columns: Int32, devices: Int32, phases: Int32, edges: Int32
-) -> tuple[Int32, tuple[tuple[str, int, int, int], ...]]:
-    """(rows [nodes], lanes). Nodes of one column and lane stand below each other, ordered by the
-    mean row of the nodes that they read, then by number."""
-    # [nodes] each node's row within its lane.
-    inside = np.zeros(len(columns), dtype=np.float64)
-    readings: dict[int, list[int]] = defaultdict(list)
-    for a, b in edges.tolist():
-        readings[b].append(a)
-    cells: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for node in range(len(columns)):
-        cells[int(columns[node]), int(devices[node]), int(phases[node])].append(node)
-    # Columns are handled from left to right, so the nodes that a node reads mostly have their rows.
-    for cell in sorted(cells):
-        weights = {
-            n: float(np.mean([inside[a] for a in readings[n]])) if readings[n] else 0.0
-            for n in cells[cell]
-        }
-        for row, node in enumerate(sorted(cells[cell], key=lambda n: (weights[n], n))):
-            inside[node] = row
-    lanes: list[tuple[str, int, int, int]] = []
-    rows = np.zeros(len(columns), dtype=np.int32)
-    top = 0
-    for device, name in enumerate(plan.machine.device_names):
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
-            of = (devices == device) & (phases == phase)
-            if of.any():
-                rows[of] = top + inside[of].astype(np.int32)
-                height = int(inside[of].max()) + 1
-                lanes.append((f"{name} {phase.name.lower()}", device, top, height))
-                top += height
-    return rows, tuple(lanes)
-
-
 # ---- Folding: the tree of modules ----
 #
 #     (model)
@@ -294,10 +287,6 @@ class Folds:
     leaf_of: NDArray[np.int32]
     seconds: NDArray[np.float64]
     parameter_bytes: NDArray[np.float64]
-
-    def depth(self, fold: int) -> int:
-        """The number of folds around a fold."""
-        return len(list(self.around(fold))) - 1
 
     def around(self, fold: int) -> Iterator[int]:
         """Yield the fold and every fold around it, up to the whole model."""

@@ -9,8 +9,6 @@ Figures and tables are those of "Accelerate DNN Inference by Inter-Operator Para
 The page has no script.
 """
 
-from collections.abc import Collection
-
 from markupsafe import Markup
 
 from dovetail.reports.charts import Axes, bar_chart
@@ -98,7 +96,31 @@ def page_of_stages(schedules: Schedules, *, made: str = "") -> Page:
                 "over median. Sizes are in kernels."
             ),
         ]
-        sections = [Section("The answer", answered), *_pictures(result, drawn), *_figures(result)]
+        # The schedules as pictures, the chosen one unfolded.
+        pictures: list[Part] = [
+            "Time runs down. A box is a kernel; boxes of one frame run one after another, frames "
+            "of one row at the same time, and rows one after another. Lines are data; strong ones "
+            "are events between streams. Hover over a box for its ops, FLOPs and bytes, and for "
+            "what it reads."
+        ]
+        firsts = _first_of_each(result)
+        for candidate in _by_choice(result):
+            name, first = candidate.scheduler, firsts[candidate.scheduler]
+            is_chosen = name == result.chosen
+            head = f"{name}{' (chosen)' * is_chosen}: {stages_text(candidate)}"
+            head += " stages" * bool(candidate.stages)
+            if first is not candidate:
+                pictures.append(f"{name} found what {first.scheduler} found.")
+            elif name not in drawn:
+                pictures.append(f"{head}. Not drawn: the page would be too large.")
+            elif is_chosen:
+                pictures.append(Markup("<p><b>{}</b></p>").format(head))
+                pictures += draw_schedule(result, candidate)
+            else:
+                pictures.append(Section(head, draw_schedule(result, candidate), fold="closed"))
+        sections = [
+            Section("The answer", answered), Section("Stages", pictures), *_figures(result)
+        ]  # fmt: skip
         title = f"Batch {result.batch:,}: {result.chosen}"
         parts.append(Section(title, sections, fold="closed" if i else "open", style="batch"))
     if made:
@@ -141,32 +163,6 @@ def _first_of_each(scheduled: Scheduled) -> dict[str, ScheduleCandidate]:
         )
         for c in _by_choice(scheduled)
     }
-
-
-def _pictures(scheduled: Scheduled, drawn: Collection[str]) -> list[Section]:
-    """The schedules as pictures, the chosen one unfolded; `drawn` names those that are drawn."""
-    parts: list[Part] = [
-        "Time runs down. A box is a kernel; boxes of one frame run one after another, frames of "
-        "one row at the same time, and rows one after another. Lines are data; strong ones are "
-        "events between streams. Hover over a box for its ops, FLOPs and bytes, and for what it "
-        "reads."
-    ]
-    firsts = _first_of_each(scheduled)
-    for candidate in _by_choice(scheduled):
-        name, first = candidate.scheduler, firsts[candidate.scheduler]
-        is_chosen = name == scheduled.chosen
-        title = f"{name}{' (chosen)' * is_chosen}: {stages_text(candidate)}"
-        title += " stages" * bool(candidate.stages)
-        if first is not candidate:
-            parts.append(f"{name} found what {first.scheduler} found.")
-        elif name not in drawn:
-            parts.append(f"{title}. Not drawn: the page would be too large.")
-        elif is_chosen:
-            parts.append(Markup("<p><b>{}</b></p>").format(title))
-            parts += draw_schedule(scheduled, candidate)
-        else:
-            parts.append(Section(title, draw_schedule(scheduled, candidate), fold="closed"))
-    return [Section("Stages", parts)] if scheduled.candidates else []
 
 
 def _figures(scheduled: Scheduled) -> list[Section]:
