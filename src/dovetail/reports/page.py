@@ -146,80 +146,9 @@ def render(report: PlanReport) -> str:
     timelines = [(name, line, find_limits(line, graph)) for name, line in report.timelines]
     folds = fold(graph, plan)
     loads = loads_of(plan, graph)
-    # The commands that run the plan or, if it is for another machine, write it for a tool.
-    model, file = plan.source.model, report.file or "plan.json"
-    use: list[Part] = []
-    if plan.machine.local:
-        # The name of a module's class says nothing of where it comes from.
-        if ":" in model or Path(model).suffix:
-            command = f"dovetail run {shlex.quote(file)}"
-            # A plan's file may be somebody else's, so it alone imports no code.
-            if not model.startswith(("zoo:", "transformers:")) and ":" in model:
-                command += f" {shlex.quote(model)}"
-            use += ["This runs the plan on this machine and measures it:", preformatted(command)]
-        program = (
-            f"plan = dt.load_plan({file!r})\n"
-            "with dt.run(plan, step) as placed:\n"
-            "    placed.step(...)  # takes what the model takes"
-        )
-        use += ["In a program, where step is what dt.capture returned:", preformatted(program)]
-    else:
-        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
-        use += [
-            "The plan is for another machine. This writes it for the program that runs there:",
-            preformatted(f"dovetail export {shlex.quote(file)} --to {form}"),
-        ]
-    # The methods that were tried, with a bar each, then the lower bound.
-    methods = methods_table(plan)
-    rows, marks = list(methods.rows), dict(methods.marks)
-    values = list(tried_values(plan).values())
-    if plan.lower_bound > 0:
-        marks[len(rows)] = "bound"
-        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
-        bound = format_value(plan, plan.lower_bound)
-        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
-        values.append(plan.lower_bound)
-    worst = max((value for value in values if value is not None), default=0.0) or 1.0
-    bars = ["" if value is None else charts.bar(value / worst) for value in values]
-    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
-    facts = [fact for fact in plan_facts(plan, graph) if fact[0] not in TOLD_ELSEWHERE]
-    # If the costs were given, the rates of a machine mean nothing.
-    given = [
-        (device.name, device.kind, format_capacity(device.memory_bytes))
-        for device in plan.machine.devices
-        if device.kind != "host"
-    ]
-    machine = (
-        [Table(("device", "kind", "memory"), given)]
-        if plan.costs_source == "given"
-        else machine_tables(plan.machine)
-    )
-    unfinished = (
-        "This plan is not finished: its planning was interrupted, and it is the best one up to "
-        "then. Plan again for a better one."
-    )
-    return render_page(
-        Page(
-            f"{model or 'plan'} on {plan.machine.name}",
-            _cards(report, loads),
-            [
-                Section("Use it", use),
-                *_times(report, loads, timelines),
-                *_places(report, folds),
-                Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
-                Section("Machine", machine),
-                Section("Plan", [Table((), facts, "facts")]),
-            ],
-            lead=[strong(unfinished)] if plan.interrupted else [],
-            more_style=charts.device_styles(len(plan.machine.devices)),
-            scripts=SCRIPTS,
-            data=to_script(pack(graph, plan, timelines, folds)),
-        )
-    )
 
-
-def _cards(report: PlanReport, loads: dict[str, float]) -> list[Card]:
-    plan, seconds = report.plan, report.measured_step_seconds
+    # How much faster it is, its step, what is left to gain.
+    seconds = report.measured_step_seconds
     cards: list[Card] = []
     if plan.way != PLACED and plan.measured:
         cards.append(("speed-up", "none", f"no plan is faster than {plan.way}, which runs"))
@@ -258,7 +187,79 @@ def _cards(report: PlanReport, loads: dict[str, float]) -> list[Card]:
     if len(busy):
         used = f"{100 * float(busy.mean()) / (whole or 1.0):.0f} %"
         cards.append(("devices at work", used, f"{len(busy)} devices, mean {what}"))
-    return cards
+
+    # The commands that run the plan or, if it is for another machine, write it for a tool.
+    model, file = plan.source.model, report.file or "plan.json"
+    use: list[Part] = []
+    if plan.machine.local:
+        # The name of a module's class says nothing of where it comes from.
+        if ":" in model or Path(model).suffix:
+            command = f"dovetail run {shlex.quote(file)}"
+            # A plan's file may be somebody else's, so it alone imports no code.
+            if not model.startswith(("zoo:", "transformers:")) and ":" in model:
+                command += f" {shlex.quote(model)}"
+            use += ["This runs the plan on this machine and measures it:", preformatted(command)]
+        program = (
+            f"plan = dt.load_plan({file!r})\n"
+            "with dt.run(plan, step) as placed:\n"
+            "    placed.step(...)  # takes what the model takes"
+        )
+        use += ["In a program, where step is what dt.capture returned:", preformatted(program)]
+    else:
+        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
+        use += [
+            "The plan is for another machine. This writes it for the program that runs there:",
+            preformatted(f"dovetail export {shlex.quote(file)} --to {form}"),
+        ]
+
+    # The methods that were tried, with a bar each, then the lower bound.
+    methods = methods_table(plan)
+    rows, marks = list(methods.rows), dict(methods.marks)
+    values = list(tried_values(plan).values())
+    if plan.lower_bound > 0:
+        marks[len(rows)] = "bound"
+        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
+        bound = format_value(plan, plan.lower_bound)
+        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
+        values.append(plan.lower_bound)
+    worst = max((value for value in values if value is not None), default=0.0) or 1.0
+    bars = ["" if value is None else charts.bar(value / worst) for value in values]
+    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
+    facts = [fact for fact in plan_facts(plan, graph) if fact[0] not in TOLD_ELSEWHERE]
+
+    # If the costs were given, the rates of a machine mean nothing.
+    given = [
+        (device.name, device.kind, format_capacity(device.memory_bytes))
+        for device in plan.machine.devices
+        if device.kind != "host"
+    ]
+    machine = (
+        [Table(("device", "kind", "memory"), given)]
+        if plan.costs_source == "given"
+        else machine_tables(plan.machine)
+    )
+    unfinished = (
+        "This plan is not finished: its planning was interrupted, and it is the best one up to "
+        "then. Plan again for a better one."
+    )
+    return render_page(
+        Page(
+            f"{model or 'plan'} on {plan.machine.name}",
+            cards,
+            [
+                Section("Use it", use),
+                *_times(report, loads, timelines),
+                *_places(report, folds),
+                Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
+                Section("Machine", machine),
+                Section("Plan", [Table((), facts, "facts")]),
+            ],
+            lead=[strong(unfinished)] if plan.interrupted else [],
+            more_style=charts.device_styles(len(plan.machine.devices)),
+            scripts=SCRIPTS,
+            data=to_script(pack(graph, plan, timelines, folds)),
+        )
+    )
 
 
 def _times(
