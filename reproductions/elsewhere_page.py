@@ -56,7 +56,7 @@ def render_comparison(found: Comparison, *, made: str = "") -> str:
         "same; beside it, what is lost against the diagonal of the row (tables 1 and 2, figure 6).",
         *(Section(matrix.title, [_matrix(matrix)]) for matrix in found.specialisations),
     ]
-    parts = [
+    parts: list[Part] = [
         *page.parts,
         *([Section("Are sums of stages right?", sums)] if sums else []),
         *([Section("Specialisation", matrices)] if found.specialisations else []),
