@@ -17,7 +17,6 @@ from dovetail.reports.kit import (
     StyledCell,
     Table,
     preformatted,
-    remarked,
     render_page,
 )
 from dovetail.reports.stages_page import page_of_stages
@@ -25,6 +24,7 @@ from dovetail.units import format_seconds
 from reproductions import DOS_STYLE
 from reproductions.additivity import noise_of, pairs_ordered_right, scatter_chart
 from reproductions.elsewhere import Comparison, Specialisation
+from reproductions.results import remarked
 
 HEATS = (0.005, 0.02, 0.05, 0.10)
 """From each of these losses on a cell of a matrix is one step hotter."""

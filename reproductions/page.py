@@ -30,7 +30,6 @@ from dovetail.reports.kit import (
     Part,
     Section,
     Table,
-    remarked,
     render_page,
 )
 from dovetail.units import (
@@ -56,7 +55,7 @@ from reproductions.records import (
     PlanWork,
     TowerResult,
 )
-from reproductions.results import Outcome, PaperTable, ResultColumn, ResultTable
+from reproductions.results import Outcome, PaperTable, ResultColumn, ResultTable, remarked
 from reproductions.running import EXPERT, BenchSettings
 from reproductions.tables import NOT_RUN, OOM, Done, format_span, lines_of, training_lines
 

@@ -212,11 +212,6 @@ def terminal_text(text: str) -> str:
     return escape_markup(printable(text))
 
 
-def remarked(text: str, *remarks: str) -> Markup:
-    """A cell's text, and remarks in small print beside it."""
-    return Markup("").join([text, *(Markup(" <small>{}</small>").format(r) for r in remarks)])
-
-
 def strong(text: str) -> Markup:
     """A paragraph that is the most important one of its section."""
     return Markup("<p><strong>{}</strong></p>").format(text)
