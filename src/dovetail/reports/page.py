@@ -6,7 +6,7 @@
     how       methods, machine, facts
 
 Scripts draw the timelines and the graph from JSON in the page (`pictures`). Every name is foreign
-text: the template escapes it, `to_script` escapes it in the JSON, and the scripts write names with
+text: the template escapes it, `pack` escapes it in the JSON, and the scripts write names with
 `textContent` or onto a canvas, never as markup.
 """
 
@@ -53,7 +53,7 @@ from dovetail.reports.kit import (
     strong,
 )
 from dovetail.reports.limits import StepLimits, explain, find_limits, shares
-from dovetail.reports.pictures import Folds, fold, pack, to_script
+from dovetail.reports.pictures import Folds, fold, pack
 from dovetail.reports.tables import (
     loads_of,
     machine_tables,
@@ -257,7 +257,7 @@ def render(report: PlanReport) -> str:
             lead=[strong(unfinished)] if plan.interrupted else [],
             more_style=charts.device_styles(len(plan.machine.devices)),
             scripts=SCRIPTS,
-            data=to_script(pack(graph, plan, timelines, folds)),
+            data=pack(graph, plan, timelines, folds),
         )
     )
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from markupsafe import Markup
@@ -467,11 +467,9 @@ Shown = tuple[str, Timeline, StepLimits]
 """A timeline that is drawn: its name, and what bounds it."""
 
 
-def pack(
-    graph: Graph, plan: PricedPlacement, timelines: Sequence[Shown], folds: Folds
-) -> dict[str, Any]:
-    """The data of everything that the page's scripts draw. Edges are flat triples (from, to,
-    bytes).
+def pack(graph: Graph, plan: PricedPlacement, timelines: Sequence[Shown], folds: Folds) -> Markup:
+    """The data of everything that the page's scripts draw, as JSON that can stand inside a <script>
+    element. Edges are flat triples (from, to, bytes).
 
     ops         strings: all texts, each once; templates: [before, after, kind, module, phase] of
                 each, the first four as indices into `strings`; which: [ops] the op's template, as
@@ -574,7 +572,7 @@ def pack(
             "edges": np.column_stack([view.edges, view.edge_bytes]).ravel(),
         }
         views.append({field: value for field, value in fields.items() if field != "edge_bytes"})
-    return {
+    data = {
         "ops": {
             "strings": list(strings),
             "templates": [list(template) for template in templates],
@@ -587,6 +585,13 @@ def pack(
         "modules": modules,
         "views": views,
     }
+    text = json.dumps(
+        data, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=np.ndarray.tolist
+    )
+    # "<", ">", "&" and line separators are written as escapes, so that no name can end the element.
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
 
 
 def split_name(name: str) -> tuple[str, int, str]:
@@ -607,14 +612,3 @@ def runs(flags: NDArray[np.bool_]) -> list[int]:
     ends = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=2))
     lengths: list[int] = np.diff(ends, prepend=0).tolist()
     return lengths
-
-
-def to_script(data: dict[str, Any]) -> Markup:
-    """The data as JSON that can stand inside a <script> element: "<", ">", "&" and line separators
-    are written as escapes, so that no name can end the element."""
-    text = json.dumps(
-        data, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=np.ndarray.tolist
-    )
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
