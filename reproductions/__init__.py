@@ -7,6 +7,7 @@
                                       └──► page, tables ──┐
     dos, elsewhere ──► dos_page ──────────────────────────┼──► results: page, CSV files, terminal
     thesis ──► thesis_page ───────────────────────────────┘
+    elsewhere ──► elsewhere_page: schedules of any network where they were not made for
 
 This file imports nothing heavy, because every worker process imports it, also one that only waits.
 """
