@@ -7,6 +7,7 @@
                                       └──► page, tables ──┐
     dos, elsewhere ──► dos_page ──────────────────────────┼──► results: page, CSV files, terminal
     thesis ──► thesis_page ───────────────────────────────┘
+    elsewhere ──► elsewhere_page: schedules of any network where they were not made for
 
 This file imports nothing heavy, because every worker process imports it, also one that only waits.
 """
@@ -15,3 +16,5 @@ from pathlib import Path
 
 STYLE = Path(__file__).with_name("papers.css")
 """The style sheet of the papers' pages, behind that of `dovetail.reports`."""
+DOS_STYLE = Path(__file__).with_name("dos.css")
+"""The same for pages that draw DOS's figure 7 and matrices of its tables 1 and 2."""

@@ -32,9 +32,10 @@ from dovetail.executors.stages.placing import require
 from dovetail.machine.local import local_machine
 from dovetail.pipeline.requests import CPU, is_cuda, runs_here
 from dovetail.pipeline.scheduling import one_device
-from dovetail.reports.schedules import launches_of, measured_of, noise_of
-from dovetail.schedulers.results import SEQUENTIAL, Schedules
-from reproductions.elsewhere import ComparisonRequest, compare
+from dovetail.reports.schedules import launches_of, measured_of
+from dovetail.schedulers.results import SEQUENTIAL
+from reproductions.additivity import noise_of
+from reproductions.elsewhere import Comparison, ComparisonRequest, compare
 from reproductions.store import SCHEDULED, Kept, Store, fingerprint
 from reproductions.tasks import BenchTask, matching, run_missing
 
@@ -336,7 +337,7 @@ FIELDS = (
 it was asked for, and `name` the device's own."""
 
 
-def _lines(settings: DosSettings, row: DosRow, found: list[Schedules]) -> Iterator[dict[str, str]]:
+def _lines(settings: DosSettings, row: DosRow, found: list[Comparison]) -> Iterator[dict[str, str]]:
     def line(kind: str, **values: Any) -> dict[str, str]:
         given = {"row": row.key, "network": row.network, "kind": kind, **values}
         assert given.keys() <= set(FIELDS), "a field that the file does not have"
@@ -352,11 +353,12 @@ def _lines(settings: DosSettings, row: DosRow, found: list[Schedules]) -> Iterat
             for made_for, seconds in zip(devices, of_row, strict=True):
                 yield line(
                     ELSEWHERE, device=device, name=name, source=source(device),
-                    batch=found[0].results[0].batch, scheduler=DOS, made_for=made_for,
+                    batch=found[0].schedules.results[0].batch, scheduler=DOS, made_for=made_for,
                     seconds=seconds,
                 )  # fmt: skip
         return
-    (on_device,) = found
+    (comparison,) = found
+    on_device = comparison.schedules
     of_device = partial(line, device=row.device, name=on_device.device)
     for result in on_device.results:
         for candidate in result.candidates:
@@ -382,7 +384,7 @@ def _lines(settings: DosSettings, row: DosRow, found: list[Schedules]) -> Iterat
                 measuring_seconds=effort.measuring_seconds,
             )
     sizes = [result.batch for result in on_device.results]
-    for matrix in on_device.specialisations:
+    for matrix in comparison.specialisations:
         for batch, of_row in zip(sizes, matrix.seconds, strict=True):
             for size, seconds in zip(sizes, of_row, strict=True):
                 yield of_device(
@@ -391,9 +393,9 @@ def _lines(settings: DosSettings, row: DosRow, found: list[Schedules]) -> Iterat
                 )  # fmt: skip
     if row.table != TABLE5:
         return
-    (result,) = on_device.results
+    (result,), (points,) = on_device.results, comparison.sampled
     noise = noise_of(result.candidates)
-    for predicted, seconds in result.sampled:
+    for predicted, seconds in points:
         yield of_device(
             SAMPLE, source=MEASURED, batch=result.batch, seconds=seconds,
             predicted_seconds=predicted, spread=noise,

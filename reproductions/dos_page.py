@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.reports.charts import Axes, Line, bar_chart, line_chart, scatter_chart
+from dovetail.reports.charts import Axes, Line, bar_chart, line_chart
 from dovetail.reports.kit import (
     Card,
     Figure,
@@ -22,8 +22,9 @@ from dovetail.reports.kit import (
     render_page,
     strong,
 )
-from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.results import SEQUENTIAL
+from reproductions import DOS_STYLE
+from reproductions.additivity import pairs_ordered_right, scatter_chart
 from reproductions.dos import (
     BLOCK,
     DOS,
@@ -148,6 +149,7 @@ def render(
                 Section("How this was made", [Table((), facts, "scroll left")]),
             ],
             brand="python -m reproductions dos",
+            more_style=DOS_STYLE.read_text("utf-8"),
             lead=[strong(warning)] if warning else [],
         )
     )

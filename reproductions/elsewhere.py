@@ -6,8 +6,8 @@
                   └─ random schedules, predicted and measured                     (figure 7)
 
 Paper: "Accelerate DNN Inference by Inter-Operator Parallelism" (DOS), 2019. `reproductions.dos`
-fills its tables with this. `reports.stages_page.write_stages_page` draws what `compare` returns for
-any network:
+fills its tables with this. `elsewhere_page.render_comparison` draws what `compare` finds on one
+device, for any network:
 
     found = compare(ComparisonRequest("zoo:squeezenet_1_1?size=64", batches=(1, 4), sampled=10))
 """
@@ -27,12 +27,7 @@ from dovetail.pipeline.scheduling import batch_of, schedules_on, step_of
 from dovetail.pipeline.sources import TellProgress, silent
 from dovetail.schedulers.dataflow import replayed
 from dovetail.schedulers.records import KernelBlock, OpSet, groups_of, members
-from dovetail.schedulers.results import (
-    KernelStage,
-    ScheduleCandidate,
-    Schedules,
-    Specialisation,
-)
+from dovetail.schedulers.results import KernelStage, ScheduleCandidate, Schedules
 from dovetail.schedulers.scheduling import SchedulerResult
 
 RANDOM = "random"
@@ -64,37 +59,62 @@ class ComparisonRequest(ScheduleRequest):
             raise UsageError("sampled", f"random schedules are measured, and {names} cannot be")
 
 
+@dataclass(frozen=True)
+class Specialisation:
+    """A table of what schedules cost in settings that they were not made for.
+
+    `seconds[row][column]` is the time on `rows[row]` of the schedule made for `columns[column]`.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The schedules of a network on one device, and what they were compared with.
+
+    specialisations   what they cost at batch sizes and on devices that they were not made for
+    sampled           [batch sizes] (predicted, measured) seconds of random schedules
+    """
+
+    schedules: Schedules
+    specialisations: tuple[Specialisation, ...]
+    sampled: tuple[tuple[tuple[float, float], ...], ...]
+
+
 def compare(
     request: ComparisonRequest, *, cache: CostCache | None = None, progress: TellProgress = silent
-) -> list[Schedules]:
+) -> list[Comparison]:
     """The fastest stages of a network on each device, at each batch size, with what they cost at
     the other sizes and on the other devices, measured on the devices that are here."""
     steps = [step_of(request.model, batch, progress) for batch in request.batches or (0,)]
-    by_device: list[Schedules] = []
+    by_device: list[Comparison] = []
     by_batch: list[list[tuple[ScheduleTarget, ScheduleCandidate]]] = [[] for _ in steps]
     for device in request.devices:
-        found, targets = schedules_on(device, steps, request, cache=cache, progress=progress)
+        schedules, targets = schedules_on(device, steps, request, cache=cache, progress=progress)
+        sampled: list[tuple[tuple[float, float], ...]] = [() for _ in targets]
         if request.sampled and runs_here(device):
-            results = []
-            for target, result in zip(targets, found.results, strict=True):
+            for i, target in enumerate(targets):
                 rng = random.Random(request.seed)
                 drawn = sample(target, request.sampled, rng, request.rounds, progress)
-                results.append(replace(result, sampled=tuple(drawn)))
-            found = replace(found, results=tuple(results))
+                sampled[i] = tuple(drawn)
         name = request.specialised
-        made = [result.candidate(name) if name else result.best for result in found.results]
+        made = [result.candidate(name) if name else result.best for result in schedules.results]
+        matrices: tuple[Specialisation, ...] = ()
         # Sizes with other kernels have other schedules.
         if len(targets) > 1 and len({target.block for target in targets}) == 1:
             names = tuple(f"batch {batch_of(target.captured)}" for target in targets)
             rows = tuple(_row(target, made, request.rounds)[0] for target in targets)
-            matrix = Specialisation("batch sizes", names, names, rows)
-            found = replace(found, specialisations=(matrix,))
-        by_device.append(found)
+            matrices = (Specialisation("batch sizes", names, names, rows),)
+        by_device.append(Comparison(schedules, matrices, tuple(sampled)))
         for at_batch, target, candidate in zip(by_batch, targets, made, strict=True):
             at_batch.append((target, candidate))
     across = []
-    names = tuple(found.device for found in by_device)
-    for result, at_batch in zip(by_device[0].results, by_batch, strict=True):
+    names = tuple(found.schedules.device for found in by_device)
+    for result, at_batch in zip(by_device[0].schedules.results, by_batch, strict=True):
         if len(names) < 2:
             break
         made = [candidate for _, candidate in at_batch]
@@ -155,14 +175,10 @@ def sample(
     rounds: int,
     progress: TellProgress = silent,
 ) -> list[tuple[float, float]]:
-    """(predicted, measured) seconds of `count` distinct random schedules, all measured side by
-    side. There are fewer if no more are found in `DRAWS_EACH` draws for each."""
+    """(predicted, measured) seconds of `count` distinct random schedules, or as many as were found,
+    all measured side by side."""
     groups, ops = target.problem.groups, target.problem.group_ops
-    drawn: dict[tuple[OpSet, ...], None] = {}
-    for _ in range(DRAWS_EACH * count):
-        drawn[tuple(random_stages(target.block, rng, groups, ops))] = None
-        if len(drawn) == count:
-            break
+    drawn = distinct_stages(target.block, count, rng, groups, ops)
     candidates = [as_candidate(target, stages) for stages in drawn]
     timers = {}
     for place, candidate in enumerate(candidates):
@@ -193,6 +209,19 @@ def as_candidate(
     return ScheduleCandidate(scheduler, tuple(kernel_stages), target.streams(kernel_stages), total)
 
 
+def distinct_stages(
+    block: KernelBlock, count: int, rng: random.Random, most_groups: int, most_ops: int
+) -> list[tuple[OpSet, ...]]:
+    """Distinct random schedules of a block: `count` of them, or fewer if no more are found in
+    `DRAWS_EACH` draws for each."""
+    found: dict[tuple[OpSet, ...], None] = {}
+    for _ in range(DRAWS_EACH * count):
+        found[tuple(random_stages(block, rng, most_groups, most_ops))] = None
+        if len(found) == count:
+            break
+    return list(found)
+
+
 def random_stages(
     block: KernelBlock, rng: random.Random, most_groups: int, most_ops: int
 ) -> list[OpSet]:
@@ -210,44 +239,37 @@ def random_stages(
     # Drawn once per schedule, not per stage: so some schedules are nearly sequential and others run
     # nearly all ready ops at once, instead of all schedules being alike on average.
     wide, deep = rng.random(), rng.random()
+
+    def upto(most: int, share: float) -> int:
+        """A number from 1 to `most`: always 1 if `share` is 0, always `most` if it is 1."""
+        return 1 + sum(rng.random() < share for _ in range(most - 1))
+
     stages: list[OpSet] = []
     done = 0
     while done != block.everything:
-        groups, ops = _upto(most_groups, wide, rng), _upto(most_ops, deep, rng)
-        stages.append(_stage(block, done, rng, groups, ops))
-        done |= stages[-1]
-    return stages
-
-
-def _upto(most: int, share: float, rng: random.Random) -> int:
-    """Draw a number from 1 to `most`: always 1 if `share` is 0, always `most` if it is 1."""
-    return 1 + sum(rng.random() < share for _ in range(most - 1))
-
-
-def _stage(
-    block: KernelBlock, done: OpSet, rng: random.Random, most_groups: int, most_ops: int
-) -> OpSet:
-    """Return one random stage that can run once the ops in `done` have ended."""
-    ready = [
-        op
-        for op, before in enumerate(block.predecessors)
-        if not done >> op & 1 and not before & ~done
-    ]
-    groups: list[OpSet] = []
-    stage = 0
-    while ready:
-        op = ready.pop(rng.randrange(len(ready)))
-        # The op joins the groups that it reads. No group can read the op: every op of the stage had
-        # all its predecessors in `done` or in the stage before it was added.
-        apart = [group for group in groups if not group & block.predecessors[op]]
-        joined = 1 << op | sum(group for group in groups if group & block.predecessors[op])
-        if joined.bit_count() > most_ops or len(apart) == most_groups:
-            continue
-        groups = [*apart, joined]
-        stage |= 1 << op
-        ready += [
-            after
-            for after in members(block.successors[op])
-            if not block.predecessors[after] & ~(done | stage)
+        limit_of_groups, limit_of_ops = upto(most_groups, wide), upto(most_ops, deep)
+        ready = [
+            op
+            for op, before in enumerate(block.predecessors)
+            if not done >> op & 1 and not before & ~done
         ]
-    return stage
+        groups: list[OpSet] = []
+        stage = 0
+        while ready:
+            op = ready.pop(rng.randrange(len(ready)))
+            # The op joins the groups that it reads. No group can read the op: every op of the stage
+            # had all its predecessors in `done` or in the stage before it was added.
+            apart = [group for group in groups if not group & block.predecessors[op]]
+            joined = 1 << op | sum(group for group in groups if group & block.predecessors[op])
+            if joined.bit_count() > limit_of_ops or len(apart) == limit_of_groups:
+                continue
+            groups = [*apart, joined]
+            stage |= 1 << op
+            ready += [
+                after
+                for after in members(block.successors[op])
+                if not block.predecessors[after] & ~(done | stage)
+            ]
+        stages.append(stage)
+        done |= stage
+    return stages

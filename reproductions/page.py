@@ -11,6 +11,7 @@ The page has no script.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,8 +30,6 @@ from dovetail.reports.kit import (
     Part,
     Section,
     Table,
-    drawing,
-    remarked,
     render_page,
 )
 from dovetail.units import (
@@ -56,7 +55,7 @@ from reproductions.records import (
     PlanWork,
     TowerResult,
 )
-from reproductions.results import Outcome, PaperTable, ResultColumn, ResultTable
+from reproductions.results import Outcome, PaperTable, ResultColumn, ResultTable, remarked
 from reproductions.running import EXPERT, BenchSettings
 from reproductions.tables import NOT_RUN, OOM, Done, format_span, lines_of, training_lines
 
@@ -476,6 +475,26 @@ def _shown_plan(case: Case, column: Column, method: str) -> Figures:
     chart = load_chart(work, f"{case.title}, {role}: seconds by device and channel")
     caption = Markup("<b>{}</b>, {} a step").format(role, seconds)
     return Figures([Figure(caption, drawing(work.picture) + chart)])
+
+
+_TAG = re.compile(r"</?([a-zA-Z]*)([^<>]*)>")
+_DRAWN = {"svg", "text", "path", "title", "rect", "ul", "li", "i"}
+_UNSAFE = re.compile(r"\b(on\w+|href|src|style)\s*=", re.IGNORECASE)
+
+
+def drawing(picture: str) -> Markup:
+    """A picture that was kept in a file, as markup if it is harmless, else a sentence instead.
+
+    The file may come from anywhere. A picture is harmless if it has only elements that draw, and no
+    attribute that could run a script, load a resource or set a style.
+    """
+    tags = _TAG.findall(picture)
+    # After all tags are taken out, no "<" may be left: it would begin a tag that was not checked.
+    # Nor may a ">": the tag before it would go on, behind an attribute that has one in its value.
+    draws = all(name in _DRAWN and not _UNSAFE.search(rest) for name, rest in tags)
+    if draws and not {"<", ">"} & set(_TAG.sub("", picture)):
+        return Markup(picture)
+    return Markup("<p>The picture that was kept is not one that this version draws.</p>")
 
 
 def _method_table(column: Column, learned: Sequence[str]) -> Table:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from dovetail.reports.kit import Section, Table
 
 NOTHING = "-"
@@ -26,6 +28,11 @@ Facts = Sequence[tuple[str, str]]
 def as_text(value: Any) -> str:
     """The value as text; a text, which may be markup, is left as it is."""
     return value if isinstance(value, str) else str(value)
+
+
+def remarked(text: str, *remarks: str) -> Markup:
+    """A cell's text, and remarks in small print beside it."""
+    return Markup("").join([text, *(Markup(" <small>{}</small>").format(r) for r in remarks)])
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
     SCHEDULED: (
         "runtime", "graph", "machine", "costs", "networks", "frontends", "schedulers",
         "executors/stages", "pipeline/scheduling.py", "reports/schedules.py",
-        "reproductions/dos.py", "reproductions/elsewhere.py",
+        "reproductions/dos.py", "reproductions/elsewhere.py", "reproductions/additivity.py",
     ),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is
@@ -68,6 +68,7 @@ _NOT = {
         "reproductions/tables.py", "reproductions/results.py", "reproductions/orderings.py",
         "reproductions/thesis.py", "reproductions/thesis_page.py", "reproductions/dos.py",
         "reproductions/dos_page.py", "reproductions/elsewhere.py",
+        "reproductions/elsewhere_page.py", "reproductions/additivity.py",
     ),
 }  # fmt: skip
 """Maps kinds of result to code that is left out of `_RESTS_ON`, because it only shows results or

@@ -29,18 +29,14 @@ from children import Record, count, parser_of, records, said
 from markdown import fill, table
 
 from dovetail.executors.stages.choosing import measure
-from dovetail.executors.stages.targets import ScheduleTarget
 from dovetail.frontends import Captured
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import check_equal, search, target_of
-from dovetail.schedulers.additivity import pairs_ordered_right
-from dovetail.schedulers.records import OpSet
 from dovetail.schedulers.results import SEQUENTIAL
-from reproductions.elsewhere import as_candidate, random_stages
+from reproductions.additivity import pairs_ordered_right
+from reproductions.elsewhere import as_candidate, distinct_stages
 
 README = Path(__file__).parent / "README.md"
-DRAWS_EACH = 20
-"""At most so many draws for each schedule that is wanted: a narrow network has few."""
 
 
 def one(model: str, arguments: argparse.Namespace) -> Record:
@@ -48,7 +44,10 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
     step = resolve_model(model, "")
     assert isinstance(step, Captured)
     network = target_of(step, seed=arguments.seed, progress=said)
-    drawn = draws(network, arguments)
+    rng = random.Random(arguments.seed)
+    drawn = distinct_stages(
+        network.block, arguments.schedules, rng, arguments.groups, arguments.group_ops
+    )
     said(f"{len(drawn)} schedules", 0)
     candidates = {f"draw {i}": as_candidate(network, stages) for i, stages in enumerate(drawn)}
     steps = {name: network.step(found) for name, found in candidates.items()}
@@ -62,18 +61,6 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
         "predicted": [found.predicted_seconds for found in candidates.values()],
         "seconds": list(measure(runs, arguments.rounds).values()),
     }
-
-
-def draws(network: ScheduleTarget, arguments: argparse.Namespace) -> list[tuple[OpSet, ...]]:
-    """Distinct schedules: as many as are wanted, or as were found."""
-    rng = random.Random(arguments.seed)
-    found: dict[tuple[OpSet, ...], None] = {}
-    for _ in range(DRAWS_EACH * arguments.schedules):
-        stages = random_stages(network.block, rng, arguments.groups, arguments.group_ops)
-        found[tuple(stages)] = None
-        if len(found) == arguments.schedules:
-            break
-    return list(found)
 
 
 def figures(record: Record) -> dict[str, float]:

@@ -6,12 +6,10 @@ import signal
 import time
 from math import comb
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dovetail.schedulers.records import KernelBlock
 from tests.support.benchmark_scripts import BENCHMARKS, benchmark_scripts
 
 TINY = "zoo:squeezenet_1_1?batch=1&size=64&classes=10"
@@ -60,12 +58,6 @@ def test_random_schedules_are_predicted_and_run(scripts):
     assert all(len(of_one) == 2 and min(of_one) > 0 for of_one in record["seconds"])
     assert min(record["predicted"]) > 0
     assert scripts.additivity.tables({TINY: record}).count(f"| {TINY} | 5 | ") == 1
-
-
-def test_a_narrow_network_has_fewer_schedules(scripts):
-    chain = SimpleNamespace(block=KernelBlock((0, 1)))
-    arguments = scripts.additivity.parse(["--schedules", "9", "--out", "unused"])
-    assert sorted(scripts.additivity.draws(chain, arguments)) == [(1, 2), (3,)]
 
 
 def test_figures_of_predictions(scripts):

@@ -20,7 +20,8 @@ from dovetail.pipeline import LearnRequest, TaskRequest, learning
 from dovetail.pipeline.learning import LearningResult
 from dovetail.placers.learned.log import curves_of, save_points
 from dovetail.placers.learned.records import Learned, Point
-from dovetail.reports.learning_page import MOST_CURVES, render_learning, write_learning_page
+from dovetail.reports.kit import save_page
+from dovetail.reports.learning_page import MOST_CURVES, render_learning
 
 
 class Clock:
@@ -132,7 +133,7 @@ def test_a_page_shows_the_curves_and_escapes_every_name(tmp_path):
     assert "<i>" not in text.partition("How this was made")[2]
     assert text.count("<svg") == 4
     assert "default-src 'none'" in text
-    write_learning_page(learned(points), {}, tmp_path / "page.html")
+    save_page(render_learning(learned(points), {}), tmp_path / "page.html")
     assert "Entropy of a decision" in (tmp_path / "page.html").read_text()
 
 

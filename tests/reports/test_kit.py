@@ -12,9 +12,10 @@ from dovetail.reports.kit import (
     Section,
     StyledCell,
     Table,
+    coloured,
+    hint,
     in_figures,
     preformatted,
-    remarked,
     render_page,
     strong,
 )
@@ -54,12 +55,12 @@ def test_a_fold_is_open_or_closed_and_sections_within_a_fold_of_the_page_have_fr
 
 
 def test_a_table_names_its_rows_marks_them_and_styles_cells():
-    cells = [("x", "1", StyledCell(SHOWN, "bar")), (remarked("y", "small"), "2", "")]
+    cells = [("x", "1", StyledCell(SHOWN, "bar")), ("y", "2", "")]
     assert main_of(Table(("", "n", ""), cells, "scroll why", marks={1: "chosen"})) == (
         '<div class="scroll why"><table><thead><tr><th scope=col></th><th scope=col>n</th>'
         "<th scope=col></th></tr></thead><tbody><tr><th scope=row>x</th><td>1</td>"
-        '<td class="bar"><svg></svg></td></tr><tr class="chosen"><th scope=row>y '
-        "<small>small</small></th><td>2</td><td></td></tr></tbody></table></div>"
+        '<td class="bar"><svg></svg></td></tr><tr class="chosen"><th scope=row>y</th><td>2</td>'
+        "<td></td></tr></tbody></table></div>"
     )
     assert "thead" not in main_of(Table((), [("label", "text")]))
 
@@ -78,14 +79,14 @@ def test_foreign_text_is_escaped_wherever_it_stands():
         table,
         Figures([Figure(EVIL, SHOWN, EVIL)]),
         Section(EVIL, [Section(EVIL, [preformatted(EVIL), strong(EVIL)])], style=EVIL),
-        Section(EVIL, [remarked(EVIL, EVIL)], fold="closed", style=EVIL),
+        Section(EVIL, [hint(EVIL), coloured(EVIL, EVIL)], fold="closed", style=EVIL),
     ]
     page = render_page(
         Page(EVIL, [(EVIL, EVIL, EVIL)], parts, brand=EVIL, lead=[EVIL, strong(EVIL)])
     )
     assert "<img" not in page
     assert "<script" not in page
-    assert page.count("&lt;img") == 26
+    assert page.count("&lt;img") == 27
 
 
 def test_the_same_table_is_printed_on_a_terminal_character_by_character():

@@ -116,6 +116,7 @@ def named_report(name):
     predicted = replace(harmless.predicted, devices=machine.device_names, channels=machine.channels)
     plan = replace(
         harmless.plan,
+        source=replace(harmless.plan.source, model=name),
         machine=machine,
         placer=name,
         bound_proof=name,
@@ -123,7 +124,7 @@ def named_report(name):
         pins=((name, name),),
         caps=((machine.device_names[0], 700_000),),
     )
-    return PlanReport(plan, graph, predicted, predicted, np.array([1e-3]), name)
+    return PlanReport(plan, graph, predicted, predicted, np.array([1e-3]))
 
 
 @pytest.mark.parametrize("name", [EVIL, "a&amp;b\u2028<!--<script>", "'\"`\\", "x\ud800y"])

@@ -16,12 +16,12 @@ from dovetail.reports.schedules import answer
 from dovetail.reports.stages_page import drawable, render_stages
 from dovetail.schedulers.results import Schedules, SearchEffort
 from tests.support.page_checks import check_self_contained
-from tests.support.schedule_samples import make_matrix, make_scheduled, make_schedules
+from tests.support.schedule_samples import make_scheduled, make_schedules
 
 EVIL = "</script></svg><script>alert(1)</script>&\"'"
 SECTIONS = (
     "The answer", "Stages", "Latency of all schedules", "Speed-up of each block",
-    "Work and memory", "Search", "Are sums of stages right?",
+    "Work and memory", "Search",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def headings(page):
 
 
 def test_the_page_fetches_nothing_and_allows_no_script():
-    page = render_stages(make_schedules(matrices=(make_matrix(),)), made="dovetail schedule")
+    page = render_stages(make_schedules(), made="dovetail schedule")
     tags = Page(page).tags
     check_self_contained(page, tags)
 
@@ -77,8 +77,7 @@ def named_schedules(name):
     renamed = [replace(c, scheduler=f"{name}{i}") for i, c in enumerate(result.candidates[1:])]
     candidates = (result.candidates[0], replace(renamed[0], pruning=name), renamed[1])
     result = replace(result, candidates=candidates, chosen=f"{name}0")
-    matrix = replace(make_matrix((name, "other")), title=name)
-    return Schedules(name, name, name, (result, replace(result, batch=8)), (matrix,))
+    return Schedules(name, name, name, (result, replace(result, batch=8)))
 
 
 @pytest.mark.parametrize("name", [EVIL, "a&amp;b\u2028<!--<b>", "@@style@@", "x\ud800y"])
@@ -95,14 +94,12 @@ def test_foreign_names_stay_text_everywhere(name, tmp_path):
 
 
 def test_all_sections_stand_there_with_their_figures():
-    page = render_stages(
-        make_schedules(make_scheduled(depth=1), make_scheduled(8), matrices=(make_matrix(),))
-    )
+    page = render_stages(make_schedules(make_scheduled(depth=1), make_scheduled(8)))
     assert set(SECTIONS) <= set(headings(page))
     text = Page(page).text
     for words in ("12 ms (0.4 %)", "1.333 x", "9,504", "659", "321", "4.5 s", "3.25 s",
                   "a window of 8 ops", "3 MiB", "merged into one kernel", "2 streams",
-                  "batch 8: ios", "50 random schedules", "+5.0 %", "+33.3 %"):  # fmt: skip
+                  "batch 8: ios"):  # fmt: skip
         assert words in text, words
 
 
@@ -111,10 +108,9 @@ def test_what_is_not_known_is_left_out():
     candidates = tuple(
         replace(c, block_seconds=(), effort=SearchEffort()) for c in result.candidates
     )
-    bare = replace(result, candidates=candidates, sampled=(), peak_bytes=0)
+    bare = replace(result, candidates=candidates, peak_bytes=0)
     page = render_stages(make_schedules(bare, costs="analytic, within 30 %"))
     assert headings(page) == ["The answer", "Stages", "Latency of all schedules", "Work and memory"]
-    assert "Specialisation" not in page
     assert "Peak of" not in page
     text = Page(page).text
     assert "Predicted only, from costs that are analytic, within 30 %" in text
@@ -255,15 +251,6 @@ def test_a_schedule_that_equals_an_earlier_one_is_not_drawn_again():
     twin = replace(result.best, scheduler="dos")
     page = render_stages(make_schedules(replace(result, candidates=(*result.candidates, twin))))
     assert "dos found what ios found." in page
-
-
-def test_a_matrix_marks_its_diagonal_and_the_loss_beside_it():
-    page = render_stages(make_schedules(matrices=(make_matrix(),)))
-    cells = re.findall(r'<td class="(own|heat\d)">(.*?)</td>', page)
-    assert cells == [
-        ("own", "10 ms"), ("heat3", "10.5 ms <small>+5.0 %</small>"),
-        ("heat4", "40 ms <small>+33.3 %</small>"), ("own", "30 ms"),
-    ]  # fmt: skip
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path):

@@ -198,7 +198,6 @@ def test_derived_figures_of_a_report(two_ops):
     machine, graph, timeline = two_ops
     plan = make_plan(graph, machine, [0, 1])
     report = PlanReport(plan, graph, timeline, measured_seconds=[4.0, 5.0, 9.0])
-    assert report.model == "zoo:sample?layers=2"
     assert report.speedup == (pytest.approx(1.5), "over the best single device")
     assert report.measured_step_seconds == 5.0
     bare = PlanReport(

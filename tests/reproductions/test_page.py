@@ -12,9 +12,9 @@ from html.parser import HTMLParser
 import pytest
 
 from dovetail.errors import UnwritableError
-from dovetail.reports.kit import drawing, save_page
+from dovetail.reports.kit import save_page
 from reproductions.cases import CASES, LEARNED
-from reproductions.page import render
+from reproductions.page import drawing, render
 from reproductions.records import (
     CaseResult,
     Column,

@@ -5,7 +5,7 @@ import pytest
 
 from dovetail.schedulers.records import KernelBlock, StageTiming, groups_of
 from dovetail.schedulers.scheduling import greedy
-from reproductions.elsewhere import random_stages
+from reproductions.elsewhere import distinct_stages, random_stages
 from tests.support.dags import random_block
 
 
@@ -65,3 +65,7 @@ def test_groups_that_one_op_reads_become_one():
 def test_a_limit_below_one_op_is_refused(limits):
     with pytest.raises(ValueError, match="hold no op"):
         random_stages(chain(2), random.Random(0), *limits)
+
+
+def test_a_narrow_network_has_fewer_schedules():
+    assert sorted(distinct_stages(chain(2), 9, random.Random(0), 8, 3)) == [(1, 2), (3,)]

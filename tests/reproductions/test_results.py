@@ -5,7 +5,7 @@ import io
 
 from markupsafe import Markup
 
-from reproductions.results import ResultColumn, ResultTable
+from reproductions.results import ResultColumn, ResultTable, remarked
 
 TABLE = ResultTable.of(
     ("row", ResultColumn("search", "s", "{:.3g}".format), "found", "why"),
@@ -34,3 +34,8 @@ def test_records_may_lack_columns_and_have_more():
     table = ResultTable.of_records(("a", "b"), [{"a": 1, "c": 3}, {"b": "\ud800"}])
     assert table.rows == [(1, None), (None, "\ud800")]
     assert table.csv_text() == b"a,b\n1,\n,?\n"
+
+
+def test_remarks_stand_in_small_print_beside_a_text_and_both_are_escaped():
+    assert remarked("<y>", "small", "&") == "&lt;y&gt; <small>small</small> <small>&amp;</small>"
+    assert isinstance(remarked("y"), Markup)

@@ -14,10 +14,12 @@ from dovetail.reports.learning_page import render_learning
 from dovetail.reports.page import render
 from dovetail.reports.stages_page import render_stages
 from dovetail.reports.training_page import render_training
+from reproductions.elsewhere_page import render_comparison
 from tests.pipeline.test_learning_progress import point
 from tests.reports.test_page import named_report
 from tests.reports.test_stages_page import named_schedules
 from tests.reports.test_training_page import named_history
+from tests.reproductions.test_elsewhere import named_comparison
 from tests.reproductions.test_page import named_page
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,7 @@ PAGES = {
     "stages": lambda name: render_stages(named_schedules(name), made=name),
     "training": lambda name: render_training([named_history(name)] * 2, made=name),
     "learning": learning,
+    "elsewhere": lambda name: render_comparison(named_comparison(name), made=name),
     "papers": named_page,
 }
 

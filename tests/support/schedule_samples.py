@@ -4,8 +4,6 @@
   └─► 3 ──► 4 ─┴► 5 ──►     after kernel 0, which is the block before
 """
 
-import random
-
 from dovetail.schedulers.dataflow import dataflow
 from dovetail.schedulers.records import KernelBlock
 from dovetail.schedulers.results import (
@@ -15,7 +13,6 @@ from dovetail.schedulers.results import (
     Scheduled,
     Schedules,
     SearchEffort,
-    Specialisation,
 )
 
 MS = 1e-3
@@ -76,16 +73,8 @@ def make_scheduled(batch=1, name="kernel", measured=(0.016, 0.012, 0.013), chose
         ),
         make_candidate("dataflow", block, (), (), measured[2]),
     )  # fmt: skip
-    rng = random.Random(0)
-    sampled = [(p, p * rng.uniform(0.9, 1.1)) for p in (rng.uniform(0.01, 0.02) for _ in range(50))]
-    return Scheduled(
-        batch, works, block, parts, candidates, chosen, tuple(sampled), peak_bytes=3 * 2**20
-    )
+    return Scheduled(batch, works, block, parts, candidates, chosen, peak_bytes=3 * 2**20)
 
 
-def make_matrix(rows=("batch 1", "batch 8")):
-    return Specialisation("Batch sizes", rows, rows, ((0.01, 0.0105), (0.04, 0.03)))
-
-
-def make_schedules(*results, matrices=(), model="zoo:sample", costs="measured"):
-    return Schedules(model, "cuda:0", costs, results or (make_scheduled(),), matrices)
+def make_schedules(*results, model="zoo:sample", costs="measured"):
+    return Schedules(model, "cuda:0", costs, results or (make_scheduled(),))

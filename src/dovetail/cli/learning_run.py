@@ -159,11 +159,12 @@ def _write(
             write(plan_path(outputs, tasks, i), plan.save)
     write(outputs.curves, lambda path: save_points(learned.points, path))
     if outputs.report is not None:
-        from dovetail.reports.learning_page import write_learning_page
+        from dovetail.reports.kit import save_page
+        from dovetail.reports.learning_page import render_learning
 
         plans = dict(zip([task.name for task in tasks], result.plans, strict=True))
-        page = partial(write_learning_page, learned, result.card, plans=plans, made=typed())
-        write(outputs.report, page)
+        page = render_learning(learned, result.card, plans=plans, made=typed())
+        write(outputs.report, partial(save_page, page))
     if outputs.tensorboard is not None:
         say(f"wrote {outputs.tensorboard}")
 

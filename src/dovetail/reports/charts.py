@@ -20,8 +20,6 @@ COLOURS = 8
 """The palette in page.css has this many colours. Further lines begin it again."""
 POINTS = 400
 """A line is drawn with at most this many points: the eye cannot tell more apart."""
-MOST_DOTS = 2000
-"""A scatter chart has at most this many dots."""
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 560.0, 220.0, 48.0, 26.0, 34.0
 
 # ---- Elements: every name in them is escaped here ----
@@ -116,7 +114,7 @@ class Axes:
     end_x: float = 0.0
 
 
-def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> Markup:
+def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
     """The lines over common axes, with their names below."""
     drawn = [line for line in lines if np.isfinite(line.y).any()]
     if not drawn:
@@ -152,10 +150,9 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> Marku
         style = f"line s{line.colour % COLOURS}" + " dashed" * line.dashed
         parts.append(svg_path("".join(pieces), style, line.name))
     marks = [(LEFT + WIDTH * x / end, axes.format_x(x)) for x in ticks(0.0, end)]
-    chart = _plot(parts, (low, high), marks, axes.title)
     names = key((f"c{line.colour % COLOURS}", line.name, line.remark)
                 for line in drawn if not line.dashed)  # fmt: skip
-    return chart + names if keys else chart
+    return plot(parts, (low, high), marks, axes.title) + names
 
 
 def bar_chart(
@@ -172,42 +169,10 @@ def bar_chart(
         style, title = f"c{colour % COLOURS}", f"{label}: {count:.4g}"
         parts.append(svg_rect(x + 0.08 * step, HEIGHT - height, 0.84 * step, height, style, title))
     marks = [(LEFT + (i + 0.5) * step, labels[i]) for i in range(0, len(labels), every)]
-    return _plot(parts, (0.0, top), marks, axes.title)
+    return plot(parts, (0.0, top), marks, axes.title)
 
 
-def scatter_chart(points: Sequence[tuple[float, float]]) -> Markup:
-    """A chart of measured against predicted seconds: a dot for each pair, and the line on which
-    both are equal."""
-    finite = [point for point in points if all(map(math.isfinite, point))]
-    if not finite:
-        return Markup("<p>Nothing was recorded.</p>")
-    every = math.ceil(len(finite) / MOST_DOTS)
-    longest = max(max(point) for point in finite)
-    scale, unit = next(
-        (scale, unit) for least, scale, unit in ((1, 1.0, "s"), (1e-3, 1e3, "ms"), (0, 1e6, "us"))
-        if longest >= least
-    )  # fmt: skip
-    xy = scale * np.array(finite[::every])  # [points, (predicted, measured)]
-    # The ranges are 5 % wider than the values on each side, and never empty.
-    lows, highs = xy.min(axis=0), xy.max(axis=0)
-    more = 0.05 * np.where(highs > lows, highs - lows, np.where(highs != 0, abs(highs), 20.0))
-    (left, low), (right, high) = (lows - more).tolist(), (highs + more).tolist()
-
-    def at(x: float, y: float) -> str:
-        across = LEFT + WIDTH * (x - left) / (right - left)
-        return f"{across:.1f} {HEIGHT * (1 - (y - low) / (high - low)):.1f}"
-
-    parts = []
-    first, last = max(left, low), min(right, high)
-    if first < last:
-        equal = f"M{at(first, first)}L{at(last, last)}"
-        parts.append(svg_path(equal, "line s7 dashed", "as predicted"))
-    parts.append(svg_path("".join(f"M{at(x, y)}h0" for x, y in xy.tolist()), "line s0 dots"))
-    marks = [(LEFT + WIDTH * (x - left) / (right - left), f"{x:.5g}") for x in ticks(left, right)]
-    return _plot(parts, (low, high), marks, f"measured against predicted, {unit}")
-
-
-def _plot(
+def plot(
     parts: Sequence[str],
     y_range: tuple[float, float],
     x_marks: Sequence[tuple[float, str]],

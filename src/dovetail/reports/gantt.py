@@ -261,8 +261,7 @@ def timeline(history: "History") -> Markup:
         hints.append(f"Shares of pieces of {format_seconds(end / PIECES)}.")
     if len(lanes) > len(shown):
         hints.append(f"{len(lanes) - len(shown)} more workers are not drawn.")
-    below = [key((kind, kind, "") for kind in KINDS), *([hint(" ".join(hints))] if hints else [])]
-    return chart + Markup().join(below)
+    return chart + key((kind, kind, "") for kind in KINDS) + hint(" ".join(hints))
 
 
 def lanes_of(history: "History") -> list[Lane]:

@@ -16,7 +16,6 @@ nothing else.
 import base64
 import hashlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,9 +37,6 @@ TERMINAL_STYLES = {
     "total": "bold",
 }
 """Maps the marks of a table's rows, which are classes of the style sheet, to styles of rich."""
-_TAG = re.compile(r"</?([a-zA-Z]*)([^<>]*)>")
-_DRAWN = {"svg", "text", "path", "title", "rect", "ul", "li", "i"}
-_UNSAFE = re.compile(r"\b(on\w+|href|src|style)\s*=", re.IGNORECASE)
 
 Card = tuple[str, str, str]
 """A card at the top of a page: its label, its figure, and a remark."""
@@ -216,19 +212,19 @@ def terminal_text(text: str) -> str:
     return escape_markup(printable(text))
 
 
-def remarked(text: str, *remarks: str) -> Markup:
-    """A cell's text, and remarks in small print beside it."""
-    return Markup("").join([text, *(Markup(" <small>{}</small>").format(r) for r in remarks)])
-
-
 def strong(text: str) -> Markup:
     """A paragraph that is the most important one of its section."""
     return Markup("<p><strong>{}</strong></p>").format(text)
 
 
 def hint(text: str) -> Markup:
-    """A paragraph that says how to read what stands beside it."""
-    return Markup('<p class="hint">{}</p>').format(text)
+    """A paragraph that says how to read what stands beside it; "" if there is no text."""
+    return Markup('<p class="hint">{}</p>').format(text) if text else Markup("")
+
+
+def coloured(style: str, name: str) -> Markup:
+    """A name behind its colour, the class of which is `style`."""
+    return Markup('<i class="{}"></i>{}').format(style, name)
 
 
 def preformatted(text: str) -> Markup:
@@ -244,18 +240,3 @@ def scrolled(picture: Markup) -> Markup:
 def in_figures(table: Table) -> Section:
     """A chart's figures, folded below it."""
     return Section("in figures", [table], fold="closed")
-
-
-def drawing(picture: str) -> Markup:
-    """A picture that was kept in a file, as markup if it is harmless, else a sentence instead.
-
-    The file may come from anywhere. A picture is harmless if it has only elements that draw, and no
-    attribute that could run a script, load a resource or set a style.
-    """
-    tags = _TAG.findall(picture)
-    # After all tags are taken out, no "<" may be left: it would begin a tag that was not checked.
-    # Nor may a ">": the tag before it would go on, behind an attribute that has one in its value.
-    draws = all(name in _DRAWN and not _UNSAFE.search(rest) for name, rest in tags)
-    if draws and not {"<", ">"} & set(_TAG.sub("", picture)):
-        return Markup(picture)
-    return Markup("<p>The picture that was kept is not one that this version draws.</p>")

@@ -9,7 +9,6 @@ The page has no script.
 """
 
 import json
-import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -27,7 +26,6 @@ from dovetail.reports.kit import (
     Table,
     preformatted,
     render_page,
-    save_page,
     strong,
 )
 from dovetail.units import format_seconds
@@ -42,24 +40,6 @@ _SHOWN = (
 )
 
 
-def write_learning_page(
-    learned: Learned,
-    card: Mapping[str, object],
-    path: str | os.PathLike[str],
-    *,
-    plans: Mapping[str, Plan | None] | None = None,
-    made: str = "",
-) -> None:
-    """Write the page of a run to `path`, whole or not at all.
-
-    plans   task -> its plan; None where nothing fits
-    made    the command that made the page
-
-    Raises `UnwritableError`.
-    """
-    save_page(render_learning(learned, card, plans=plans, made=made), path)
-
-
 def render_learning(
     learned: Learned,
     card: Mapping[str, object],
@@ -67,7 +47,11 @@ def render_learning(
     plans: Mapping[str, Plan | None] | None = None,
     made: str = "",
 ) -> str:
-    """The page as text. O(updates), but the number of points drawn is bounded."""
+    """The page of a run as text. O(updates), but the number of points drawn is bounded.
+
+    plans   task -> its plan; None where nothing fits
+    made    the command that made the page
+    """
     curves = curves_of(learned.points)
     tasks = list(dict.fromkeys(curve.task for curve in curves))
     method = str(card.get("method", "policy"))

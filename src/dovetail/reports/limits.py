@@ -27,7 +27,7 @@ from dovetail.plans import OPTIMAL_GAP, Plan
 from dovetail.timeline import Timeline
 
 OP, TRANSFER = 0, 1
-"""The kinds of event. `_Events.latest` sorts events, so these numbers put ops before transfers."""
+"""The kinds of event."""
 BOUND_SHARE = 0.9
 """A device that computes for at least this share of the step is said to bound it."""
 Event = tuple[int, int]  # (OP, index of a span) or (TRANSFER, index of a transfer)
@@ -57,39 +57,47 @@ class StepLimits:
 
 def find_limits(timeline: Timeline, graph: Graph) -> StepLimits:
     """The critical chain of a step. O(spans log spans + reads along the chain)."""
-    # `now` is the moment from which on the step is explained; it goes back from the end to 0. An
-    # event is taken once (`seen`), so that the walk ends even if measured clocks disagree.
     events = _Events(timeline, graph)
+    spans = len(timeline.ops)
     compute = np.zeros(len(timeline.devices))
     transfers = np.zeros(len(timeline.channels))
     waiting = 0.0
-    chain: list[Event] = []
-    seen: set[Event] = set()
+    # An event is taken once, so that the walk ends even if measured clocks disagree.
+    chain: dict[int, None] = {}
+    # The moment from which on the step is explained; it goes back from the end to 0.
     now = timeline.step_seconds
-    every = [(OP, i) for i in range(len(timeline.ops))]
-    every += [(TRANSFER, i) for i in range(len(timeline.transfer_ops))]
-    event = events.latest(every, now, seen)
-    while event is not None:
-        chain.append(event)
-        seen.add(event)
-        start, end = events.span(event)
-        end, start = min(end, now), min(start, now)
-        waiting += now - end
-        kind, index = event
-        if kind == OP:
-            compute[timeline.op_devices[index]] += end - start
+    candidates = set(range(len(events.starts)))
+    while True:
+        # Of the candidates the one that ended last before `now`. An event that began before `now`
+        # and ended after it counts as ended at `now`: in a measured run the clocks of devices can
+        # disagree. The events are sorted and the comparison is strict, so the first of equal ends
+        # is kept.
+        latest, latest_end = -1, -1.0
+        for event in sorted(candidates - chain.keys()):
+            start, end = events.starts[event], events.ends[event]
+            if (end <= now or start < now) and min(end, now) > latest_end:
+                latest, latest_end = event, min(end, now)
+        if latest < 0:
+            break
+        chain[latest] = None
+        waiting += now - latest_end
+        now = min(events.starts[latest], now)
+        if latest < spans:
+            compute[timeline.op_devices[latest]] += latest_end - now
         else:
-            transfers[timeline.transfer_channels[index]] += end - start
-        now = start
-        event = events.latest(events.causes(event), now, seen)
+            transfers[timeline.transfer_channels[latest - spans]] += latest_end - now
+        candidates = events.causes(latest)
     # No event explains what is left before the first event of the chain.
-    return StepLimits(compute, transfers, waiting + now, tuple(reversed(chain)))
+    named = ((OP, e) if e < spans else (TRANSFER, e - spans) for e in reversed(chain))
+    return StepLimits(compute, transfers, waiting + now, tuple(named))
 
 
 class _Events:
-    """The events of one timeline, and for each event those that it can have waited for.
+    """The events of one timeline, numbered: its spans, then its transfers. For each event those
+    that it can have waited for.
 
-    span_of_op         [ops] the op's span; -1: it has none, as source ops
+    starts, ends       [events] seconds
+    span_of_op         op -> its span; source ops have none
     device_spans       [devices] the spans of each device, in the order in which they start
     device_starts      [devices] the times at which these spans start
     channel_before     transfer -> the transfer before it on its channel
@@ -101,105 +109,85 @@ class _Events:
     def __init__(self, timeline: Timeline, graph: Graph) -> None:
         self.timeline = timeline
         self.graph = graph
-        self.span_of_op = np.full(len(graph), -1, dtype=np.int64)
-        self.span_of_op[timeline.ops] = np.arange(len(timeline.ops))
+        self.starts: list[float] = [
+            *timeline.op_starts.tolist(),
+            *timeline.transfer_starts.tolist(),
+        ]
+        self.ends: list[float] = [*timeline.op_ends.tolist(), *timeline.transfer_ends.tolist()]
+        self.span_of_op: dict[int, int] = {
+            op: span for span, op in enumerate(timeline.ops.tolist())
+        }
         by_start = np.argsort(timeline.op_starts, kind="stable")
-        self.device_spans = [
-            by_start[timeline.op_devices[by_start] == device]
+        self.device_spans: list[list[int]] = [
+            by_start[timeline.op_devices[by_start] == device].tolist()
             for device in range(len(timeline.devices))
         ]
-        self.device_starts = [timeline.op_starts[spans].tolist() for spans in self.device_spans]
+        self.device_starts = [[self.starts[s] for s in spans] for spans in self.device_spans]
         self.channel_before: dict[int, int] = {}
         self.channel_transfers: dict[str, list[int]] = {}
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
-        last_on: dict[int, int] = {}
         for i in np.argsort(timeline.transfer_starts, kind="stable").tolist():
-            channel = int(timeline.transfer_channels[i])
-            if channel in last_on:
-                self.channel_before[i] = last_on[channel]
-            last_on[channel] = i
-            self.channel_transfers.setdefault(timeline.channels[channel], []).append(i)
-            self.arrivals.setdefault(self._cargo(i, timeline.transfer_destinations), []).append(i)
+            transfer = len(timeline.ops) + i
+            channel = timeline.channels[int(timeline.transfer_channels[i])]
+            before = self.channel_transfers.setdefault(channel, [])
+            if before:
+                self.channel_before[transfer] = before[-1]
+            before.append(transfer)
+            cargo = self._cargo(i, timeline.transfer_destinations)
+            self.arrivals.setdefault(cargo, []).append(transfer)
         self.control_before: dict[int, list[int]] = {}
-        for before, after in graph.control.tolist():
-            self.control_before.setdefault(after, []).append(before)
+        for earlier, after in graph.control.tolist():
+            self.control_before.setdefault(after, []).append(earlier)
 
-    def span(self, event: Event) -> tuple[float, float]:
-        """(start, end) of the event, in seconds."""
-        kind, i = event
-        t = self.timeline
-        if kind == OP:
-            return float(t.op_starts[i]), float(t.op_ends[i])
-        return float(t.transfer_starts[i]), float(t.transfer_ends[i])
-
-    def latest(self, candidates: list[Event], now: float, seen: set[Event]) -> Event | None:
-        """The candidate that ended last before `now`; None if there is none. An event that began
-        before `now` and ended after it counts as ended at `now`: in a measured run the clocks of
-        devices can disagree."""
-        best, best_end = None, -1.0
-        # The events are sorted and the comparison is strict, so the first of equal ends is kept.
-        for event in sorted(set(candidates) - seen):
-            start, end = self.span(event)
-            if (end <= now or start < now) and min(end, now) > best_end:
-                best, best_end = event, min(end, now)
-        return best
-
-    def causes(self, event: Event) -> list[Event]:
+    def causes(self, event: int) -> set[int]:
         """All events that this event can have waited for."""
-        kind, index = event
-        timeline = self.timeline
-        if kind == TRANSFER:
+        timeline, start, spans = self.timeline, self.starts[event], len(self.timeline.ops)
+        if event >= spans:
             # What it carries, and its channel.
-            source = int(timeline.transfer_sources[index])
-            events = self._run_on(source, int(timeline.transfer_ops[index]))
+            i = event - spans
+            events = self._run_on(int(timeline.transfer_sources[i]), int(timeline.transfer_ops[i]))
             # In the second of two hops over the host, another transfer brought the cargo to the
             # source.
-            events += self._arrivals_of(self._cargo(index, timeline.transfer_sources))
-            if index in self.channel_before:
-                events.append((TRANSFER, self.channel_before[index]))
+            events += self.arrivals.get(self._cargo(i, timeline.transfer_sources), [])
+            if event in self.channel_before:
+                events.append(self.channel_before[event])
             # A channel with a device's name is that device, which may have run an op before.
-            channel = timeline.channels[int(timeline.transfer_channels[index])]
+            channel = timeline.channels[int(timeline.transfer_channels[i])]
             if channel in timeline.devices:
-                start = float(timeline.transfer_starts[index])
                 events += self._last_op(timeline.devices.index(channel), start)
-            return events
+            return set(events)
         # Ops that start together on a device are a stage, which waits for the inputs of all of
         # them.
-        device = int(timeline.op_devices[index])
-        starts, start = self.device_starts[device], float(timeline.op_starts[index])
-        first, stop = bisect_left(starts, start), bisect_right(starts, start)
-        stage = self.device_spans[device][first:stop].tolist()
+        device = int(timeline.op_devices[event])
+        starts = self.device_starts[device]
+        stage = self.device_spans[device][bisect_left(starts, start) : bisect_right(starts, start)]
         # Ops of the same stage explain each other in one direction alone, by index.
-        events = [(OP, member) for member in stage if member < index]
+        events = [member for member in stage if member < event]
         events += self._last_op(device, start)
         # The last transfer before it that the device itself carried, if any.
         carried = self.channel_transfers.get(timeline.devices[device], [])
-        before = bisect_left(carried, start, key=lambda i: float(timeline.transfer_starts[i]))
-        events += [(TRANSFER, carried[before - 1])] if before else []
+        before = bisect_left(carried, start, key=lambda transfer: self.starts[transfer])
+        events += carried[max(before - 1, 0) : before]
         for member in stage:
             op = int(timeline.ops[member])
             for tensor in self.graph.inputs_of(op).tolist():
                 events += self._run_on(device, int(self.graph.producers[tensor]))
-                events += self._arrivals_of((tensor, -1, device))
+                events += self.arrivals.get((tensor, -1, device), [])
             for earlier in self.control_before.get(op, []):
                 events += self._run_on(device, earlier)
-                events += self._arrivals_of((-1, earlier, device))
-        return events
+                events += self.arrivals.get((-1, earlier, device), [])
+        return set(events)
 
-    def _last_op(self, device: int, start: float) -> list[Event]:
+    def _last_op(self, device: int, start: float) -> list[int]:
         """The op that the device ran last before `start`, if any. One op of a stage stands for all
         of them, because they end together."""
         before = bisect_left(self.device_starts[device], start)
-        return [(OP, int(self.device_spans[device][before - 1]))] if before else []
+        return self.device_spans[device][max(before - 1, 0) : before]
 
-    def _run_on(self, device: int, op: int) -> list[Event]:
-        """The op's run, if it ran on this device."""
-        span = int(self.span_of_op[op])
-        ran_here = span >= 0 and self.timeline.op_devices[span] == device
-        return [(OP, span)] if ran_here else []
-
-    def _arrivals_of(self, cargo: tuple[int, int, int]) -> list[Event]:
-        return [(TRANSFER, i) for i in self.arrivals.get(cargo, [])]
+    def _run_on(self, device: int, op: int) -> list[int]:
+        """The op's span, if it ran on this device."""
+        span = self.span_of_op.get(op, -1)
+        return [span] if span >= 0 and self.timeline.op_devices[span] == device else []
 
     def _cargo(self, transfer: int, devices: NDArray[np.int32]) -> tuple[int, int, int]:
         """The key by which a transfer and what it carries are matched: (tensor, -1, device), or for

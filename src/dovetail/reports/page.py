@@ -6,7 +6,7 @@
     how       methods, machine, facts
 
 Scripts draw the timelines and the graph from JSON in the page (`pictures`). Every name is foreign
-text: the template escapes it, `to_script` escapes it in the JSON, and the scripts write names with
+text: the template escapes it, `pack` escapes it in the JSON, and the scripts write names with
 `textContent` or onto a canvas, never as markup.
 """
 
@@ -42,6 +42,7 @@ from dovetail.reports.kit import (
     Section,
     StyledCell,
     Table,
+    coloured,
     hint,
     in_figures,
     piece,
@@ -52,7 +53,7 @@ from dovetail.reports.kit import (
     strong,
 )
 from dovetail.reports.limits import StepLimits, explain, find_limits, shares
-from dovetail.reports.pictures import Folds, fold, pack, to_script
+from dovetail.reports.pictures import Folds, fold, pack
 from dovetail.reports.tables import (
     loads_of,
     machine_tables,
@@ -86,7 +87,6 @@ class PlanReport:
     measured           the timeline of one run; None if no run recorded its spans
     measured_seconds   [steps] seconds of the measured steps without the warm-up; None if it did
                        not run
-    model              the MODEL text; by default the plan's
     file               the plan's own file; "": it is not known
     """
 
@@ -95,7 +95,6 @@ class PlanReport:
     predicted: Timeline
     measured: Timeline | None = None
     measured_seconds: NDArray[np.float64] | None = None
-    model: str = ""
     file: str = ""
 
     def __post_init__(self) -> None:
@@ -103,8 +102,6 @@ class PlanReport:
             seconds = np.array(self.measured_seconds, dtype=np.float64).reshape(-1)
             seconds.flags.writeable = False
             object.__setattr__(self, "measured_seconds", seconds if len(seconds) else None)
-        if not self.model:
-            object.__setattr__(self, "model", self.plan.source.model)
 
     @property
     def timelines(self) -> tuple[tuple[str, Timeline], ...]:
@@ -149,80 +146,9 @@ def render(report: PlanReport) -> str:
     timelines = [(name, line, find_limits(line, graph)) for name, line in report.timelines]
     folds = fold(graph, plan)
     loads = loads_of(plan, graph)
-    # The commands that run the plan or, if it is for another machine, write it for a tool.
-    model, file = plan.source.model, report.file or "plan.json"
-    use: list[Part] = []
-    if plan.machine.local:
-        # The name of a module's class says nothing of where it comes from.
-        if ":" in model or Path(model).suffix:
-            command = f"dovetail run {shlex.quote(file)}"
-            # A plan's file may be somebody else's, so it alone imports no code.
-            if not model.startswith(("zoo:", "transformers:")) and ":" in model:
-                command += f" {shlex.quote(model)}"
-            use += ["This runs the plan on this machine and measures it:", preformatted(command)]
-        program = (
-            f"plan = dt.load_plan({file!r})\n"
-            "with dt.run(plan, step) as placed:\n"
-            "    placed.step(...)  # takes what the model takes"
-        )
-        use += ["In a program, where step is what dt.capture returned:", preformatted(program)]
-    else:
-        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
-        use += [
-            "The plan is for another machine. This writes it for the program that runs there:",
-            preformatted(f"dovetail export {shlex.quote(file)} --to {form}"),
-        ]
-    # The methods that were tried, with a bar each, then the lower bound.
-    methods = methods_table(plan)
-    rows, marks = list(methods.rows), dict(methods.marks)
-    values = list(tried_values(plan).values())
-    if plan.lower_bound > 0:
-        marks[len(rows)] = "bound"
-        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
-        bound = format_value(plan, plan.lower_bound)
-        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
-        values.append(plan.lower_bound)
-    worst = max((value for value in values if value is not None), default=0.0) or 1.0
-    bars = ["" if value is None else charts.bar(value / worst) for value in values]
-    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
-    facts = [fact for fact in plan_facts(plan, graph) if fact[0] not in TOLD_ELSEWHERE]
-    # If the costs were given, the rates of a machine mean nothing.
-    given = [
-        (device.name, device.kind, format_capacity(device.memory_bytes))
-        for device in plan.machine.devices
-        if device.kind != "host"
-    ]
-    machine = (
-        [Table(("device", "kind", "memory"), given)]
-        if plan.costs_source == "given"
-        else machine_tables(plan.machine)
-    )
-    unfinished = (
-        "This plan is not finished: its planning was interrupted, and it is the best one up to "
-        "then. Plan again for a better one."
-    )
-    return render_page(
-        Page(
-            f"{report.model or 'plan'} on {plan.machine.name}",
-            _cards(report, loads),
-            [
-                Section("Use it", use),
-                *_times(report, loads, timelines),
-                *_places(report, folds),
-                Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
-                Section("Machine", machine),
-                Section("Plan", [Table((), facts, "facts")]),
-            ],
-            lead=[strong(unfinished)] if plan.interrupted else [],
-            more_style=charts.device_styles(len(plan.machine.devices)),
-            scripts=SCRIPTS,
-            data=to_script(pack(graph, plan, timelines, folds)),
-        )
-    )
 
-
-def _cards(report: PlanReport, loads: dict[str, float]) -> list[Card]:
-    plan, seconds = report.plan, report.measured_step_seconds
+    # How much faster it is, its step, what is left to gain.
+    seconds = report.measured_step_seconds
     cards: list[Card] = []
     if plan.way != PLACED and plan.measured:
         cards.append(("speed-up", "none", f"no plan is faster than {plan.way}, which runs"))
@@ -261,7 +187,79 @@ def _cards(report: PlanReport, loads: dict[str, float]) -> list[Card]:
     if len(busy):
         used = f"{100 * float(busy.mean()) / (whole or 1.0):.0f} %"
         cards.append(("devices at work", used, f"{len(busy)} devices, mean {what}"))
-    return cards
+
+    # The commands that run the plan or, if it is for another machine, write it for a tool.
+    model, file = plan.source.model, report.file or "plan.json"
+    use: list[Part] = []
+    if plan.machine.local:
+        # The name of a module's class says nothing of where it comes from.
+        if ":" in model or Path(model).suffix:
+            command = f"dovetail run {shlex.quote(file)}"
+            # A plan's file may be somebody else's, so it alone imports no code.
+            if not model.startswith(("zoo:", "transformers:")) and ":" in model:
+                command += f" {shlex.quote(model)}"
+            use += ["This runs the plan on this machine and measures it:", preformatted(command)]
+        program = (
+            f"plan = dt.load_plan({file!r})\n"
+            "with dt.run(plan, step) as placed:\n"
+            "    placed.step(...)  # takes what the model takes"
+        )
+        use += ["In a program, where step is what dt.capture returned:", preformatted(program)]
+    else:
+        form = plan.made_for or ("instance" if plan.costs_source == "given" else "device-map")
+        use += [
+            "The plan is for another machine. This writes it for the program that runs there:",
+            preformatted(f"dovetail export {shlex.quote(file)} --to {form}"),
+        ]
+
+    # The methods that were tried, with a bar each, then the lower bound.
+    methods = methods_table(plan)
+    rows, marks = list(methods.rows), dict(methods.marks)
+    values = list(tried_values(plan).values())
+    if plan.lower_bound > 0:
+        marks[len(rows)] = "bound"
+        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
+        bound = format_value(plan, plan.lower_bound)
+        rows.append((f"lower bound: {plan.bound_proof}", bound, ratio, ""))
+        values.append(plan.lower_bound)
+    worst = max((value for value in values if value is not None), default=0.0) or 1.0
+    bars = ["" if value is None else charts.bar(value / worst) for value in values]
+    rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
+    facts = [fact for fact in plan_facts(plan, graph) if fact[0] not in TOLD_ELSEWHERE]
+
+    # If the costs were given, the rates of a machine mean nothing.
+    given = [
+        (device.name, device.kind, format_capacity(device.memory_bytes))
+        for device in plan.machine.devices
+        if device.kind != "host"
+    ]
+    machine = (
+        [Table(("device", "kind", "memory"), given)]
+        if plan.costs_source == "given"
+        else machine_tables(plan.machine)
+    )
+    unfinished = (
+        "This plan is not finished: its planning was interrupted, and it is the best one up to "
+        "then. Plan again for a better one."
+    )
+    return render_page(
+        Page(
+            f"{model or 'plan'} on {plan.machine.name}",
+            cards,
+            [
+                Section("Use it", use),
+                *_times(report, loads, timelines),
+                *_places(report, folds),
+                Section("Methods", [Table((*methods.head, ""), rows, marks=marks)]),
+                Section("Machine", machine),
+                Section("Plan", [Table((), facts, "facts")]),
+            ],
+            lead=[strong(unfinished)] if plan.interrupted else [],
+            more_style=charts.device_styles(len(plan.machine.devices)),
+            scripts=SCRIPTS,
+            data=pack(graph, plan, timelines, folds),
+        )
+    )
 
 
 def _times(
@@ -394,21 +392,20 @@ def _places(report: PlanReport, folds: Folds) -> list[Section]:
         held = float(folds.parameter_bytes[0, device])
         parameters = f", {format_bytes(held)} of it parameters" if held else ""
         text = f"{name}: peak {format_bytes(peak)}{limit}{parameters}"
-        caption = Markup('<i class="d{}"></i>{}').format(device, text)
         chart = charts.memory(curves, capacity, end, text)
-        figures.append(Figure(caption, chart, f"m{device}"))
-    key = Markup(
-        '<ul class="key"><li><i class="line predicted"></i>predicted, in the colour of the device'
-        '</li><li><i class="line measured"></i>measured</li>'
-        '<li><i class="line capacity"></i>available</li></ul>'
-    )
+        figures.append(Figure(coloured(f"d{device}", text), chart, f"m{device}"))
+    key = charts.key([
+        ("line predicted", "predicted, in the colour of the device", ""),
+        ("line measured", "measured", ""),
+        ("line capacity", "available", ""),
+    ])  # fmt: skip
 
     # Seconds and bytes of parameters of each module, by device. The rows within a closed fold are
     # hidden; a script opens them by buttons.
     used = np.flatnonzero((folds.seconds[0] > 0) | (folds.parameter_bytes[0] > 0)).tolist()
     parents, opened = set(folds.parents.tolist()), set(folds.opened)
     busiest = float(folds.seconds[0].max()) or 1.0
-    depths = [folds.depth(index) for index in range(len(folds.labels))]
+    depths = [len(list(folds.around(index))) - 1 for index in range(len(folds.labels))]
     deepest = max(depths)
     while deepest > 1 and sum(depth <= deepest for depth in depths) > MOST_ROWS:
         deepest -= 1

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from markupsafe import Markup
@@ -114,7 +114,35 @@ def view(
     phases = graph.phases[first].astype(np.int32)
     devices = plan.placement[first].astype(np.int32)
     columns = _columns(graph, of_op, edges, phases)
-    rows, lanes = _rows(plan, columns, devices, phases, edges)
+
+    # Nodes of one column, device and phase stand below each other, ordered by the mean row of the
+    # nodes that they read, then by number. `inside` [nodes] is each node's row within its lane.
+    inside = np.zeros(count, dtype=np.float64)
+    readings: dict[int, list[int]] = defaultdict(list)
+    for a, b in edges.tolist():
+        readings[b].append(a)
+    cells: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for node in range(count):
+        cells[int(columns[node]), int(devices[node]), int(phases[node])].append(node)
+    # Columns are handled from left to right, so the nodes that a node reads mostly have their rows.
+    for cell in sorted(cells):
+        weights = {
+            n: float(np.mean([inside[a] for a in readings[n]])) if readings[n] else 0.0
+            for n in cells[cell]
+        }
+        for row, node in enumerate(sorted(cells[cell], key=lambda n: (weights[n], n))):
+            inside[node] = row
+    lanes: list[tuple[str, int, int, int]] = []
+    rows = np.zeros(count, dtype=np.int32)
+    top = 0
+    for device, device_name in enumerate(plan.machine.device_names):
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
+            of = (devices == device) & (phases == phase)
+            if of.any():
+                rows[of] = top + inside[of].astype(np.int32)
+                height = int(inside[of].max()) + 1
+                lanes.append((f"{device_name} {phase.name.lower()}", device, top, height))
+                top += height
     return GraphView(
         name=name,
         labels=tuple(labels[op] for op in first.tolist()),
@@ -131,7 +159,7 @@ def view(
         rows=rows,
         edges=edges,
         edge_bytes=edge_bytes,
-        lanes=lanes,
+        lanes=tuple(lanes),
     )
 
 
@@ -210,41 +238,6 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
     return np.array(columns, dtype=np.int32)
 
 
-def _rows(
-    plan: PricedPlacement, columns: Int32, devices: Int32, phases: Int32, edges: Int32
-) -> tuple[Int32, tuple[tuple[str, int, int, int], ...]]:
-    """(rows [nodes], lanes). Nodes of one column and lane stand below each other, ordered by the
-    mean row of the nodes that they read, then by number."""
-    # [nodes] each node's row within its lane.
-    inside = np.zeros(len(columns), dtype=np.float64)
-    readings: dict[int, list[int]] = defaultdict(list)
-    for a, b in edges.tolist():
-        readings[b].append(a)
-    cells: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for node in range(len(columns)):
-        cells[int(columns[node]), int(devices[node]), int(phases[node])].append(node)
-    # Columns are handled from left to right, so the nodes that a node reads mostly have their rows.
-    for cell in sorted(cells):
-        weights = {
-            n: float(np.mean([inside[a] for a in readings[n]])) if readings[n] else 0.0
-            for n in cells[cell]
-        }
-        for row, node in enumerate(sorted(cells[cell], key=lambda n: (weights[n], n))):
-            inside[node] = row
-    lanes: list[tuple[str, int, int, int]] = []
-    rows = np.zeros(len(columns), dtype=np.int32)
-    top = 0
-    for device, name in enumerate(plan.machine.device_names):
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
-            of = (devices == device) & (phases == phase)
-            if of.any():
-                rows[of] = top + inside[of].astype(np.int32)
-                height = int(inside[of].max()) + 1
-                lanes.append((f"{name} {phase.name.lower()}", device, top, height))
-                top += height
-    return rows, tuple(lanes)
-
-
 # ---- Folding: the tree of modules ----
 #
 #     (model)
@@ -294,10 +287,6 @@ class Folds:
     leaf_of: NDArray[np.int32]
     seconds: NDArray[np.float64]
     parameter_bytes: NDArray[np.float64]
-
-    def depth(self, fold: int) -> int:
-        """The number of folds around a fold."""
-        return len(list(self.around(fold))) - 1
 
     def around(self, fold: int) -> Iterator[int]:
         """Yield the fold and every fold around it, up to the whole model."""
@@ -478,11 +467,9 @@ Shown = tuple[str, Timeline, StepLimits]
 """A timeline that is drawn: its name, and what bounds it."""
 
 
-def pack(
-    graph: Graph, plan: PricedPlacement, timelines: Sequence[Shown], folds: Folds
-) -> dict[str, Any]:
-    """The data of everything that the page's scripts draw. Edges are flat triples (from, to,
-    bytes).
+def pack(graph: Graph, plan: PricedPlacement, timelines: Sequence[Shown], folds: Folds) -> Markup:
+    """The data of everything that the page's scripts draw, as JSON that can stand inside a <script>
+    element. Edges are flat triples (from, to, bytes).
 
     ops         strings: all texts, each once; templates: [before, after, kind, module, phase] of
                 each, the first four as indices into `strings`; which: [ops] the op's template, as
@@ -585,7 +572,7 @@ def pack(
             "edges": np.column_stack([view.edges, view.edge_bytes]).ravel(),
         }
         views.append({field: value for field, value in fields.items() if field != "edge_bytes"})
-    return {
+    data = {
         "ops": {
             "strings": list(strings),
             "templates": [list(template) for template in templates],
@@ -598,6 +585,13 @@ def pack(
         "modules": modules,
         "views": views,
     }
+    text = json.dumps(
+        data, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=np.ndarray.tolist
+    )
+    # "<", ">", "&" and line separators are written as escapes, so that no name can end the element.
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
 
 
 def split_name(name: str) -> tuple[str, int, str]:
@@ -618,14 +612,3 @@ def runs(flags: NDArray[np.bool_]) -> list[int]:
     ends = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=2))
     lengths: list[int] = np.diff(ends, prepend=0).tolist()
     return lengths
-
-
-def to_script(data: dict[str, Any]) -> Markup:
-    """The data as JSON that can stand inside a <script> element: "<", ">", "&" and line separators
-    are written as escapes, so that no name can end the element."""
-    text = json.dumps(
-        data, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=np.ndarray.tolist
-    )
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)

@@ -1,8 +1,8 @@
 """What is shown of schedules of one device: figures for page and terminal, and pictures."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 from dovetail.reports.charts import COLOURS, WIDTH, key, svg, svg_path, svg_rect, svg_text
 from dovetail.reports.kit import Part, Section, Table
 from dovetail.runtime.timers import Timing, summarise
+from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.records import members
 from dovetail.schedulers.results import SEQUENTIAL, KernelStage, ScheduleCandidate, Scheduled
 from dovetail.units import format_bytes, format_count, format_seconds
@@ -73,13 +74,6 @@ def launches_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
     """The number of kernels that run. All kernels of a merged stage are one."""
     saved = sum(len(stage.kernels) - 1 for stage in candidate.stages if stage.merged)
     return len(scheduled.kernels) - saved
-
-
-def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
-    """The noise of the measurements: the median, over the schedules, of the interquartile range of
-    the rounds over their median."""
-    spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
-    return spreads[len(spreads) // 2] if spreads else 0.0
 
 
 def overview(scheduled: Scheduled) -> Table:
@@ -204,42 +198,14 @@ class Place:
     where: str
 
 
-@dataclass(frozen=True)
-class Band:
-    """The row of a stage: its number, from 1 on, its seconds, and the frames (x, y, width, height)
-    around its groups."""
-
-    number: int
-    y: int
-    height: int
-    seconds: float
-    merged: bool
-    frames: tuple[tuple[int, int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture of stages (`bands`) or of streams (`lanes`).
-
-    places   kernel -> its box
-    waits    kernel -> the kernels of other streams whose events it waits for
-    """
-
-    places: dict[int, Place]
-    bands: tuple[Band, ...] = ()
-    lanes: tuple[str, ...] = ()
-    waits: dict[int, set[int]] = field(default_factory=dict)
-
-
 def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[Part]:
     """The pictures of a schedule, in which each kernel stands once. O(kernels + edges)."""
-    sheet = Markup('<div class="sheet">{}</div>')
+    if not candidate.stages:
+        return [draw_streams(scheduled, candidate.streams)]
 
     def counted(what: str, first: int, last: int) -> str:
         return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
-    if not candidate.stages:
-        return [sheet.format(render(scheduled, streamed(scheduled, candidate)))]
     longest = max(stage.seconds for stage in candidate.stages)
     total = sum(stage.seconds for stage in candidate.stages)
     drawn: list[Part] = []
@@ -253,7 +219,7 @@ def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[Pa
         title += f"{counted('block', blocks[0], blocks[-1])}, " if blocks else ""
         title += f"{len(kernels)} kernel{'s' * (len(kernels) != 1)}, {format_seconds(spent)}"
         title += f", {100 * spent / total:.1f} % of all" if total > 0 else ""
-        picture = sheet.format(render(scheduled, staged(stages, piece.start), longest))
+        picture = draw_stages(scheduled, stages, piece.start, longest)
         drawn.append(Section(title, [picture], fold="open" if shown < OPEN else "closed"))
         shown += len(kernels)
     return drawn
@@ -277,12 +243,19 @@ def pieces(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[range]:
     return [range(first, end) for first, end in pairwise(cuts) if end > first]
 
 
-def staged(stages: Sequence[KernelStage], first: int) -> Picture:
-    """The picture of stages below each other; `first` is the index of the first one among all."""
+def draw_stages(
+    scheduled: Scheduled, stages: Sequence[KernelStage], first: int, longest_seconds: float
+) -> Markup:
+    """Stages below each other; `first` is the index of the first one among all, and the bar of one
+    that takes `longest_seconds` is full."""
+    across = max(min(len(stage.groups), MOST_ACROSS) for stage in stages)
+    width = GUTTER + (across - 1) * ACROSS + BOX + 60
     places: dict[int, Place] = {}
-    bands = []
+    parts = []
     y = 0
     for number, stage in enumerate(stages, first + 1):
+        # The row of the stage: a band behind it, its number, its seconds, and a bar of them. A
+        # frame stands around each group, and one around all that are merged.
         top, frames = y, []
         for line in range(0, len(stage.groups), MOST_ACROSS):
             side = stage.groups[line : line + MOST_ACROSS]
@@ -290,21 +263,34 @@ def staged(stages: Sequence[KernelStage], first: int) -> Picture:
                 x = GUTTER + column * ACROSS
                 where = f"stage {number}, group {line + column + 1} of {len(stage.groups)}"
                 where += ", merged into one kernel" * stage.merged
-                colour = (line + column) % COLOURS
                 for place, kernel in enumerate(group):
-                    places[kernel] = Place(x, y + PAD + place * DOWN, colour, where)
+                    upper = y + PAD + place * DOWN
+                    places[kernel] = Place(x, upper, (line + column) % COLOURS, where)
                 height = (len(group) - 1) * DOWN + BOX_HEIGHT
                 frames.append((x - 5, y + PAD - 5, BOX + 10, height + 10))
             y += max(map(len, side)) * DOWN
         y += PAD
-        bands.append(Band(number, top, y - top, stage.seconds, stage.merged, tuple(frames)))
-    return Picture(places, tuple(bands))
+        share = stage.seconds / longest_seconds if longest_seconds > 0 else 0.0
+        duration = format_seconds(stage.seconds)
+        said = f"stage {number}: {duration}"
+        parts += [
+            svg_rect(0, top, width, y - top, f"row{number % 2}"),
+            svg_text(6, top + 22, str(number)),
+            svg_text(GUTTER - 24, top + 22, duration, "end"),
+            svg_rect(6, top + 28, (GUTTER - 30) * share, 4, "took", said),
+            *(svg_rect(*frame, "group") for frame in frames),
+        ]
+        if stage.merged and frames:
+            right = max(x + wide for x, _, wide, _ in frames)
+            x, upper = frames[0][:2]
+            parts.append(svg_rect(x - 3, upper - 3, right - x + 6, y - top - PAD + 4, "merged"))
+            parts.append(svg_text(right + 6, upper + 20, "merged", style="mark"))
+    return draw_kernels(scheduled, places, {}, parts, f"{len(stages)} stages")
 
 
-def streamed(scheduled: Scheduled, candidate: ScheduleCandidate) -> Picture:
-    """The picture of streams side by side. Each kernel stands in the row below the lowest kernel
-    that it waits for: one that it reads, one in its stream, or one whose event it awaits."""
-    streams = candidate.streams
+def draw_streams(scheduled: Scheduled, streams: Streams) -> Markup:
+    """Streams side by side. Each kernel stands in the row below the lowest kernel that it waits
+    for: one that it reads, one in its stream, or one whose event it awaits."""
     before: dict[int, set[int]] = {
         kernel: set(members(reads)) for kernel, reads in enumerate(scheduled.block.predecessors)
     }
@@ -318,54 +304,39 @@ def streamed(scheduled: Scheduled, candidate: ScheduleCandidate) -> Picture:
     rows: dict[int, int] = {}
     for kernel in TopologicalSorter(before).static_order():
         rows[kernel] = 1 + max((rows[earlier] for earlier in before[kernel]), default=-1)
-    places = {
-        kernel: Place(
-            GUTTER + stream * ACROSS,
-            2 * PAD + BOX_HEIGHT + rows[kernel] * DOWN,
-            stream % COLOURS,
-            f"stream {stream + 1}, number {position + 1} of {len(order)}",
-        )
-        for stream, order in enumerate(streams.orders)
-        for position, kernel in enumerate(order)
-    }
-    lanes = tuple(f"stream {stream + 1}" for stream in range(len(streams.orders)))
-    return Picture(places, (), lanes, waits)
-
-
-def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0) -> Markup:
-    """A picture as SVG, one unit a pixel. `longest_seconds` are those of the longest stage of the
-    schedule, whose bar is full."""
-    places, bands = picture.places, picture.bands
-    width = max((place.x for place in places.values()), default=GUTTER) + BOX + 60
-    height = max((place.y for place in places.values()), default=0) + DOWN + PAD
+    places: dict[int, Place] = {}
     parts = []
-    for band in bands:
-        share = band.seconds / longest_seconds if longest_seconds > 0 else 0.0
-        duration = format_seconds(band.seconds)
-        said = f"stage {band.number}: {duration}"
-        parts += [
-            svg_rect(0, band.y, width, band.height, f"row{band.number % 2}"),
-            svg_text(6, band.y + 22, str(band.number)),
-            svg_text(GUTTER - 24, band.y + 22, duration, "end"),
-            svg_rect(6, band.y + 28, (GUTTER - 30) * share, 4, "took", said),
-        ]
-        parts += [svg_rect(*sizes, "group") for sizes in band.frames]
-        if band.merged and band.frames:
-            right = max(x + wide for x, _, wide, _ in band.frames)
-            x, y = band.frames[0][:2]
-            parts.append(svg_rect(x - 3, y - 3, right - x + 6, band.height - PAD + 4, "merged"))
-            parts.append(svg_text(right + 6, y + 20, "merged", style="mark"))
-    for i, lane in enumerate(picture.lanes):
-        parts.append(svg_text(GUTTER + i * ACROSS, 20, lane))
+    for number, order in enumerate(streams.orders, 1):
+        x, name = GUTTER + (number - 1) * ACROSS, f"stream {number}"
+        parts.append(svg_text(x, 20, name))
+        for position, kernel in enumerate(order, 1):
+            y = 2 * PAD + BOX_HEIGHT + rows[kernel] * DOWN
+            where = f"{name}, number {position} of {len(order)}"
+            places[kernel] = Place(x, y, (number - 1) % COLOURS, where)
+    return draw_kernels(scheduled, places, waits, parts, f"{len(streams.orders)} streams")
+
+
+def draw_kernels(
+    scheduled: Scheduled,
+    places: Mapping[int, Place],
+    waits: Mapping[int, set[int]],
+    below: Sequence[str],
+    rows: str,
+) -> Markup:
+    """A picture as SVG, one unit a pixel: `below` all else the kernels in their places.
+
+    waits   kernel -> the kernels of other streams whose events it waits for
+    """
+    parts = list(below)
     # A kernel's lines go up to what it reads. Later kernels are drawn first, so that the boxes
     # above cover the ends of their lines.
     for kernel in sorted(places, key=lambda k: (places[k].y, places[k].x), reverse=True):
         work, place = scheduled.kernels[kernel], places[kernel]
         producers = list(members(scheduled.block.predecessors[kernel]))
-        waits = picture.waits.get(kernel, set())
-        read = [p for p in producers if p in places and p not in waits]
+        awaited = waits.get(kernel, set())
+        read = [p for p in producers if p in places and p not in awaited]
         lines = "".join(_line(places[p], place) for p in read)
-        events = "".join(_line(places[p], place) for p in sorted(waits))
+        events = "".join(_line(places[p], place) for p in sorted(awaited))
         # Stubs stand for kernels that are not in this picture: one above if this kernel reads from
         # some, one below if some read it.
         middle = place.x + BOX // 2
@@ -388,10 +359,12 @@ def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0)
             svg_text(place.x + 6, place.y + 15, _end(work.name, LABEL)),
         ]
         parts.append(f"<g><title>{escape(title)}</title>{''.join(drawn)}</g>")
-    label = f"{len(places)} kernels in {len(bands) or len(picture.lanes)} "
-    label += "stages" if bands else "streams"
+    width = max((place.x for place in places.values()), default=GUTTER) + BOX + 60
+    height = max((place.y for place in places.values()), default=0) + DOWN + PAD
     form = f' width="{width}" height="{height}"'
-    return svg(parts, (width, height), "stages", label, form=form)
+    label = f"{len(places)} kernels in {rows}"
+    picture = svg(parts, (width, height), "stages", label, form=form)
+    return Markup('<div class="sheet">{}</div>').format(picture)
 
 
 def _line(source: Place, destination: Place) -> str:

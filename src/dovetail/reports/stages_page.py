@@ -4,30 +4,23 @@
     stages      the schedules drawn over the graph, the chosen one first
     latency     seconds of all schedules, and the speed-up of each block
     work        kernels, FLOPs, memory access, utilisation; seconds of searching and measuring
-    sums        whether sums over stages predict the seconds of schedules
-    matrices    the loss of a schedule at a batch size or on a device that it was not made for
 
 Figures and tables are those of "Accelerate DNN Inference by Inter-Operator Parallelism", 2019.
 The page has no script.
 """
 
-import math
-from collections.abc import Collection
-
 from markupsafe import Markup
 
-from dovetail.reports.charts import Axes, bar_chart, scatter_chart
+from dovetail.reports.charts import Axes, bar_chart
 from dovetail.reports.kit import (
     Card,
     Page,
     Part,
     Section,
-    StyledCell,
     Table,
     hint,
     in_figures,
     preformatted,
-    remarked,
     render_page,
 )
 from dovetail.reports.schedules import (
@@ -37,13 +30,11 @@ from dovetail.reports.schedules import (
     launches_of,
     measured_of,
     measured_text,
-    noise_of,
     overview,
     ratio_of,
     sequential_of,
     stages_text,
 )
-from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.results import (
     ScheduleCandidate,
     Scheduled,
@@ -58,8 +49,6 @@ MOST_BLOCKS = 64
 """At most this many blocks, the first ones, are compared, so that chart and table stay legible."""
 MOST_CARDS = 4
 """At most this many batch sizes, the first ones, have a card at the top of the page."""
-HEATS = (0.005, 0.02, 0.05, 0.10)
-"""From each of these losses on a cell of a matrix is one step hotter."""
 
 
 def render_stages(schedules: Schedules, *, made: str = "") -> str:
@@ -67,6 +56,11 @@ def render_stages(schedules: Schedules, *, made: str = "") -> str:
 
     made   the command that made it
     """
+    return render_page(page_of_stages(schedules, made=made))
+
+
+def page_of_stages(schedules: Schedules, *, made: str = "") -> Page:
+    """The page, to which a comparison of schedules adds its own sections."""
     results = schedules.results
     parts: list[Part] = []
     if not results:
@@ -102,40 +96,37 @@ def render_stages(schedules: Schedules, *, made: str = "") -> str:
                 "over median. Sizes are in kernels."
             ),
         ]
-        sections = [Section("The answer", answered), *_pictures(result, drawn), *_figures(result)]
+        # The schedules as pictures, the chosen one unfolded.
+        pictures: list[Part] = [
+            "Time runs down. A box is a kernel; boxes of one frame run one after another, frames "
+            "of one row at the same time, and rows one after another. Lines are data; strong ones "
+            "are events between streams. Hover over a box for its ops, FLOPs and bytes, and for "
+            "what it reads."
+        ]
+        firsts = _first_of_each(result)
+        for candidate in _by_choice(result):
+            name, first = candidate.scheduler, firsts[candidate.scheduler]
+            is_chosen = name == result.chosen
+            head = f"{name}{' (chosen)' * is_chosen}: {stages_text(candidate)}"
+            head += " stages" * bool(candidate.stages)
+            if first is not candidate:
+                pictures.append(f"{name} found what {first.scheduler} found.")
+            elif name not in drawn:
+                pictures.append(f"{head}. Not drawn: the page would be too large.")
+            elif is_chosen:
+                pictures.append(Markup("<p><b>{}</b></p>").format(head))
+                pictures += draw_schedule(result, candidate)
+            else:
+                pictures.append(Section(head, draw_schedule(result, candidate), fold="closed"))
+        sections = [
+            Section("The answer", answered), Section("Stages", pictures), *_figures(result)
+        ]  # fmt: skip
         title = f"Batch {result.batch:,}: {result.chosen}"
         parts.append(Section(title, sections, fold="closed" if i else "open", style="batch"))
-    matrices: list[Part] = [
-        "Rows: where it ran. Columns: what the schedule was made for. On the diagonal both are the "
-        "same; beside it, what is lost against the diagonal of the row (tables 1 and 2, figure 6)."
-    ]
-    for matrix in schedules.specialisations:
-        # The diagonal of a row is the column with the row's name. If rows and columns share no name
-        # at all, it is the column with the row's number in a square matrix.
-        columns, share_names = list(matrix.columns), bool(set(matrix.rows) & set(matrix.columns))
-        lines = []
-        for i, (name, row) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
-            diagonal = i if len(matrix.rows) == len(columns) else None
-            if share_names:
-                diagonal = columns.index(name) if name in columns else None
-            base = row[diagonal] if diagonal is not None else 0.0
-            cells: list[str | StyledCell] = [f"on {name}"]
-            for j, value in enumerate(row):
-                loss = value / base - 1 if base > 0 else math.nan
-                text = format_seconds(value) if math.isfinite(value) else "-"
-                if math.isfinite(loss) and j != diagonal:
-                    text = remarked(text, f"{100 * loss:+.1f} %")
-                style = "own" if j == diagonal else f"heat{sum(loss >= heat for heat in HEATS)}"
-                cells.append(StyledCell(text, style))
-            lines.append(cells)
-        table = Table(("", *(f"for {column}" for column in columns)), lines, "scroll heat")
-        matrices.append(Section(matrix.title, [table]))
-    if schedules.specialisations:
-        parts.append(Section("Specialisation", matrices))
     if made:
         parts.append(Section("How this was made", [preformatted(made)]))
     title = f"{schedules.model} on {schedules.device}"
-    return render_page(Page(title, cards[: 2 + MOST_CARDS], parts, brand="dovetail schedule"))
+    return Page(title, cards[: 2 + MOST_CARDS], parts, brand="dovetail schedule")
 
 
 def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
@@ -144,12 +135,9 @@ def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
     fit is left out, and smaller ones after it may still fit."""
     drawn: list[set[str]] = [set() for _ in schedules.results]
     candidates = [(i, result.best) for i, result in enumerate(schedules.results)]
-    candidates += [
-        (i, candidate)
-        for i, result in enumerate(schedules.results)
-        for candidate in _by_choice(result)[1:]
-        if _same_as(result, candidate) is None
-    ]
+    for i, result in enumerate(schedules.results):
+        firsts = _first_of_each(result)
+        candidates += [(i, c) for c in _by_choice(result)[1:] if firsts[c.scheduler] is c]
     for i, candidate in candidates:
         result = schedules.results[i]
         reads = sum(before.bit_count() for before in result.block.predecessors)
@@ -165,49 +153,21 @@ def _by_choice(scheduled: Scheduled) -> list[ScheduleCandidate]:
     return sorted(scheduled.candidates, key=lambda c: c.scheduler != scheduled.chosen)
 
 
-def _same_as(scheduled: Scheduled, candidate: ScheduleCandidate) -> str | None:
-    """The first scheduler before this one that found the same stages or streams; None if none
-    did."""
-
-    def form(each: ScheduleCandidate) -> object:
-        return [(stage.groups, stage.merged) for stage in each.stages] or each.streams
-
-    for other in _by_choice(scheduled):
-        if other is candidate:
-            return None
-        if form(other) == form(candidate):
-            return other.scheduler
-    return None
-
-
-def _pictures(scheduled: Scheduled, drawn: Collection[str]) -> list[Section]:
-    """The schedules as pictures, the chosen one unfolded; `drawn` names those that are drawn."""
-    parts: list[Part] = [
-        "Time runs down. A box is a kernel; boxes of one frame run one after another, frames of "
-        "one row at the same time, and rows one after another. Lines are data; strong ones are "
-        "events between streams. Hover over a box for its ops, FLOPs and bytes, and for what it "
-        "reads."
-    ]
-    for candidate in _by_choice(scheduled):
-        name, same = candidate.scheduler, _same_as(scheduled, candidate)
-        is_chosen = name == scheduled.chosen
-        title = f"{name}{' (chosen)' * is_chosen}: {stages_text(candidate)}"
-        title += " stages" * bool(candidate.stages)
-        if same is not None:
-            parts.append(f"{name} found what {same} found.")
-        elif name not in drawn:
-            parts.append(f"{title}. Not drawn: the page would be too large.")
-        elif is_chosen:
-            parts.append(Markup("<p><b>{}</b></p>").format(title))
-            parts += draw_schedule(scheduled, candidate)
-        else:
-            parts.append(Section(title, draw_schedule(scheduled, candidate), fold="closed"))
-    return [Section("Stages", parts)] if scheduled.candidates else []
+def _first_of_each(scheduled: Scheduled) -> dict[str, ScheduleCandidate]:
+    """Scheduler -> the first candidate by choice with its stages or streams, which may be its
+    own."""
+    firsts: dict[object, ScheduleCandidate] = {}
+    return {
+        c.scheduler: firsts.setdefault(
+            tuple((stage.groups, stage.merged) for stage in c.stages) or c.streams, c
+        )
+        for c in _by_choice(scheduled)
+    }
 
 
 def _figures(scheduled: Scheduled) -> list[Section]:
-    """The sections of figures: latency, blocks, work, search, and whether sums of stages are right.
-    One of which nothing is known is left out."""
+    """The sections of figures: latency, blocks, work and search. One of which nothing is known is
+    left out."""
     candidates = scheduled.candidates
     rows = []
     for candidate in candidates:
@@ -305,24 +265,4 @@ def _figures(scheduled: Scheduled) -> list[Section]:
         )
         sections.append(Section("Search", [note, Table.of(rows)]))
 
-    # Random schedules, measured against predicted, and the share of pairs whose order was predicted
-    # right.
-    points = scheduled.sampled
-    if len(points) > 1:
-
-        def share(least_difference: float) -> str:
-            right, pairs = pairs_ordered_right(points, least_difference)
-            return f"{right:,} of {pairs:,} ({100 * right / pairs:.1f} %)" if pairs else "none of 0"
-
-        noise = noise_of(candidates)
-        text = (
-            f"{len(points):,} random schedules. Of all pairs {share(0.0)} come out in the order "
-            "that was predicted (the paper: 93.7 %)."
-        )
-        if noise > 0:
-            text += (
-                f" Of pairs further apart than the noise of the measurements, {100 * noise:.1f} %: "
-                f"{share(noise)}."
-            )
-        sections.append(Section("Are sums of stages right?", [text, scatter_chart(points)]))
     return sections

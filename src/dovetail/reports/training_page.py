@@ -27,6 +27,7 @@ from dovetail.reports.kit import (
     Part,
     Section,
     Table,
+    coloured,
     in_figures,
     preformatted,
     render_page,
@@ -57,7 +58,7 @@ class ShownRun:
     @property
     def head(self) -> Markup:
         """The label after the run's colour."""
-        return Markup('<i class="c{}"></i>{}').format(self.number % COLOURS, self.label)
+        return coloured(f"c{self.number % COLOURS}", self.label)
 
 
 Runs = Sequence[ShownRun]

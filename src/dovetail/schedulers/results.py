@@ -111,7 +111,6 @@ class Scheduled:
     chosen       the scheduler whose schedule is chosen. With measurements it is the fastest one, if
                  it is beyond doubt faster than sequential, else `sequential`. Without measurements
                  it is the one with the least predicted seconds among those with stages
-    sampled      (predicted, measured) seconds of random schedules
     peak_bytes   size of the static memory plan of the chosen schedule, without parameters
     """
 
@@ -121,7 +120,6 @@ class Scheduled:
     blocks: tuple[tuple[int, ...], ...]
     candidates: tuple[ScheduleCandidate, ...]
     chosen: str
-    sampled: tuple[tuple[float, float], ...] = ()
     peak_bytes: int = 0
 
     def candidate(self, scheduler: str) -> ScheduleCandidate:
@@ -132,19 +130,6 @@ class Scheduled:
     def best(self) -> ScheduleCandidate:
         """The chosen schedule."""
         return self.candidate(self.chosen)
-
-
-@dataclass(frozen=True)
-class Specialisation:
-    """A table of what schedules cost in settings that they were not made for.
-
-    `seconds[row][column]` is the time on `rows[row]` of the schedule made for `columns[column]`.
-    """
-
-    title: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    seconds: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -159,4 +144,3 @@ class Schedules:
     device: str
     costs_source: str
     results: tuple[Scheduled, ...]
-    specialisations: tuple[Specialisation, ...] = ()

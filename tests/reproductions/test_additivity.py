@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from dovetail.schedulers.additivity import pairs_ordered_right
+from reproductions.additivity import pairs_ordered_right
 
 
 def test_pairs_are_right_where_both_orders_agree():
