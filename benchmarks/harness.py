@@ -99,7 +99,7 @@ def in_turns(
     """name -> [rounds] what its calls return. All are called in each round, the next one first."""
     names, found = list(contestants), {name: list[Found]() for name in contestants}
     for turn in range(rounds):
-        first = turn % len(names)
+        first = turn % max(1, len(names))
         for name in names[first:] + names[:first]:
             found[name].append(contestants[name]())
     return found
@@ -171,13 +171,14 @@ def say(text: str) -> None:
 #     <!-- NAME -->        ...        <!-- end of NAME -->
 
 
-def line(cells: Iterable[object]) -> str:
+def line(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table; its first column is text, the others are figures."""
-    return "\n".join(map(line, (head, ["---", *["---:"] * (len(head) - 1)], *rows)))
+    every = (head, ["---", *["---:"] * (len(head) - 1)], *rows)
+    return "\n".join(line(*cells) for cells in every)
 
 
 def rows_of(readme: Path, name: str) -> list[list[str]]:
@@ -226,12 +227,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def keep_csv(
-    path: Path | None, rows: Iterable[Mapping[str, object]], columns: Iterable[str]
+    path: Path | None, rows: Sequence[Mapping[str, object]], columns: Sequence[str] = ()
 ) -> None:
-    """Write these columns of the rows, if there is a path."""
+    """Write these columns of the rows, by default those of the first, if there is a path."""
     if path is not None:
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
+        names = list(columns or rows[0])
+        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         keep(path, text.getvalue())

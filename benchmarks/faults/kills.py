@@ -9,7 +9,6 @@ fork server alike, after .05 to .6 s each, as long as the run goes on and until 
 `MOST`. Each run is a process of its own, so that one that hangs is seen.
 """
 
-import argparse
 import json
 import os
 import random
@@ -22,7 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from harness import keep_json, parser_of
 
 from dovetail.errors import DovetailError
 from dovetail.runtime.forking import start_fork_server
@@ -142,12 +144,9 @@ def _one(seed: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, first=0, seconds=float("inf"), out=None)
     parser.add_argument("--kills", type=int, default=1000, help="runs until so many")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after")
     parser.add_argument("--one", type=int, help="this seed, in this process")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.one is not None:
         with TemporaryDirectory() as folder:
@@ -163,8 +162,7 @@ def main() -> None:
         if not kills:
             sys.exit(f"a run without a kill: {runs[-1]}")
         print(json.dumps(runs[-1]), flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        keep_json(arguments.out, {"runs": runs})
     right = sum(run.get("right") is True for run in runs)
     print(f"{right} of {len(runs)} runs right, with {killed} kills")
 

@@ -9,7 +9,6 @@ Kills of workers and of the server may be added. Each run is a process of its ow
 own.
 """
 
-import argparse
 import json
 import os
 import random
@@ -21,7 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import keep_json, parser_of
 
 MOST = 200
 """Failures that each process injects at most."""
@@ -94,12 +95,9 @@ def _actors() -> list[tuple[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser = parser_of(__doc__, runs=10, first=0, out=None)
     parser.add_argument("--kills", type=int, default=0, help="processes killed in each run")
     parser.add_argument("--one", type=int, help="this seed, in this process")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.one is not None:
         train(arguments.one, arguments.kills)
@@ -108,9 +106,8 @@ def main() -> None:
     for seed in range(arguments.first, arguments.first + arguments.runs):
         runs.append({"seed": seed} | _one(seed, arguments.kills))
         print(json.dumps(runs[-1]), flush=True)
-        if arguments.out is not None:
-            content = {"call": CALL, "chances": CHANCES, "most": MOST, "runs": runs}
-            arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        content = {"call": CALL, "chances": CHANCES, "most": MOST, "runs": runs}
+        keep_json(arguments.out, content)
     right = sum(run.get("right") is True for run in runs)
     killed = sum(len(run.get("kills", ())) for run in runs)
     print(f"{right} of {len(runs)} runs right, with {killed} kills")

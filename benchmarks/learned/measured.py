@@ -117,7 +117,7 @@ def main() -> None:
         if arguments.only in model:
             rows += case(model, train, arguments, calm)
             print(lines_of(rows), flush=True)
-    keep_csv(arguments.csv, rows, rows[0])
+    keep_csv(arguments.csv, rows)
     said = f"{calm.disturbed} of {calm.taken} runs never had calm cores."
     show(f"{lines_of(rows)}\n\n{said}", arguments.readme, "measured")
 

@@ -97,7 +97,7 @@ def kept(path: Path) -> list[Line]:
 def add(path: Path, line: Line) -> None:
     """Add a training to the file, in place of one that was made in the same way."""
     lines = {_key(other): other for other in kept(path)} | {_key(line): line}
-    keep_csv(path, (lines[key] for key in sorted(lines)), FIELDS)
+    keep_csv(path, [lines[key] for key in sorted(lines)], FIELDS)
 
 
 def _key(line: Line) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ def write(runs: Sequence[Run], path: Path) -> None:
         }
         for one in runs
     ]  # fmt: skip
-    keep_csv(path, rows, rows[0])
+    keep_csv(path, rows)
 
 
 def main() -> None:

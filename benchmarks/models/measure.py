@@ -5,7 +5,6 @@
 Prints one JSON object. `run.py` calls it, a process for each model.
 """
 
-import argparse
 import copy
 import importlib
 import json
@@ -18,17 +17,20 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from cases import REGISTRY, Batch, Case, Model
+from harness import parser_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, pipeline
 from vision import make_importable
@@ -451,10 +453,18 @@ def load_case(name: str, folder: str) -> Case:
     return case
 
 
+def wanted(patterns: str) -> list[Case]:
+    """The registered cases whose name matches one of the patterns, with commas between them."""
+    return [
+        case
+        for name, case in REGISTRY.cases.items()
+        if any(fnmatch(name, pattern) for pattern in patterns.split(","))
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__, packages="")
     parser.add_argument("name")
-    parser.add_argument("--packages", default="", help="folder that other packages are in")
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -80,7 +80,7 @@ def main() -> None:
         found = [moves_per_second(problem, seed) / 1e6 for seed in range(arguments.runs)]
         figures = (statistics.median(found), min(found), max(found))
         sizes = (problem.groups.count, problem.load.counted.sum())
-        print(line((path.stem, *sizes, *(f"{figure:.2f} M" for figure in figures))))
+        print(line(path.stem, *sizes, *(f"{figure:.2f} M" for figure in figures)))
 
 
 if __name__ == "__main__":

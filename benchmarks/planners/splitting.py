@@ -50,7 +50,7 @@ def main() -> None:
             if case.key in options.rows:
                 graph = graphs.graph_for(store, case)
                 cells = row_of(case, graph, options.budget, options.seeds)
-                print(line(cells), flush=True)
+                print(line(*cells), flush=True)
 
 
 def row_of(case: Case, graph: Graph, budget: str, seeds: int) -> list[str]:

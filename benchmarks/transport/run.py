@@ -7,18 +7,19 @@ Prints Markdown. Everything of one size is measured in turns within one run, and
 was measured in the same turn.
 """
 
-import argparse
 import contextlib
 import functools
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import peers
+from harness import host, parser_of, quartiles, say, table
 
 from dovetail.training import kernels
 from dovetail.training.checks import check, checksum, copy_and_checksum
@@ -41,20 +42,18 @@ SLOW = ("pickle over TCP",)
 
 def show(title: str, seconds: dict[str, list[list[float]]], base: str) -> None:
     """A table: medians, and the median of a turn's ratios with its quartiles."""
-    print(f"\n{title}\n\n| | ms | times {base} (quartiles) |\n|---|---:|---:|")
+    rows = []
     for name, turns in seconds.items():
         every = [value for turn in turns for value in turn]
-        ratios = sorted(
-            statistics.median(turn) / statistics.median(other)
-            for turn, other in zip(turns, seconds[base], strict=True)
+        low, middle, high = quartiles(
+            [
+                statistics.median(turn) / statistics.median(other)
+                for turn, other in zip(turns, seconds[base], strict=True)
+            ]
         )
-        low, middle, high = (
-            statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        )
-        print(
-            f"| {name} | {1e3 * statistics.median(every):.2f} "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) |"
-        )
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        rows.append((name, f"{1e3 * statistics.median(every):.2f}", ratio))
+    print(f"\n{title}\n\n{table(('', 'ms', f'times {base} (quartiles)'), rows)}")
 
 
 def measure_kernels(rounds: int, megabytes: int) -> None:
@@ -118,19 +117,17 @@ def measure_transport(rounds: int, megabytes: int, only: list[str]) -> None:
                 found = [exchange() for _ in range(each)]
                 if turn:
                     seconds[name].append(found)
-            print(f"turn {turn} of {rounds}", file=sys.stderr)
+            say(f"turn {turn} of {rounds}")
     show(f"{megabytes} MB, float32, {rounds} turns, one worker", seconds, LIMIT)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("part", choices=("kernels", "transport"))
-    parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=list(PEERS))
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, load", end=" ")
-    print(f"{os.getloadavg()[0]:.1f}, numpy {np.__version__}, Python {platform.python_version()}")
+    print(host(np))
     for megabytes in arguments.megabytes:
         if arguments.part == "kernels":
             measure_kernels(arguments.rounds or 31, megabytes)
