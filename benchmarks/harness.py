@@ -156,6 +156,13 @@ def host(*libraries: Any) -> str:
     return ", ".join([*parts, *(f"{each.__name__} {each.__version__}" for each in libraries)])
 
 
+def status_bytes(field: str) -> int:
+    """Of this process: "VmRSS", its memory, or "VmHWM", the most so far. `getrusage` would count
+    what its parent held when it was started."""
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
 def error_line(error: BaseException) -> str:
     """An error as a figure: what it is, and the first line of what it says."""
     lines = str(error).strip().splitlines() or [""]

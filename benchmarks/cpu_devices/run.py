@@ -7,13 +7,14 @@ import argparse
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from calm import Calm
-from harness import line, parser_of, table
+from harness import in_turns, line, parser_of, table
 
 import dovetail as dt
 from dovetail.pipeline import resolve_machine, resolve_model
@@ -52,14 +53,17 @@ def measure(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -
         dt.plan(step, resolve_machine("here"), placer="single"),  # a thread a core
         dt.plan(step, "here/2", budget=arguments.budget),
     ]
-    found = [[], [], []]
+
+    def seconds_of(placed) -> np.ndarray:
+        return calm.measure(lambda: placed.measure(steps=STEPS + 1)).step_seconds
+
     with ExitStack() as stack:
-        placed = [stack.enter_context(dt.run(plan, step)) for plan in plans]
-        for _ in range(arguments.rounds):
-            for of_plan, one in zip(found, placed, strict=True):
-                measurement = calm.measure(lambda one=one: one.measure(steps=STEPS + 1))
-                of_plan.append(measurement.step_seconds)
-    one, two, auto = (1e3 * np.concatenate(of_plan) for of_plan in found)
+        timers = {
+            number: partial(seconds_of, stack.enter_context(dt.run(plan, step)))
+            for number, plan in enumerate(plans)
+        }
+        found = in_turns(timers, arguments.rounds)
+    one, two, auto = (1e3 * np.concatenate(of_plan) for of_plan in found.values())
     return Result(one, two, auto, plans[2].placer, 1e3 * plans[2].value)
 
 

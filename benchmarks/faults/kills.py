@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from apart import tell, told_by
 from harness import keep_json, parser_of
 
 from dovetail.errors import DovetailError
@@ -39,8 +39,8 @@ STEP_SECONDS = 0.02
 MOST = 25
 LIMIT_SECONDS = 180.0
 ROLES = {b"processes.serve": "server", b"processes.worke": "worker"}
-KILLED, RESULT = "killed ", "result "
-"""What the lines of a run's process begin with."""
+KILLED = "killed "
+"""What a run's process prints before the role of each process that was killed."""
 
 
 class Counts:
@@ -96,7 +96,7 @@ def train(seed: int, folder: Path) -> None:
         told = {"error": f"{type(error).__name__}: {error}"}
     over.set()
     seconds = round(time.monotonic() - began, 1)
-    print(RESULT + json.dumps(told | {"forks": forks, "seconds": seconds}))
+    tell(told | {"forks": forks, "seconds": seconds})
 
 
 def _below(root: int) -> list[tuple[int, str]]:
@@ -121,28 +121,6 @@ def _below(root: int) -> list[tuple[int, str]]:
     return found
 
 
-def _one(seed: int) -> dict[str, object]:
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--one", str(seed)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    said: dict[str, object] = {}
-    try:
-        output, errors = process.communicate(timeout=LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        said = {"error": f"did not end within {LIMIT_SECONDS:.0f} s", "tail": errors[-2000:]}
-    lines = output.splitlines()
-    results = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
-    if results:
-        said = json.loads(results[-1]) | said
-    elif not said:
-        said = {"error": f"ended with {process.returncode}", "tail": errors[-2000:]}
-    kills = [line.removeprefix(KILLED) for line in lines if line.startswith(KILLED)]
-    return said | {"kills": kills}
-
-
 def main() -> None:
     parser = parser_of(__doc__, first=0, seconds=float("inf"), out=None)
     parser.add_argument("--kills", type=int, default=1000, help="runs until so many")
@@ -155,9 +133,10 @@ def main() -> None:
     runs: list[dict[str, object]] = []
     began, seed, killed = time.monotonic(), arguments.first, 0
     while killed < arguments.kills and time.monotonic() - began < arguments.seconds:
-        runs.append({"seed": seed} | _one(seed))
+        said, lines = told_by(__file__, "--one", str(seed), limit_seconds=LIMIT_SECONDS)
+        kills = [line.removeprefix(KILLED) for line in lines if line.startswith(KILLED)]
+        runs.append({"seed": seed, **said, "kills": kills})
         seed += 1
-        kills = runs[-1]["kills"]
         killed += len(kills)
         if not kills:
             sys.exit(f"a run without a kill: {runs[-1]}")

@@ -14,7 +14,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from apart import tell, told_by
 from harness import keep_json, parser_of
 
 MOST = 200
@@ -30,7 +30,6 @@ CALL = "CoreWorkerService.grpc_client.PushTask"
 CHANCES = {"req_failure_prob": 10, "resp_failure_prob": 10, "in_flight_failure_prob": 10}
 LIMIT_SECONDS = 300.0
 SAMPLES, WORKERS = 480, 3
-RESULT = "result "
 
 
 def train(seed: int, kills: int) -> None:
@@ -76,7 +75,7 @@ def train(seed: int, kills: int) -> None:
     except DovetailError as error:
         told = {"error": f"{type(error).__name__}: {error}"}
     over.set()
-    print(RESULT + json.dumps(told | {"kills": killed, "seconds": time.monotonic() - began}))
+    tell(told | {"kills": killed, "seconds": time.monotonic() - began})
 
 
 def _actors() -> list[tuple[str, int]]:
@@ -104,33 +103,21 @@ def main() -> None:
         return
     runs = []
     for seed in range(arguments.first, arguments.first + arguments.runs):
-        runs.append({"seed": seed} | _one(seed, arguments.kills))
+        said, _ = told_by(
+            __file__, "--one", str(seed), "--kills", str(arguments.kills),
+            limit_seconds=LIMIT_SECONDS,
+            variables={
+                "DOVETAIL_CALLS": f"{os.getpid()}-{seed}",
+                "RAY_testing_rpc_failure": json.dumps({CALL: {"num_failures": MOST, **CHANCES}}),
+            },
+        )  # fmt: skip
+        runs.append({"seed": seed} | said)
         print(json.dumps(runs[-1]), flush=True)
         content = {"call": CALL, "chances": CHANCES, "most": MOST, "runs": runs}
         keep_json(arguments.out, content)
     right = sum(run.get("right") is True for run in runs)
     killed = sum(len(run.get("kills", ())) for run in runs)
     print(f"{right} of {len(runs)} runs right, with {killed} kills")
-
-
-def _one(seed: int, kills: int) -> dict[str, object]:
-    environment = os.environ | {
-        "DOVETAIL_CALLS": f"{os.getpid()}-{seed}",
-        "RAY_testing_rpc_failure": json.dumps({CALL: {"num_failures": MOST, **CHANCES}}),
-    }
-    command = [sys.executable, __file__, "--one", str(seed), "--kills", str(kills)]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
-        )
-    except subprocess.TimeoutExpired as error:
-        tail = (error.stderr or b"").decode(errors="replace")[-2000:]
-        return {"error": f"did not end within {LIMIT_SECONDS:.0f} s", "tail": tail}
-    for line in done.stdout.splitlines():
-        if line.startswith(RESULT):
-            found: dict[str, object] = json.loads(line.removeprefix(RESULT))
-            return found
-    return {"error": f"ended with {done.returncode}", "tail": done.stderr[-2000:]}
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from dovetail.pipeline.sources import silent
 from dovetail.plans import normalise
 from dovetail.runtime.torch_versions import pytree
 from dovetail.simulator import Simulator
+from tests.support.placing import random_placement
 
 NETWORKS = {
     "RNNLM": ("zoo:rnnlm?layers=2&hidden=32&steps=6&batch=8&vocabulary=100", Adam(lr=1e-3)),
@@ -51,13 +52,10 @@ STEPS, PLACEMENTS, LIMIT = 5, 4, 1e-10
 
 def random_plan(captured, machine, seed):
     """A plan of a random placement, colocated ops together, in the order of a simulation."""
-    graph, rng = captured.graph, np.random.default_rng(seed)
+    graph = captured.graph
     devices = [d for d, device in enumerate(machine.devices) if device.kind != "host"]
-    placement = rng.choice(devices, len(graph)).astype(np.int32)
-    for group in sorted(set(graph.colocation.tolist()) - {-1}):
-        members = graph.colocation == group
-        placement[members] = placement[np.argmax(members)]
-    placement = normalise(placement, graph, machine)
+    drawn = np.array(devices, np.int32)[random_placement(graph, seed, len(devices))]
+    placement = normalise(drawn, graph, machine)
     costs = analytic_costs(graph, machine)
     timeline = Simulator(graph, machine, costs).timeline(placement)
     request = PlanRequest(captured, machine, placer="single", budget="1e")

@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from harness import among, count, parser_of, say, show, table, with_range
+from harness import among, count, parser_of, say, show, status_bytes, table, with_range
 
 from dovetail.errors import DovetailError
 from dovetail.graph import Groups, colocate, group_levels
@@ -195,17 +195,9 @@ def measure(task: PlacementTask, name: str, seed: int, options: Options) -> Meas
     tally = Tally(placed.task.problem(threads=1), lambda _trials, _best: None)
     fits = tally(placed.placement[None]).valid[0]
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    peak = peak_bytes()
+    peak = status_bytes("VmHWM")
     seconds, reason = (tally.best_seconds, "") if fits else (None, tally.reason)
     return Measured(placed.task.groups.count, placed.placements, wall, cpu, peak, seconds, reason)
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has held. `getrusage` would count what its parent held when
-    it was started."""
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return int(peak) * 1024
 
 
 def measure_apart(task: PlacementTask, name: str, seed: int, options: Options) -> Measured:

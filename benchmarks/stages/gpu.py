@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import torch.utils._pytree as pytree
+from cpu_peers import difference
 from harness import among, count, error_line, in_turns, keep_json, parser_of
 
 from dovetail.errors import UsageError
@@ -191,7 +191,7 @@ def measure(
         calls, first_seconds, errors = without_failures(
             baselines(captured, moved, dtype, arguments.compile)
         )
-        difference = _difference(networks[chosen](*moved), calls["eager"]())
+        off = difference(networks[chosen](*moved), calls["eager"]())
         ours = {"chosen": chosen, "sequential": "sequential", "greedy": "greedy"}
         seconds = take_turns(
             {who: networks[name].replay for who, name in ours.items()} | calls,
@@ -205,17 +205,11 @@ def measure(
         "seconds": seconds,
         "screened_median_seconds": medians,
         "memory_bytes": memory_bytes,
-        "difference_from_eager": difference,
+        "difference_from_eager": off,
         "first_five_calls_seconds": first_seconds,
         "errors": errors,
         "effort": effort,
     }
-
-
-def _difference(ours: Any, eager: Any) -> float:
-    """The largest difference, as a share of the largest output."""
-    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(eager), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
 def main() -> None:

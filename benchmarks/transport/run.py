@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import peers
-from harness import host, parser_of, quartiles, say, table
+from harness import host, in_turns, parser_of, quartiles, table
 
 from dovetail.training import kernels
 from dovetail.training.checks import check, checksum, copy_and_checksum
@@ -85,16 +85,19 @@ def measure_kernels(rounds: int, megabytes: int) -> None:
         "dot product with itself": lambda: np.dot(pushed, pushed),
         "np.isfinite(v).all()": lambda: np.isfinite(pushed).all(),
     }
-    seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            found = []
-            for _ in range(3):
-                began = time.perf_counter()
-                call()
-                found.append(time.perf_counter() - began)
-            if turn:  # the first one compiles and warms up
-                seconds[name].append(found)
+
+    def three(call: Callable[[], object]) -> list[float]:
+        found = []
+        for _ in range(3):
+            began = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - began)
+        return found
+
+    timers = {name: functools.partial(three, call) for name, call in calls.items()}
+    turns = in_turns(timers, rounds + 1)
+    # The first turn compiles and warms up.
+    seconds = {name: of[1:] for name, of in turns.items()}
     show(f"{megabytes} MB, float32, {rounds} turns of 3", seconds, "in-place add")
 
 
@@ -102,22 +105,21 @@ def measure_transport(rounds: int, megabytes: int, only: list[str]) -> None:
     """Turns of one untimed exchange and `timed` timed ones for each way, all servers up."""
     size = megabytes * MEGABYTE // 4
     timed = 3
-    seconds: dict[str, list[list[float]]] = {}
+
+    def exchanges(exchange: Callable[[], float], each: int) -> list[float]:
+        exchange()
+        return [exchange() for _ in range(each)]
+
     with contextlib.ExitStack() as stack:
         ways = {}
         for name, make in PEERS.items():
             if only and name not in only and name != LIMIT:
                 continue
             each = 1 if name in SLOW else timed
-            ways[name] = (stack.enter_context(make(size, (rounds + 1) * (each + 1))), each)
-            seconds[name] = []
-        for turn in range(rounds + 1):
-            for name, (exchange, each) in ways.items():
-                exchange()
-                found = [exchange() for _ in range(each)]
-                if turn:
-                    seconds[name].append(found)
-            say(f"turn {turn} of {rounds}")
+            exchange = stack.enter_context(make(size, (rounds + 1) * (each + 1)))
+            ways[name] = functools.partial(exchanges, exchange, each)
+        turns = in_turns(ways, rounds + 1)
+    seconds = {name: of[1:] for name, of in turns.items()}
     show(f"{megabytes} MB, float32, {rounds} turns, one worker", seconds, LIMIT)
 
 
