@@ -1,11 +1,13 @@
-"""A run in a process of its own, which may hang or die: what it told, and what it said before."""
+"""Runs in processes of their own, which may hang or die, and all processes that there are."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 RESULT = "result "
 """What the line of the run's result begins with."""
@@ -39,3 +41,13 @@ def told_by(
     elif not said:
         said = {"error": f"ended with {process.returncode}", "tail": errors[-2000:]}
     return said, lines
+
+
+def living() -> Iterator[tuple[int, int, bytes, bytes]]:
+    """(id, its parent's, name, command line) of each process of this machine but zombies."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            name, line = (folder / "comm").read_bytes(), (folder / "cmdline").read_bytes()
+            if state != "Z":
+                yield int(folder.name), int(parent), name, line

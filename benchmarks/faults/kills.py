@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from apart import tell, told_by
+from apart import living, tell, told_by
 from harness import keep_json, parser_of
 
 from dovetail.errors import DovetailError
@@ -102,18 +102,14 @@ def train(seed: int, folder: Path) -> None:
 def _below(root: int) -> list[tuple[int, str]]:
     """(process, what it does) of all processes below this one."""
     parents, roles = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                # What was forked has its server's command line, and a name of its own.
-                name, line = (folder / "comm").read_bytes(), (folder / "cmdline").read_bytes()
-                text = name if name.startswith(b"processes.") or b"fork_server" in line else line
-                parents[int(folder.name)] = int(fields[1])
-                roles[int(folder.name)] = next(
-                    (role for mark, role in ROLES.items() if mark in text),
-                    "fork server" if b"fork_server" in line else "other",
-                )
+    for pid, parent, name, line in living():
+        parents[pid] = parent
+        # What was forked has its server's command line, and a name of its own.
+        text = name if name.startswith(b"processes.") or b"fork_server" in line else line
+        roles[pid] = next(
+            (role for mark, role in ROLES.items() if mark in text),
+            "fork server" if b"fork_server" in line else "other",
+        )
     found, reached = [], {root}
     while more := {pid for pid, parent in parents.items() if parent in reached} - reached:
         reached |= more

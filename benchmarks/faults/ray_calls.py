@@ -17,11 +17,12 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from apart import tell, told_by
+from apart import living, tell, told_by
 from harness import keep_json, parser_of
 
 MOST = 200
@@ -82,14 +83,11 @@ def _actors() -> list[tuple[str, int]]:
     """(name, process) of this run's actors: of all that have its mark in the environment."""
     mark = f"DOVETAIL_CALLS={os.environ['DOVETAIL_CALLS']}".encode()
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes()
-            kind = re.match(rb"ray::.*(ParameterServer|RayWorker)", line)
-            if kind and mark in (folder / "environ").read_bytes():
-                found.append((kind[1].decode(), int(folder.name)))
-        except OSError:
-            continue
+    for pid, _, _, line in living():
+        kind = re.match(rb"ray::.*(ParameterServer|RayWorker)", line)
+        with suppress(OSError):
+            if kind and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append((kind[1].decode(), pid))
     return found
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from apart import living
 from harness import host, parser_of, table
 
 from dovetail.training.backends.contract import Assignment, FailurePolicy, Watcher
@@ -52,25 +53,13 @@ class Steps:
         return 1.0
 
 
-def children():
-    """Our processes: id -> what it runs."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(") ", 1)[1].split()
-            if int(fields[1]) == os.getpid() and fields[0] != "Z":
-                found[int(path.parent.name)] = path.with_name("cmdline").read_text()
-        except OSError:
-            continue
-    return found
-
-
 def kill(entry, options, folder, begun, done):
     """Kill a process that runs `entry`, so many times; fill `done` with (when, process id)."""
     begun.wait()
     while len(done) < options.kills:
         time.sleep(options.pause_seconds * random.uniform(1, 1.5))
-        victims = [pid for pid, line in children().items() if entry in line]
+        us, wanted = os.getpid(), entry.encode()
+        victims = [pid for pid, parent, _, line in living() if parent == us and wanted in line]
         if entry == WORKER:  # one that has begun to compute
             victims = [pid for pid in victims if list(Path(folder).glob(f"*-{pid}"))]
         if victims:

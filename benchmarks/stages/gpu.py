@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from cpu_peers import difference
+from cpu_peers import difference, module_of
 from harness import among, count, error_line, in_turns, keep_json, parser_of
 
 from dovetail.errors import UsageError
@@ -39,7 +39,6 @@ from dovetail.executors.stages.placing import PlacedKernels, place, require
 from dovetail.executors.stages.preparing import prepare
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.program import Captured
-from dovetail.frontends.recording import is_fake
 from dovetail.graph.kernels import fuse
 from dovetail.pipeline import resolve_model
 from dovetail.schedulers.blocks import narrowed, whole
@@ -128,12 +127,7 @@ def baselines(
     captured: Captured, inputs: Sequence[torch.Tensor], dtype: torch.dtype, compiled: Sequence[str]
 ) -> dict[str, Callable[[], Any]]:
     """The module as it is, and compiled; errors of a compiler are found at the first call."""
-    module = captured.module
-    if any(map(is_fake, module.parameters())):
-        assert captured.make is not None
-        torch.manual_seed(0)  # as `prepare` draws the same weights
-        module = captured.make()
-    module = module.eval().to("cuda", dtype).to(memory_format=torch.channels_last)
+    module = module_of(captured).to("cuda", dtype).to(memory_format=torch.channels_last)
     calls: dict[str, Callable[[], Any]] = {"eager": lambda: module(*inputs)}
     torch._dynamo.reset()
     for mode in compiled:
