@@ -72,14 +72,19 @@ FLAGS = {
 
 
 def parser_of(script: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser of those shared options that `defaults` names; one whose default is ... must be
-    given. `script` is the docstring of the script."""
+    """A parser of those shared options that `defaults` names.
+
+    script     its docstring, which also says what is particular of an option
+    defaults   of each option; ... where it must be given. Of a flag: what it does, or False for
+               what it does in most scripts
+    """
     parser = argparse.ArgumentParser(
         description=script, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in defaults.items():
         if name in FLAGS:
-            parser.add_argument(f"--{name}", action="store_true", help=FLAGS[name])
+            said = default or FLAGS[name]
+            parser.add_argument(f"--{name}", action="store_true", help=said)
             continue
         kind, said = OPTIONS[name]
         if default is ...:

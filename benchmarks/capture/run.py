@@ -123,8 +123,7 @@ def write_table(sizes: dict[str, dict[str, int]]) -> None:
 def main() -> None:
     from dovetail.networks import NETWORKS
 
-    # What --write writes is `TABLE`.
-    parser = parser_of(__doc__, repeats=3, write=False)
+    parser = parser_of(__doc__, repeats=3, write=f"into {TABLE.name}")
     parser.add_argument("networks", nargs="*", metavar="NETWORK", help="default: all")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "TRAIN"), help="one capture, as JSON")
     arguments = parser.parse_args()

@@ -38,7 +38,7 @@ NETWORKS = {
 MACHINES = ("here/gpu", "here")
 
 
-def plain_ways(step: Any, train: bool) -> dict[str, Callable[[], float]]:
+def plain_ways(step: Any) -> dict[str, Callable[[], float]]:
     """Name -> a function that runs one step of the module on the GPU and returns its seconds."""
     ways: dict[str, Callable[[], float]] = {}
     inputs, targets = example_values(step)
@@ -69,7 +69,7 @@ def measure(name: str, train: str, rounds: int) -> dict[str, Any]:
     step = resolve_model(NETWORKS[name], train)
     row: dict[str, Any] = {"network": NETWORKS[name], "train": train}
     timers: dict[str, Callable[[], float]] = {}
-    for way, timer in plain_ways(step, bool(train)).items():
+    for way, timer in plain_ways(step).items():
         try:
             for _ in range(3):
                 timer()

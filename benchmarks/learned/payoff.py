@@ -82,7 +82,7 @@ def run(task: PlacementTask, method: str, placer: Placer, budget: str, seed: int
     return found
 
 
-def lines(row: str, title: str, runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def lines(title: str, runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """For each quality: median evaluations and seconds of both, over the seeds that reach it."""
     known = min(run.best for run in runs)
     found = []
@@ -173,7 +173,7 @@ def main() -> None:
                 of_row.append(run(task, method, placer, arguments.budget, seed))
                 say(f"{key}, {method}, seed {seed}: {of_row[-1].best:.4f} s a step")
         runs += of_row
-        shown += lines(key, case.title, of_row)
+        shown += lines(case.title, of_row)
         write(runs, arguments.out)
     head = ("", "alone: reached", "evaluations", "seconds", "gdp+search: reached", "evaluations",
             "seconds")  # fmt: skip

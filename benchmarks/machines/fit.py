@@ -61,8 +61,7 @@ class Figure:
 
 
 def main() -> None:
-    # What --write writes is `FITTED`.
-    parser = parser_of(__doc__, write=False)
+    parser = parser_of(__doc__, write=f"to {FITTED.name}")
     parser.add_argument("--paper", choices=("rl17", "gdp"), help="default: both")
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "work")
     chosen = parser.parse_args()

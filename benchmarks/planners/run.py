@@ -3,7 +3,8 @@
     python benchmarks/planners/run.py [--budget 10s] [--only PATTERN] [--methods a,b] [--out FILE]
 
 Cases: the published instances under tests/data/instances, captured training steps and a synthetic
-layered graph on two machines. Each method gets the whole budget, alone. Prints Markdown.
+layered graph on two machines. Each method gets the whole budget, alone. Prints Markdown, and adds
+it to FILE.
 """
 
 import sys
@@ -145,7 +146,6 @@ def page_of(case: Case, rows: list[Row], bound: LowerBound) -> str:
 
 
 def main() -> None:
-    # The page is added to what is in --out.
     parser = parser_of(__doc__, budget="10s", only="*", out=None)
     parser.add_argument("--methods", default="", help="comma-separated; default: all")
     arguments = parser.parse_args()

@@ -4,7 +4,8 @@
     python benchmarks/random_modules/run.py --case "sgd float64 train 1: seq(linear, tanh)"
 
 Cases that are neither right nor refused are made smaller until nothing can go, and printed as
-texts that `--case` takes. Exit status 1 if there are any.
+texts that `--case` takes. Exit status 1 if there are any. A case follows from the seed and its
+number; `--first` is the number of the first.
 """
 
 import argparse
@@ -133,7 +134,6 @@ def report(one: Found) -> None:
 
 
 def main() -> None:
-    # `--first` is the number of the first case, of all that have the seed.
     parser = parser_of(__doc__, first=0, seed=0, write=False)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--placed", type=int, default=5, help="every how many cases; 0: none")

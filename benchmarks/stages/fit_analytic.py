@@ -326,7 +326,7 @@ def sizes() -> list[str]:
 
 
 def main() -> None:
-    write = parser_of(__doc__, write=False).parse_args().write
+    write = parser_of(__doc__, write=f"to {FITTED.name}").parse_args().write
     parameters = fit(list(PUBLISHED))
     rows = {n: predicted(n, parameters) for n in PUBLISHED}
     start = list(parameters.values())
