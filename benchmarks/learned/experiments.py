@@ -16,13 +16,13 @@ https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
     shipped    the policy that comes with the package on families that it never saw
     hdp        HDP until it converges, at the rates of its authors' open version and at ours
 
-Differences: sizes of the networks are ours (`reproductions/cases.py`), and so are the six graphs of figures
-2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
-All graphs are placed as groups (`reproductions/learned.py`), the expert's placement as well, and every
-seed's figure is of the best placement of its training; of several seeds the median is shown, with
-the best and the worst. Fine-tuning and GDP-one get the same number of placements (`--trials` for
-each graph), and those that the policy proposes before it is tuned count among them. What a policy
-was trained with before does not count.
+Differences: sizes of the networks are ours (`reproductions/cases.py`), and so are the six graphs of
+figures 2 and 4, those of table 3's first batch, and in what three variants of a network differ: the
+batch. All graphs are placed as groups (`reproductions/learned.py`), the expert's placement as well,
+and every seed's figure is of the best placement of its training; of several seeds the median is
+shown, with the best and the worst. Fine-tuning and GDP-one get the same number of placements
+(`--trials` for each graph), and those that the policy proposes before it is tuned count among them.
+What a policy was trained with before does not count.
 
 `--method gdp-paper` does all that is of GDP by its method as published, every op by itself, and
 beside HDP as published. Its policy proposes its likeliest placement alone, and is tuned as it was
