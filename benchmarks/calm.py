@@ -49,6 +49,10 @@ class Calm:
         self.disturbed += 1
         return min(made, key=seconds)
 
+    @property
+    def said(self) -> str:
+        return f"{self.taken} measurements, {self.disturbed} of them on disturbed cores"
+
     def _is_calm(self) -> bool:
         everywhere = os.sched_getaffinity(0)
         try:

@@ -6,15 +6,10 @@
 hand.
 """
 
-import csv
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from markdown import fill, table
+from harness import fill, read_csv, table
 
 from reproductions import tables
 from reproductions.cases import CASES, LEARNED
@@ -38,7 +33,7 @@ HERE = Path(__file__).parent
 
 def rows_of(folder: Path, name: str) -> dict[str, CaseResult]:
     """key -> the row, as far as the CSV files tell of it."""
-    lines = [line for line in _lines(folder / "rows.csv") if line["column"]]
+    lines = [line for line in read_csv(folder / "rows.csv") if line["column"]]
     runs = _trainings(folder / "trainings.csv")
     found: dict[str, CaseResult] = {}
     for key in dict.fromkeys(line["row"] for line in lines):
@@ -72,7 +67,7 @@ def _trainings(path: Path) -> dict[tuple[str, str], dict[str, list[LearnedRun]]]
     """(row, column) -> method -> its trainings. Files of before the hypothesis was trained name no
     column and no controllers."""
     found: dict[tuple[str, str], dict[str, list[LearnedRun]]] = {}
-    for line in _lines(path) if path.exists() else ():
+    for line in read_csv(path) if path.exists() else ():
         bests = [best.split(":") for best in line["curve"].split(";") if best]
         run = LearnedRun(
             method=line["method"],
@@ -92,11 +87,6 @@ def _trainings(path: Path) -> dict[tuple[str, str], dict[str, list[LearnedRun]]]
         place = line["row"], line.get("column") or PLAIN
         found.setdefault(place, {}).setdefault(run.method, []).append(run)
     return found
-
-
-def _lines(path: Path) -> Iterator[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        yield from csv.DictReader(file)
 
 
 def _number(text: str) -> float | None:

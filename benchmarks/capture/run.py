@@ -6,19 +6,19 @@ Each capture is a process of its own, which also imports torch and builds the fa
 puts what was found into the table that `dovetail networks` prints.
 """
 
-import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-TABLE = Path(__file__).parents[2] / "src" / "dovetail" / "networks" / "sizes.json"
+from harness import ROOT, in_child, line, parser_of, table, with_range
+
+TABLE = ROOT / "src" / "dovetail" / "networks" / "sizes.json"
 OPTIMIZERS = {"inception_v3": "rmsprop"}
 """Where a paper places a step of another than Adam."""
 
@@ -56,15 +56,6 @@ def parameters_of(name: str) -> dict[str, int]:
         "parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": sum(p.nbytes for p in parameters),
     }
-
-
-def captures(model: str, train: str, repeats: int) -> list[Found]:
-    """`capture_once` in processes of their own."""
-    command = [sys.executable, __file__, "--one", model, train]
-    return [
-        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        for _ in range(repeats)
-    ]
 
 
 def rnnlm_flops() -> int:
@@ -110,11 +101,13 @@ def row_of(model: str, train: str, found: list[Found]) -> str:
     """A line of the table."""
     seconds = [one["capture_seconds"] for one in found]
     whole = statistics.median(one["capture_seconds"] + one["import_seconds"] for one in found)
-    spread = f" ({min(seconds):.1f} to {max(seconds):.1f})" if len(found) > 1 else ""
     peak = max(one["peak_bytes"] for one in found) / 1e9
-    return (
-        f"| {model}{' --train ' * bool(train)}{train} | {found[0]['ops']:,} | "
-        f"{statistics.median(seconds):.1f}{spread} | {whole:.1f} | {peak:.2f} |"
+    return line(
+        f"{model}{' --train ' * bool(train)}{train}",
+        f"{found[0]['ops']:,}",
+        with_range(seconds, ".1f") if len(found) > 1 else f"{seconds[0]:.1f}",
+        f"{whole:.1f}",
+        f"{peak:.2f}",
     )
 
 
@@ -122,48 +115,43 @@ def write_table(sizes: dict[str, dict[str, int]]) -> None:
     """Put `sizes` into the table, and take out what is a network no more."""
     from dovetail.networks import NETWORKS
 
-    table = json.loads(TABLE.read_text()) | sizes
-    kept = {name: table[name] for name in sorted(table) if name in NETWORKS}
+    every = json.loads(TABLE.read_text()) | sizes
+    kept = {name: every[name] for name in sorted(every) if name in NETWORKS}
     TABLE.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def main() -> None:
     from dovetail.networks import NETWORKS
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, repeats=3, write=f"into {TABLE.name}")
     parser.add_argument("networks", nargs="*", metavar="NETWORK", help="default: all")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help=f"into {TABLE.name}")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "TRAIN"), help="one capture, as JSON")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(capture_once(*arguments.one)))
         return
-    console = Console(width=140)
-    console.print("| network | ops | capture s | with imports s | peak RSS GB |")
-    console.print("|---|---:|---|---:|---:|")
+    print(table(("network", "ops", "capture s", "with imports s", "peak RSS GB"), []))
     flops = {}
     for name in arguments.networks or NETWORKS:
         found = {}
         for train in ("", OPTIMIZERS.get(name, "adam")):
-            found[bool(train)] = captures(f"zoo:{name}", train, arguments.repeats)
-            console.print(row_of(f"zoo:{name}", train, found[bool(train)]), markup=False)
+            found[bool(train)] = [
+                in_child(__file__, "--one", f"zoo:{name}", train) for _ in range(arguments.repeats)
+            ]
+            print(row_of(f"zoo:{name}", train, found[bool(train)]), flush=True)
         inference, training = found[False][0], found[True][0]
         flops[name] = training["matrix_flops"]
         if arguments.write:
             counts = {"flops": inference["flops"], "ops": inference["ops"]}
             counts |= {"training_ops": training["ops"]}
             write_table({name: parameters_of(name) | counts})
-    console.print("\n| training step | FLOPs of matrix products | closed form | difference |")
-    console.print("|---|---:|---:|---:|")
-    for name, counted in flops.items():
-        if name not in FORMULAS:
-            continue
-        formula = FORMULAS[name]()
-        console.print(
-            f"| zoo:{name} | {counted:.6e} | {formula:.6e} | {counted / formula - 1:+.2%} |",
-            markup=False,
-        )
+    rows = []
+    for name in (name for name in flops if name in FORMULAS):
+        counted, formula = flops[name], FORMULAS[name]()
+        difference = f"{counted / formula - 1:+.2%}"
+        rows.append((f"zoo:{name}", f"{counted:.6e}", f"{formula:.6e}", difference))
+    head = ("training step", "FLOPs of matrix products", "closed form", "difference")
+    print(f"\n{table(head, rows)}")
 
 
 if __name__ == "__main__":

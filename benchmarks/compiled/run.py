@@ -35,11 +35,9 @@ from dovetail.executors.placed import seconds_of_call
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.plain import PlainModule
-from dovetail.runtime.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import ratio_and_spread
-from markdown import fill, rows_of, table
+from harness import fill, in_child, keep_json, parser_of, ratio_and_spread, rows_of, table
 
 ROWS = Path(__file__).with_name("rows")
 ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 4, 12
@@ -146,15 +144,11 @@ def drift(medians: dict[str, float], before: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machine", default="here")
-    parser.add_argument("--only", default="", help="networks with one of these texts: lstm;gpt")
+    parser = parser_of(
+        __doc__, machine="here", only="", rounds=32, budget="5s", again=False, readme=None
+    )
     parser.add_argument("--step", choices=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=32)
-    parser.add_argument("--budget", default="5s")
     parser.add_argument("--compile-budget", default="120s")
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--readme", type=Path)
     parser.add_argument("--case", help="measure this one here, and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.case:
@@ -172,12 +166,12 @@ def main() -> None:
                 given = ("--machine", arguments.machine, "--rounds", str(arguments.rounds))
                 given += ("--budget", arguments.budget)
                 given += ("--compile-budget", arguments.compile_budget)
-                command = [sys.executable, __file__, "--case", name, "--step", kind, *given]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-                if done.returncode:
+                try:
+                    row = in_child(__file__, "--case", name, "--step", kind, *given)
+                except subprocess.CalledProcessError:
                     print(f"{name}, {kind}: failed", flush=True)
                     continue
-                write_atomically(path, done.stdout.splitlines()[-1])
+                keep_json(path, row)
             rows.append(row_of(name, kind, json.loads(path.read_text())))
             print(" | ".join(rows[-1]), flush=True)
     if arguments.readme:

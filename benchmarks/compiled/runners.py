@@ -8,7 +8,6 @@ processes run it in turns, one whose calls are made in C++ and one whose calls a
 round, and its spread the interquartile range over the median.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -28,8 +27,7 @@ from dovetail.pipeline.sources import silent
 from dovetail.runtime.native import SWITCH, build_native
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import ratio_and_spread
-from markdown import fill, table
+from harness import fill, parser_of, ratio_and_spread, table
 
 NETWORKS = {
     "RNNLM 2 x 128, 20 steps": ("zoo:rnnlm?hidden=128&steps=20&batch=16&vocabulary=1000", ""),
@@ -50,10 +48,7 @@ HEAD = ("network", "plan for", "calls from Python", "in C++", "ratio", "spread")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--readme", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, rounds=25, readme=None).parse_args()
     if reason := build_native():
         sys.exit(reason)
     rows = []

@@ -8,7 +8,6 @@ what the first left. Beside it a program that runs the first steps of the plain 
 `torch.compile`, also with an empty cache and again.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from markdown import fill, table
+from harness import fill, parser_of, table
 
 NETWORKS = {
     "RNNLM": "zoo:rnnlm?hidden=128&steps=20&batch=16&vocabulary=1000",
@@ -45,10 +44,7 @@ def seconds_of(command: list[str], cache: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="networks with this text")
-    parser.add_argument("--readme", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, only="", readme=None).parse_args()
     rows = []
     for name, model in NETWORKS.items():
         if arguments.only.lower() not in name.lower():

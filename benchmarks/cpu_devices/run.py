@@ -7,16 +7,17 @@ import argparse
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
-from rich.console import Console
+from calm import Calm
+from harness import in_turns, line, parser_of, table
 
 import dovetail as dt
 from dovetail.pipeline import resolve_machine, resolve_model
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from calm import Calm
 
 RNNLM = "zoo:rnnlm?layers=2&steps=40&batch=16&vocabulary=1000&hidden="
 CASES = (
@@ -52,40 +53,41 @@ def measure(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -
         dt.plan(step, resolve_machine("here"), placer="single"),  # a thread a core
         dt.plan(step, "here/2", budget=arguments.budget),
     ]
-    found = [[], [], []]
+
+    def seconds_of(placed) -> np.ndarray:
+        return calm.measure(lambda: placed.measure(steps=STEPS + 1)).step_seconds
+
     with ExitStack() as stack:
-        placed = [stack.enter_context(dt.run(plan, step)) for plan in plans]
-        for _ in range(arguments.rounds):
-            for of_plan, one in zip(found, placed, strict=True):
-                measurement = calm.measure(lambda one=one: one.measure(steps=STEPS + 1))
-                of_plan.append(measurement.step_seconds)
-    one, two, auto = (1e3 * np.concatenate(of_plan) for of_plan in found)
+        timers = {
+            number: partial(seconds_of, stack.enter_context(dt.run(plan, step)))
+            for number, plan in enumerate(plans)
+        }
+        found = in_turns(timers, arguments.rounds)
+    one, two, auto = (1e3 * np.concatenate(of_plan) for of_plan in found.values())
     return Result(one, two, auto, plans[2].placer, 1e3 * plans[2].value)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", default="20s")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
-    console = Console(width=160)
+    arguments = parser_of(__doc__, budget="20s", rounds=5, only="").parse_args()
     calm = Calm()
-    console.print("| network | 1 thread ms | 2 threads ms | auto ms (predicted) | by | ", end="")
-    console.print("better over auto: median | minimum |")
-    console.print("|---|---|---|---|---|---|---|")
+    head = (
+        "network", "1 thread ms", "2 threads ms", "auto ms (predicted)", "by",
+        "better over auto: median", "minimum",
+    )  # fmt: skip
+    print(table(head, []))
     for model, train in CASES:
         if arguments.only not in model:
             continue
         result = measure(model, train, arguments, calm)
-        cells = [f"{np.median(ms):.2f}" for ms in (result.one, result.two)]
-        console.print(
-            f"| {model.removeprefix('zoo:')} {train or 'inference'} | {' | '.join(cells)} "
-            f"| {np.median(result.auto):.2f} ({result.predicted:.2f}) | {result.placer} "
-            f"| {result.ratio(np.median):.2f} | {result.ratio(np.min):.2f} |",
-            markup=False,
+        cells = (
+            f"{model.removeprefix('zoo:')} {train or 'inference'}",
+            *(f"{np.median(ms):.2f}" for ms in (result.one, result.two)),
+            f"{np.median(result.auto):.2f} ({result.predicted:.2f})",
+            result.placer,
+            *(f"{result.ratio(of):.2f}" for of in (np.median, np.min)),
         )
-    console.print(f"{calm.taken} measurements, {calm.disturbed} of them on disturbed cores")
+        print(line(*cells), flush=True)
+    print(calm.said)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from dovetail.training.rules import make_rule
 from dovetail.training.step_times import StepTimes
 
 JITTER = 0.2
-BIG_NORM = 1e12  # beyond it a run has diverged; it goes on to be counted as such
 
 
 @dataclass(frozen=True)

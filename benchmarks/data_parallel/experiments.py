@@ -7,7 +7,6 @@ cancer        a binary tabular task
 mnist, higgs  the same rules on a user's files
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from cells import Cell
@@ -86,7 +85,3 @@ def on_task(task: str, batch: int = 16, epochs: int = 60) -> list[Cell]:
         for rule in RULES
         if not (window == 1 and rule == "agn")
     ]
-
-
-def windows_of(cells: Sequence[Cell]) -> list[tuple[int, int]]:
-    return list(dict.fromkeys((cell.window, cell.workers) for cell in cells))

@@ -8,7 +8,6 @@ tables go into README.md between their marks, the curves to curves.csv and curve
 """
 
 import argparse
-import csv
 import os
 import sys
 import time
@@ -18,13 +17,14 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: such small matrices gain nothing
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import curves
 import experiments
 import tables
 import tasks
 from cells import Cell, Store, run_cell, with_seeds
+from harness import fill, keep_csv, parser_of, table
 from mlp import Task
 
 HERE = Path(__file__).parent
@@ -33,7 +33,17 @@ CURVE_RULES = ("downpour", "dynsgd", "agn", "adag-agn", "aeasgd", "averaging", "
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parsed(arguments)
+    known = (*PARTS, "mnist", "higgs")
+    parser = parser_of(__doc__, seeds=3)
+    parser.add_argument("part", nargs="*", help=", ".join(known))
+    parser.add_argument("--mnist", type=Path, help="folder of MNIST's four idx files")
+    parser.add_argument("--higgs", type=Path, help="CSV file: label, then features")
+    parser.add_argument("--hidden", default="256", help="hidden layers of mnist: 1000,2000,1000")
+    parser.add_argument("--epochs", type=int, default=10, help="of mnist and higgs")
+    parser.add_argument("--folder", type=Path, default=HERE, help="where the results go")
+    options = parser.parse_args(arguments)
+    if odd := [part for part in options.part if part not in known]:
+        parser.error(f"there is no part {odd[0]!r}")
     options.folder.mkdir(parents=True, exist_ok=True)
     store = Store(options.folder / "rows.csv")
     load = _tasks(options)
@@ -53,24 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{100 * result.accuracy:.1f} % at {result.seconds:.0f}, {left:.0f} s left",
             flush=True,
         )
-    sections = {part: _section(part, store, load, options) for part in parts}
-    _write(options.folder, sections)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", nargs="*", help=", ".join((*PARTS, "mnist", "higgs")))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--mnist", type=Path, help="folder of MNIST's four idx files")
-    parser.add_argument("--higgs", type=Path, help="CSV file: label, then features")
-    parser.add_argument("--hidden", default="256", help="hidden layers of mnist: 1000,2000,1000")
-    parser.add_argument("--epochs", type=int, default=10, help="of mnist and higgs")
-    parser.add_argument("--folder", type=Path, default=HERE, help="where the results go")
-    options = parser.parse_args(arguments)
-    for part in options.part:
-        if part not in (*PARTS, "mnist", "higgs"):
-            parser.error(f"there is no part {part!r}")
-    return options
+    readme = options.folder / "README.md"
+    for part in parts:
+        text = _section(part, store, load, options)
+        # A folder of one's own begins without marks.
+        content = readme.read_text("utf-8") if readme.exists() else ""
+        if f"<!-- {part} -->" not in content:
+            marks = f"<!-- {part} -->\n<!-- end of {part} -->"
+            readme.write_text(f"{content}\n## {part}\n\n{marks}\n", "utf-8")
+        fill(readme, part, text)
 
 
 def _tasks(options: argparse.Namespace) -> Callable[[str], Task]:
@@ -130,31 +131,16 @@ def _draw(task: Task, folder: Path) -> str:
             accuracy = [e.figures["accuracy"] for e in outcome.evaluations]
             lines.append((tables.NAMES[rule], seconds, accuracy))
         charts[title] = lines
-    with (folder / "curves.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["chart", "rule", "seconds", "accuracy"])
-        for title, lines in charts.items():
-            for name, seconds, accuracy in lines:
-                for point in zip(seconds, accuracy, strict=True):
-                    writer.writerow([title, name, *(f"{value:.6g}" for value in point)])
+    points = [
+        {"chart": title, "rule": name, "seconds": f"{second:.6g}", "accuracy": f"{share:.6g}"}
+        for title, lines in charts.items()
+        for name, seconds, accuracy in lines
+        for second, share in zip(seconds, accuracy, strict=True)
+    ]
+    keep_csv(folder / "curves.csv", points)
     curves.draw(folder)
     equal = charts[curves.CHARTS[0][0]]
-    return tables.markdown(
-        ["E(row, column)", *(n for n, _, _ in equal)], curves.efficiencies(equal)
-    )
-
-
-def _write(folder: Path, sections: dict[str, str]) -> None:
-    """Put each section between its marks in README.md, or after what is there."""
-    readme = folder / "README.md"
-    content = readme.read_text() if readme.exists() else ""
-    for part, text in sections.items():
-        begin, end = f"<!-- {part} -->\n", f"<!-- end of {part} -->"
-        if begin not in content:
-            content += f"\n## {part}\n\n{begin}{end}\n"
-        before, rest = content.split(begin, 1)
-        content = before + begin + text + "\n" + end + rest.split(end, 1)[1]
-    readme.write_text(content)
+    return table(["E(row, column)", *(n for n, _, _ in equal)], curves.efficiencies(equal))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Markdown tables of what `run.py` found, beside the reference's figures."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from cells import Cell, Result, grouped
 from experiments import (
@@ -15,8 +15,9 @@ from experiments import (
     VARIED,
     sensitivity,
     stragglers,
-    table,
 )
+from experiments import table as cells_of_table
+from harness import table
 
 from dovetail.training.analysis import implicit_momentum
 from dovetail.training.step_times import StepTimes
@@ -38,11 +39,6 @@ MOMENTA = {
 """kind of step times -> implicit momentum of 2, 4, 8, 16 workers in the reference."""
 WORKERS = (2, 4, 8, 16)
 Rows = dict[Cell, Result]
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def percent(results: Sequence[Result]) -> str:
@@ -67,17 +63,17 @@ def grid(rows: Rows, cells: Sequence[Cell], reference: bool) -> str:
             text = percent(results) + (f" ({beside})" if beside is not None else "")
             line.append("=" if window == 1 and rule == "agn" else text)
         lines.append(line)
-    return markdown(["lambda", "n", *(NAMES[rule] for rule in RULES)], lines)
+    return table(["lambda", "n", *(NAMES[rule] for rule in RULES)], lines)
 
 
 def table_of_rules(rows: Rows) -> str:
-    return grid(rows, table(), True)
+    return grid(rows, cells_of_table(), True)
 
 
 def table_of_staleness(rows: Rows) -> str:
     """Measured beside n - 1, for rules whose commits are applied as they come."""
     rules = ("downpour", "dynsgd", "agn", "adag-agn", "aeasgd")
-    found = {(c.rule, c.window, c.workers): r for c, r in grouped(rows, table()).items()}
+    found = {(c.rule, c.window, c.workers): r for c, r in grouped(rows, cells_of_table()).items()}
     lines = []
     for window, workers in TABLE:
         line = [str(window), str(workers), str(workers - 1)]
@@ -85,7 +81,7 @@ def table_of_staleness(rows: Rows) -> str:
             values = [r.staleness_mean for r in found.get((rule, window, workers), [])]
             line.append(f"{statistics.fmean(values):.2f}" if values else "=")
         lines.append(line)
-    return markdown(["lambda", "n", "n - 1", *(NAMES[rule] for rule in rules)], lines)
+    return table(["lambda", "n", "n - 1", *(NAMES[rule] for rule in rules)], lines)
 
 
 def table_of_stragglers(rows: Rows) -> str:
@@ -102,7 +98,7 @@ def table_of_stragglers(rows: Rows) -> str:
             }
             line.append(best_time(of_rate) + f" ({beside})")
         lines.append(line)
-    return markdown(["rule", *(_slow(slow) for slow in SLOW)], lines)
+    return table(["rule", *(_slow(slow) for slow in SLOW)], lines)
 
 
 def best_time(of_rate: dict[float, list[float]]) -> str:
@@ -142,7 +138,7 @@ def table_of_rates(rows: Rows) -> str:
                 missing = len(times) - len(reached)
                 line.append(text + (f" ({missing} of {len(times)} never)" if missing else ""))
             lines.append(line)
-    return markdown(["rule", "lambda", "slow", *(f"{rate:g}" for rate in RATES)], lines)
+    return table(["rule", "lambda", "slow", *(f"{rate:g}" for rate in RATES)], lines)
 
 
 def table_of_sensitivity(rows: Rows) -> str:
@@ -160,7 +156,7 @@ def table_of_sensitivity(rows: Rows) -> str:
                 ]
                 line.append(percent(results) or "=")
             lines.append(line)
-    return markdown(["varied", "", *(NAMES[rule] for rule in SENSITIVE_RULES)], lines)
+    return table(["varied", "", *(NAMES[rule] for rule in SENSITIVE_RULES)], lines)
 
 
 def _differs_in(cell: Cell, name: str, value: float) -> bool:
@@ -188,4 +184,4 @@ def table_of_momentum(replicas: int = 4000, steps: int = 80) -> str:
     lines.append(["eta / n", *(f"{each.theory_rate:.5f}" for each in memoryless)])
     stale = [f"{each.mean_staleness:.2f}" for each in memoryless]
     lines.append(["mean staleness, exponential", *stale])
-    return markdown(["step times", *(f"n = {n}" for n in WORKERS)], lines)
+    return table(["step times", *(f"n = {n}" for n in WORKERS)], lines)

@@ -3,14 +3,12 @@
 `python -m reproductions dos` writes rows.csv; no figure of the README is typed by hand.
 """
 
-import csv
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from markdown import fill, table
+from harness import fill, read_csv, table
 
 from reproductions.dos import OTHER_SIZE
 from reproductions.dos_page import tables_of
@@ -20,8 +18,7 @@ NAMES = ("table 5", "work", "search", "table 1", "table 2", "figure 6", "figure 
 
 
 def main(folder: Path = HERE) -> None:
-    with (folder / "rows.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    lines = read_csv(folder / "rows.csv")
     if any(line["size"] for line in lines):
         sys.exit(f"rows.csv is no result for the README. {OTHER_SIZE}")
     shown = {found.key: found for found in tables_of(lines)}

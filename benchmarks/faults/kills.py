@@ -9,12 +9,10 @@ fork server alike, after .05 to .6 s each, as long as the run goes on and until 
 `MOST`. Each run is a process of its own, so that one that hangs is seen.
 """
 
-import argparse
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from apart import living, tell, told_by
+from harness import keep_json, parser_of
 
 from dovetail.errors import DovetailError
 from dovetail.runtime.forking import start_fork_server
@@ -37,8 +39,8 @@ STEP_SECONDS = 0.02
 MOST = 25
 LIMIT_SECONDS = 180.0
 ROLES = {b"processes.serve": "server", b"processes.worke": "worker"}
-KILLED, RESULT = "killed ", "result "
-"""What the lines of a run's process begin with."""
+KILLED = "killed "
+"""What a run's process prints before the role of each process that was killed."""
 
 
 class Counts:
@@ -94,24 +96,20 @@ def train(seed: int, folder: Path) -> None:
         told = {"error": f"{type(error).__name__}: {error}"}
     over.set()
     seconds = round(time.monotonic() - began, 1)
-    print(RESULT + json.dumps(told | {"forks": forks, "seconds": seconds}))
+    tell(told | {"forks": forks, "seconds": seconds})
 
 
 def _below(root: int) -> list[tuple[int, str]]:
     """(process, what it does) of all processes below this one."""
     parents, roles = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                # What was forked has its server's command line, and a name of its own.
-                name, line = (folder / "comm").read_bytes(), (folder / "cmdline").read_bytes()
-                text = name if name.startswith(b"processes.") or b"fork_server" in line else line
-                parents[int(folder.name)] = int(fields[1])
-                roles[int(folder.name)] = next(
-                    (role for mark, role in ROLES.items() if mark in text),
-                    "fork server" if b"fork_server" in line else "other",
-                )
+    for pid, parent, name, line in living():
+        parents[pid] = parent
+        # What was forked has its server's command line, and a name of its own.
+        text = name if name.startswith(b"processes.") or b"fork_server" in line else line
+        roles[pid] = next(
+            (role for mark, role in ROLES.items() if mark in text),
+            "fork server" if b"fork_server" in line else "other",
+        )
     found, reached = [], {root}
     while more := {pid for pid, parent in parents.items() if parent in reached} - reached:
         reached |= more
@@ -119,35 +117,10 @@ def _below(root: int) -> list[tuple[int, str]]:
     return found
 
 
-def _one(seed: int) -> dict[str, object]:
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--one", str(seed)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    said: dict[str, object] = {}
-    try:
-        output, errors = process.communicate(timeout=LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        said = {"error": f"did not end within {LIMIT_SECONDS:.0f} s", "tail": errors[-2000:]}
-    lines = output.splitlines()
-    results = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
-    if results:
-        said = json.loads(results[-1]) | said
-    elif not said:
-        said = {"error": f"ended with {process.returncode}", "tail": errors[-2000:]}
-    kills = [line.removeprefix(KILLED) for line in lines if line.startswith(KILLED)]
-    return said | {"kills": kills}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, first=0, seconds=float("inf"), out=None)
     parser.add_argument("--kills", type=int, default=1000, help="runs until so many")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after")
     parser.add_argument("--one", type=int, help="this seed, in this process")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.one is not None:
         with TemporaryDirectory() as folder:
@@ -156,15 +129,15 @@ def main() -> None:
     runs: list[dict[str, object]] = []
     began, seed, killed = time.monotonic(), arguments.first, 0
     while killed < arguments.kills and time.monotonic() - began < arguments.seconds:
-        runs.append({"seed": seed} | _one(seed))
+        said, lines = told_by(__file__, "--one", str(seed), limit_seconds=LIMIT_SECONDS)
+        kills = [line.removeprefix(KILLED) for line in lines if line.startswith(KILLED)]
+        runs.append({"seed": seed, **said, "kills": kills})
         seed += 1
-        kills = runs[-1]["kills"]
         killed += len(kills)
         if not kills:
             sys.exit(f"a run without a kill: {runs[-1]}")
         print(json.dumps(runs[-1]), flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        keep_json(arguments.out, {"runs": runs})
     right = sum(run.get("right") is True for run in runs)
     print(f"{right} of {len(runs)} runs right, with {killed} kills")
 

@@ -9,19 +9,21 @@ Kills of workers and of the server may be added. Each run is a process of its ow
 own.
 """
 
-import argparse
 import json
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from apart import living, tell, told_by
+from harness import keep_json, parser_of
 
 MOST = 200
 """Failures that each process injects at most."""
@@ -29,7 +31,6 @@ CALL = "CoreWorkerService.grpc_client.PushTask"
 CHANCES = {"req_failure_prob": 10, "resp_failure_prob": 10, "in_flight_failure_prob": 10}
 LIMIT_SECONDS = 300.0
 SAMPLES, WORKERS = 480, 3
-RESULT = "result "
 
 
 def train(seed: int, kills: int) -> None:
@@ -75,65 +76,46 @@ def train(seed: int, kills: int) -> None:
     except DovetailError as error:
         told = {"error": f"{type(error).__name__}: {error}"}
     over.set()
-    print(RESULT + json.dumps(told | {"kills": killed, "seconds": time.monotonic() - began}))
+    tell(told | {"kills": killed, "seconds": time.monotonic() - began})
 
 
 def _actors() -> list[tuple[str, int]]:
     """(name, process) of this run's actors: of all that have its mark in the environment."""
     mark = f"DOVETAIL_CALLS={os.environ['DOVETAIL_CALLS']}".encode()
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes()
-            kind = re.match(rb"ray::.*(ParameterServer|RayWorker)", line)
-            if kind and mark in (folder / "environ").read_bytes():
-                found.append((kind[1].decode(), int(folder.name)))
-        except OSError:
-            continue
+    for pid, _, _, line in living():
+        kind = re.match(rb"ray::.*(ParameterServer|RayWorker)", line)
+        with suppress(OSError):
+            if kind and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append((kind[1].decode(), pid))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser = parser_of(__doc__, runs=10, first=0, out=None)
     parser.add_argument("--kills", type=int, default=0, help="processes killed in each run")
     parser.add_argument("--one", type=int, help="this seed, in this process")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.one is not None:
         train(arguments.one, arguments.kills)
         return
     runs = []
     for seed in range(arguments.first, arguments.first + arguments.runs):
-        runs.append({"seed": seed} | _one(seed, arguments.kills))
+        said, _ = told_by(
+            __file__, "--one", str(seed), "--kills", str(arguments.kills),
+            limit_seconds=LIMIT_SECONDS,
+            variables={
+                "DOVETAIL_CALLS": f"{os.getpid()}-{seed}",
+                "RAY_testing_rpc_failure": json.dumps({CALL: {"num_failures": MOST, **CHANCES}}),
+            },
+        )  # fmt: skip
+        runs.append({"seed": seed} | said)
         print(json.dumps(runs[-1]), flush=True)
-        if arguments.out is not None:
-            content = {"call": CALL, "chances": CHANCES, "most": MOST, "runs": runs}
-            arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        content = {"call": CALL, "chances": CHANCES, "most": MOST, "runs": runs}
+        keep_json(arguments.out, content)
     right = sum(run.get("right") is True for run in runs)
     killed = sum(len(run.get("kills", ())) for run in runs)
     print(f"{right} of {len(runs)} runs right, with {killed} kills")
-
-
-def _one(seed: int, kills: int) -> dict[str, object]:
-    environment = os.environ | {
-        "DOVETAIL_CALLS": f"{os.getpid()}-{seed}",
-        "RAY_testing_rpc_failure": json.dumps({CALL: {"num_failures": MOST, **CHANCES}}),
-    }
-    command = [sys.executable, __file__, "--one", str(seed), "--kills", str(kills)]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
-        )
-    except subprocess.TimeoutExpired as error:
-        tail = (error.stderr or b"").decode(errors="replace")[-2000:]
-        return {"error": f"did not end within {LIMIT_SECONDS:.0f} s", "tail": tail}
-    for line in done.stdout.splitlines():
-        if line.startswith(RESULT):
-            found: dict[str, object] = json.loads(line.removeprefix(RESULT))
-            return found
-    return {"error": f"ended with {done.returncode}", "tail": done.stderr[-2000:]}
 
 
 if __name__ == "__main__":

@@ -7,17 +7,21 @@ every few seconds, by SIGKILL from outside.
     server:   kill ─► first commit after it
 """
 
-import argparse
 import os
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from apart import living
+from harness import host, parser_of, table
 
 from dovetail.training.backends.contract import Assignment, FailurePolicy, Watcher
 from dovetail.training.backends.processes import run
@@ -49,25 +53,13 @@ class Steps:
         return 1.0
 
 
-def children():
-    """Our processes: id -> what it runs."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(") ", 1)[1].split()
-            if int(fields[1]) == os.getpid() and fields[0] != "Z":
-                found[int(path.parent.name)] = path.with_name("cmdline").read_text()
-        except OSError:
-            continue
-    return found
-
-
 def kill(entry, options, folder, begun, done):
     """Kill a process that runs `entry`, so many times; fill `done` with (when, process id)."""
     begun.wait()
     while len(done) < options.kills:
         time.sleep(options.pause_seconds * random.uniform(1, 1.5))
-        victims = [pid for pid, line in children().items() if entry in line]
+        us, wanted = os.getpid(), entry.encode()
+        victims = [pid for pid, parent, _, line in living() if parent == us and wanted in line]
         if entry == WORKER:  # one that has begun to compute
             victims = [pid for pid in victims if list(Path(folder).glob(f"*-{pid}"))]
         if victims:
@@ -150,18 +142,18 @@ def of_server(options):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--pause-seconds", type=float, default=4.0)
     parser.add_argument("--size", type=int, default=10**6)
     parser.add_argument("--step-seconds", type=float, default=0.02)
     options = parser.parse_args()
-    print(f"load {os.getloadavg()[0]:.1f}")
-    print("| from the kill to | median | least | most | kills |\n|---|---|---|---|---|")
+    print(host(np), flush=True)
+    rows = []
     for name, times in (of_workers(options) | of_server(options)).items():
         figures = statistics.median(times), min(times), max(times)
-        cells = " | ".join(f"{1000 * seconds:.0f} ms" for seconds in figures)
-        print(f"| {name} | {cells} | {len(times)} |")
+        rows.append((name, *(f"{1000 * seconds:.0f} ms" for seconds in figures), len(times)))
+    print(table(("from the kill to", "median", "least", "most", "kills"), rows))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ a share of a time that differs from machine to machine, so a repeated trial need
 A result that is there is continued. FOLDER keeps the caches and how long commands take.
 """
 
-import argparse
 import json
 import os
 import random
@@ -41,9 +40,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.runtime.files import write_atomically
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness import ROOT, keep_json, parser_of
+
 MARK = "DOVETAIL_TRIAL"
 """A variable in the environment of all processes of a trial."""
 END_SECONDS, TIMES = 90.0, 5
@@ -494,15 +494,11 @@ def _shared() -> set[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, trials=1000, seed=0, seconds=float("inf"), out=None)
     parser.add_argument("--work", type=Path, required=True, help="folder of caches and trials")
-    parser.add_argument("--trials", type=int, default=1000, help="how many, with those done")
     parser.add_argument("--only", type=int, help="run this trial alone, and write no result")
     parser.add_argument("--command", choices=COMMANDS, default="", help="this command alone")
     parser.add_argument("--signal", choices=ALLOWED, default="", help="this signal to it alone")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     # What a shell starts in the background ignores Ctrl-C, and so would the commands.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -539,8 +535,7 @@ def main() -> None:
             "counts": dict(sorted(counts.items())),
             "left": dict(sorted(left.items())),
         }
-        if arguments.out is not None:
-            write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
+        keep_json(arguments.out, result)
     print(f"{len(result['wrong'])} of {result['trials']} trials are wrong")
     sys.exit(bool(result["wrong"]))
 

@@ -19,7 +19,6 @@ waited for an honest disk.
     python benchmarks/faults/virtual.py --runs 100000 --out results.json
 """
 
-import argparse
 import errno
 import hashlib
 import heapq
@@ -39,10 +38,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from harness import keep_json, parser_of
 
 from dovetail.errors import DovetailError, JournalError, UnwritableError
-from dovetail.runtime.files import write_atomically
 from dovetail.training import journal
 from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
@@ -796,11 +797,8 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser = parser_of(__doc__, runs=1000, first=0, out=None)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     memory, began = Path("/dev/shm"), time.perf_counter()
     last = arguments.first + arguments.runs
@@ -817,8 +815,7 @@ def main() -> None:
             parts.append(task.result())
             found = together(parts) | {"first": arguments.first}
             found["seconds"] = round(time.perf_counter() - began, 1)
-            if arguments.out is not None:
-                write_atomically(arguments.out, json.dumps(found, indent=1))
+            keep_json(arguments.out, found)
     print(json.dumps(found, indent=1))
     sys.exit(bool(found["failures"]))
 

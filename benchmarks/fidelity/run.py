@@ -9,13 +9,15 @@ predicted from the costs that plans use, of ops within a step, and from those of
 """
 
 import argparse
-import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
-from rich.console import Console
+from calm import Calm
+from harness import keep_csv, line, parser_of, table
 from rich.progress import track
 from scipy.stats import kendalltau
 
@@ -28,9 +30,6 @@ from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.sources import silent
 from dovetail.simulator import Simulator
 from dovetail.transforms import duplicate
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from calm import Calm
 
 CASES = (
     ("zoo:rnnlm?layers=2&steps=40&batch=16&vocabulary=1000&hidden=128", ""),
@@ -130,21 +129,16 @@ def summarise(rows: list[dict], costs: str, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(__doc__, repeats=3, steps=10, seed=0, machine="here/2", only="", csv=None)
     parser.add_argument("--patience", type=float, default=8.0, help="seconds to wait for calm")
-    parser.add_argument("--machine", default="here/2")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    console = Console(width=160)
     everything = []
     calm = Calm(arguments.patience)
-    heads = ("network", "costs of ops", "placements", "median error", "signed", "tau")
-    console.print(f"| {' | '.join(heads)} | tau between repeats |")
-    console.print("|---|---|---|---|---|---|---|")
+    head = (
+        "network", "costs of ops", "placements", "median error", "signed", "tau",
+        "tau between repeats",
+    )  # fmt: skip
+    print(table(head, []))
     for model, train in CASES:
         if arguments.only not in f"{model} {train or 'inference'}":
             continue
@@ -154,19 +148,18 @@ def main() -> None:
         for costs, kinds in shown:
             of_kinds = [row for row in rows if row["kind"] in kinds]
             found = summarise(of_kinds, costs, arguments.repeats)
-            name = f"{model.removeprefix('zoo:')} {train or 'inference'}"
-            console.print(
-                f"| {name} | {costs} | {'all 20' if len(kinds) > 1 else kinds[0]} "
-                f"| {found['median absolute error']:.1%} | {found['signed']:+.1%} "
-                f"| {found['tau']:.2f} | {found['tau between repeats']:.2f} |",
-                markup=False,
+            cells = (
+                f"{model.removeprefix('zoo:')} {train or 'inference'}",
+                costs,
+                "all 20" if len(kinds) > 1 else kinds[0],
+                f"{found['median absolute error']:.1%}",
+                f"{found['signed']:+.1%}",
+                f"{found['tau']:.2f}",
+                f"{found['tau between repeats']:.2f}",
             )
-    console.print(f"{calm.taken} measurements, {calm.disturbed} of them on disturbed cores")
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(everything[0]))
-            writer.writeheader()
-            writer.writerows(everything)
+            print(line(*cells), flush=True)
+    print(calm.said)
+    keep_csv(arguments.csv, everything)
 
 
 if __name__ == "__main__":

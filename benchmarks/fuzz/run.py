@@ -11,15 +11,15 @@ distinct failure. The exit status is 1 if anything failed.
 """
 
 import argparse
-import csv
 import hashlib
-import io
-import json
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from driver import MOST_INPUT_BYTES, TARGETS_FILE, Fuzzer, Outcome, minimise
+from harness import among, keep_csv, keep_json, parser_of
 from worker import load_targets
 
 from dovetail.runtime.files import write_atomically
@@ -31,19 +31,17 @@ COLUMNS = ("target", "inputs", "loaded", "typed", "untyped", "slow", "growth", "
 
 def main() -> None:
     """Parse the arguments, run the targets, and write what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, seed=0, seconds=float("inf"), out=None)
     parser.add_argument("--inputs", type=int, default=1000, help="per target")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all targets")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="names of targets, with commas")
-    parser.add_argument("--out", type=Path, help="write NAME.json and NAME.csv")
     parser.add_argument("--keep", type=Path, help="folder for smaller inputs that fail")
     parser.add_argument("--targets", type=Path, default=TARGETS_FILE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     known = list(load_targets(arguments.targets))
-    names = arguments.only.split(",") if arguments.only else known
-    if unknown := set(names) - set(known):
-        parser.error(f"no target {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    try:
+        names = among(known)(arguments.only) or known
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     end, outcomes = time.monotonic() + arguments.seconds, []
     for number, name in enumerate(names):
         share = (end - time.monotonic()) / (len(names) - number)
@@ -61,7 +59,9 @@ def main() -> None:
         finally:
             fuzzer.close()
         if arguments.out is not None:
-            _write(arguments.out, outcomes, arguments.seed)
+            rows = [outcome.to_json() for outcome in outcomes]
+            keep_json(arguments.out.with_suffix(".json"), {"seed": arguments.seed, "targets": rows})
+            keep_csv(arguments.out.with_suffix(".csv"), rows, COLUMNS)
     sys.exit(any(outcome.counts.failed for outcome in outcomes))
 
 
@@ -89,17 +89,6 @@ def _keep(fuzzer: Fuzzer, outcome: Outcome, seed: int, folder: Path) -> None:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{outcome.target}-{digest}{ending}", data)
-
-
-def _write(out: Path, outcomes: list[Outcome], seed: int) -> None:
-    rows = [outcome.to_json() for outcome in outcomes]
-    text = json.dumps({"seed": seed, "targets": rows}, indent=1)
-    write_atomically(out.with_suffix(".json"), text + "\n")
-    table = io.StringIO()
-    writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(out.with_suffix(".csv"), table.getvalue())
 
 
 if __name__ == "__main__":

@@ -7,16 +7,17 @@ The error is the largest difference of an output or a parameter, relative to the
 its tensor. Dropout is off, since generators of GPUs draw other numbers.
 """
 
-import argparse
 import functools
-import json
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
+from harness import error_line, keep_json, parser_of
 
 from dovetail.costs import analytic_costs
 from dovetail.executors import Workers, run
@@ -26,9 +27,9 @@ from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.sources import silent
 from dovetail.plans import normalise
-from dovetail.runtime.files import write_atomically
 from dovetail.runtime.torch_versions import pytree
 from dovetail.simulator import Simulator
+from tests.support.placing import random_placement
 
 NETWORKS = {
     "RNNLM": ("zoo:rnnlm?layers=2&hidden=32&steps=6&batch=8&vocabulary=100", Adam(lr=1e-3)),
@@ -51,13 +52,10 @@ STEPS, PLACEMENTS, LIMIT = 5, 4, 1e-10
 
 def random_plan(captured, machine, seed):
     """A plan of a random placement, colocated ops together, in the order of a simulation."""
-    graph, rng = captured.graph, np.random.default_rng(seed)
+    graph = captured.graph
     devices = [d for d, device in enumerate(machine.devices) if device.kind != "host"]
-    placement = rng.choice(devices, len(graph)).astype(np.int32)
-    for group in sorted(set(graph.colocation.tolist()) - {-1}):
-        members = graph.colocation == group
-        placement[members] = placement[np.argmax(members)]
-    placement = normalise(placement, graph, machine)
+    drawn = np.array(devices, np.int32)[random_placement(graph, seed, len(devices))]
+    placement = normalise(drawn, graph, machine)
     costs = analytic_costs(graph, machine)
     timeline = Simulator(graph, machine, costs).timeline(placement)
     request = PlanRequest(captured, machine, placer="single", budget="1e")
@@ -112,8 +110,7 @@ def measure(name, train, seed, workers):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = parser_of(__doc__, out=...)
     parser.add_argument("--machines", default=MACHINES)
     arguments = parser.parse_args()
     torch.set_default_dtype(torch.float64)
@@ -130,12 +127,12 @@ def main() -> None:
                         row["right"] = row["error"] <= LIMIT
                     # The next case is worth its own try, with processes of its own.
                     except Exception as error:
-                        row["right"], row["raised"] = False, f"{type(error).__name__}: {error}"
+                        row["right"], row["raised"] = False, error_line(error)
                         workers.close(kill=True)
                         workers = Workers(machine)
                     rows.append(row)
                     print(row, flush=True)
-                    write_atomically(arguments.out, json.dumps({"rows": rows}, indent=1))
+                    keep_json(arguments.out, {"rows": rows})
         workers.close()
     sys.exit(any(not row["right"] for row in rows))
 

@@ -23,10 +23,8 @@ written after each size. The exit status is 1 if a size has no plan whose output
 eager module.
 """
 
-import argparse
 import copy
 import gc
-import json
 import statistics
 import sys
 import time
@@ -36,7 +34,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from harness import error_line, keep_json, parser_of
 from torch import Tensor, nn
 
 from dovetail.errors import OutOfMemoryError
@@ -48,7 +49,6 @@ from dovetail.machine.local import available_bytes
 from dovetail.pipeline import plan as make_plan
 from dovetail.pipeline import planned, resolve_machine, resolve_model
 from dovetail.plans import Plan
-from dovetail.runtime.files import write_atomically
 from dovetail.units import parse_bytes
 
 TIMES = ".5,1,2,4"
@@ -249,7 +249,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
                 output = way.output()
                 way.seconds()
             except Exception as error:  # the next way is worth its own try
-                found[name] = {"fits": False, "raised": _line_of(error)}
+                found[name] = {"fits": False, "raised": error_line(error)}
                 opened.close()
                 continue
             stack.push(opened)
@@ -267,7 +267,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
                     way.seconds()  # the one before has left other things in the caches
                     seconds[name].append(way.seconds())
                 except Exception as error:
-                    found[name] |= {"fits": False, "raised": _line_of(error)}
+                    found[name] |= {"fits": False, "raised": error_line(error)}
                     del ways[name]
         for name, way in ways.items():
             found[name] |= {"seconds": statistics.median(seconds[name]), **way.peak()}
@@ -278,11 +278,6 @@ def _free_bytes(case: Case) -> int | None:
     """What is free on the GPU; None where torch sees none, as where another CUDA was handed in."""
     name = next(d.torch_device for d in case.machine.devices if d.torch_device)
     return torch.cuda.mem_get_info(torch.device(name))[0] if torch.cuda.is_available() else None
-
-
-def _line_of(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def rows_of(
@@ -302,7 +297,7 @@ def rows_of(
             row["weights_bytes"] = sum(p.nbytes for p in case.module.parameters())
             row["ways"] = measure(case, rounds)
         except Exception as error:  # the next size is worth its own try
-            row["raised"] = _line_of(error)
+            row["raised"] = error_line(error)
         yield row
         # The next size needs the memory.
         case = None
@@ -318,12 +313,10 @@ def is_right(row: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser = parser_of(__doc__, out=..., rounds=5)
     parser.add_argument("--gpu-memory", type=parse_bytes, default="2GiB")
     parser.add_argument("--times", default=TIMES, help="sizes of the weights in caps")
     parser.add_argument("--context", type=int, default=SIZES["context"], help="tokens of a step")
-    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     times = [float(text) for text in arguments.times.split(",")]
     rows: list[dict[str, Any]] = []
@@ -334,7 +327,7 @@ def main() -> None:
     for row in rows_of(machine, arguments.gpu_memory, times, arguments.rounds, sizes):
         rows.append(row)
         print(row, flush=True)
-        write_atomically(arguments.out, json.dumps({"rows": rows}, indent=1))
+        keep_json(arguments.out, {"rows": rows})
     sys.exit(not all(map(is_right, rows)))
 
 

@@ -8,22 +8,24 @@ that of the fastest of the user's ways to the plan, round by round. The file is 
 case.
 """
 
-import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from harness import error_line, in_turns, keep_json, parser_of, ratios_of
 
 from dovetail.executors import MODES, run
 from dovetail.frontends.interpret import example_values, held_values
 from dovetail.frontends.plain import PlainModule
 from dovetail.pipeline import plan as make_plan
 from dovetail.pipeline import planned, resolve_model
-from dovetail.runtime.files import write_atomically
 
 NETWORKS = {
     "rnnlm": "zoo:rnnlm?layers=2&hidden=512&steps=40&batch=64&vocabulary=10000",
@@ -36,7 +38,7 @@ NETWORKS = {
 MACHINES = ("here/gpu", "here")
 
 
-def plain_ways(step: Any, train: bool) -> dict[str, Callable[[], float]]:
+def plain_ways(step: Any) -> dict[str, Callable[[], float]]:
     """Name -> a function that runs one step of the module on the GPU and returns its seconds."""
     ways: dict[str, Callable[[], float]] = {}
     inputs, targets = example_values(step)
@@ -67,13 +69,13 @@ def measure(name: str, train: str, rounds: int) -> dict[str, Any]:
     step = resolve_model(NETWORKS[name], train)
     row: dict[str, Any] = {"network": NETWORKS[name], "train": train}
     timers: dict[str, Callable[[], float]] = {}
-    for way, timer in plain_ways(step, bool(train)).items():
+    for way, timer in plain_ways(step).items():
         try:
             for _ in range(3):
                 timer()
             timers[way] = timer
         except Exception as error:
-            row[f"{way} raised"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            row[f"{way} raised"] = error_line(error)
     placed = {}
     for machine in MACHINES:
         try:
@@ -84,12 +86,13 @@ def measure(name: str, train: str, rounds: int) -> dict[str, Any]:
             timers[machine] = lambda p=placed[machine]: float(p.step_seconds(2)[0])  # type: ignore[misc]
             row[f"{machine} predicted"] = plan.value
         except Exception as error:
-            row[f"{machine} raised"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    seconds: dict[str, list[float]] = {way: [] for way in timers}
-    for _ in range(rounds):
-        for way, timer in timers.items():
-            timer()  # the one before has left other things in the caches
-            seconds[way].append(timer())
+            row[f"{machine} raised"] = error_line(error)
+
+    def second(timer: Callable[[], float]) -> float:
+        timer()  # the one before has left other things in the caches
+        return timer()
+
+    seconds = in_turns({way: partial(second, timer) for way, timer in timers.items()}, rounds)
     for network in placed.values():
         network.close()
     row["seconds"] = {way: statistics.median(of) for way, of in seconds.items()}
@@ -97,17 +100,12 @@ def measure(name: str, train: str, rounds: int) -> dict[str, Any]:
     best = min(own, key=lambda way: statistics.median(seconds[way]), default=None)
     for machine in placed:
         if best is not None:
-            pairs = zip(seconds[best], seconds[machine], strict=True)
-            row[f"{machine} ratio"] = statistics.median(a / b for a, b in pairs)
+            row[f"{machine} ratio"] = statistics.median(ratios_of(seconds[best], seconds[machine]))
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, out=..., only="", rounds=15).parse_args()
     rows: list[dict[str, Any]] = []
     for name in NETWORKS:
         for train in ("", "adam"):
@@ -115,10 +113,10 @@ def main() -> None:
                 try:
                     rows.append(measure(name, train, arguments.rounds))
                 except Exception as error:  # the next case is worth its own try
-                    what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                    rows.append({"network": NETWORKS[name], "train": train, "raised": what})
+                    raised = error_line(error)
+                    rows.append({"network": NETWORKS[name], "train": train, "raised": raised})
                 print(rows[-1], flush=True)
-                write_atomically(arguments.out, json.dumps({"rows": rows}, indent=1))
+                keep_json(arguments.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ named in status.json.
 writes the page that says which parts a GPU has seen.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,8 +25,11 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import ROOT, among, keep_json, parser_of
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 OPTIONAL = ("pytest", "hypothesis", "onnx", "transformers", "accelerate", "ortools", "pymetis")
 
 
@@ -154,25 +156,21 @@ def page(results: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, out=HERE / "results")
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--only", default="", help="parts, separated by commas")
+    parser.add_argument("--only", type=among(PARTS), default=[], help="parts, with commas")
     parser.add_argument("--docs", type=Path, help="only write this page from the results")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     if arguments.docs:
         arguments.docs.write_text(page(out), encoding="utf-8")
         return
-    only = [name for name in arguments.only.split(",") if name] or list(PARTS)
-    if unknown := sorted(set(only) - set(PARTS)):
-        parser.error(f"there is no part {unknown[0]}; there are {', '.join(PARTS)}")
     out.mkdir(parents=True, exist_ok=True)
     path = out / "status.json"
     status = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     status |= card() | {"absent": [name for name in OPTIONAL if find_spec(name) is None]}
     ends = time.monotonic() + 60 * arguments.minutes
-    for name in only:
+    for name in arguments.only or PARTS:
         if status["parts"].get(name, {}).get("ended") == "done":
             print(f"{name}: done before", flush=True)
             continue
@@ -181,9 +179,7 @@ def main() -> None:
             continue
         status["parts"][name] = run_part(name, PARTS[name], out, left)
         print(name, status["parts"][name], flush=True)
-        temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps(status, indent=1))
-        temporary.replace(path)
+        keep_json(path, status)
 
 
 if __name__ == "__main__":

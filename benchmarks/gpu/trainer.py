@@ -9,25 +9,27 @@ parameter server (`adag-agn`). The rate counts what is trained after the first s
 after the first commit), so starting is left out. The loss is that of all samples, after training.
 """
 
-import argparse
 import json
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from harness import error_line, keep_json, parser_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import dovetail as dt
-from dovetail.runtime.files import write_atomically
 
 WORKERS, BATCH, CLASSES, RATE = 4, 64, 10, 0.0002
 
@@ -132,9 +134,7 @@ def trainer(given: tuple[Tensor, Tensor], device: str, epochs: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda:0")
+    parser = parser_of(__doc__, out=..., device="cuda:0")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--samples", type=int, default=16384)
     arguments = parser.parse_args()
@@ -145,10 +145,10 @@ def main() -> None:
         try:
             row: dict[str, Any] = system(given, arguments.device, arguments.epochs)
         except Exception as error:  # the next one is worth its own try
-            row = {"raised": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            row = {"raised": error_line(error)}
         rows[name] = row
         print(name, row, flush=True)
-        write_atomically(arguments.out, json.dumps({"rows": rows}, indent=1))
+        keep_json(arguments.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ several times. Needs root, `ip` and `tc`; without them it says so and does nothi
     python benchmarks/hosts/run.py --rate 500mbit [--delay 1ms]
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -20,6 +19,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import parser_of
 
 PREFIX, NETWORK, PORT = "dovetail", "10.77.0", 29717
 PLANS = (
@@ -116,12 +119,10 @@ class Namespaces:
 
 def main() -> None:
     """Print a row for each plan."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, runs=3, steps=30)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--delay", default="", help="of each packet, one way; needs netem")
     parser.add_argument("--rate", default="500mbit", help="of each host's outgoing link")
-    parser.add_argument("--runs", type=int, default=3, help="of each plan")
-    parser.add_argument("--steps", type=int, default=30, help="of each run")
     options = parser.parse_args()
     if reason := why_not():
         print(f"skipped: hosts are network namespaces here, and {reason}")

@@ -9,7 +9,6 @@ which all controllers were at work: from the last one's second update to the fir
 the last run of each backend one of two controllers is killed.
 """
 
-import argparse
 import math
 import os
 import signal
@@ -25,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from markdown import fill, table
+from harness import parser_of, show, table
 
 from dovetail.costs import analytic_costs
 from dovetail.graph.grouping import group
@@ -161,11 +160,8 @@ def policy_seconds() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, seeds=2, trials=960, readme=None)
     parser.add_argument("--backends", nargs="+", default=list(OPTIONS), choices=OPTIONS)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--trials", type=int, default=960)
-    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     parser.add_argument("--controllers", nargs="*", type=int, default=list(CONTROLLERS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -191,10 +187,7 @@ def main() -> None:
         print(said[-1], flush=True)
         rows.append(row(f"{backend}, 2, one killed", [learned], ("", "")))
         print(rows[-1], flush=True)
-    text = table(HEAD, rows) + "\n\n" + "\n".join(said)
-    print(text)
-    if arguments.readme:
-        fill(arguments.readme, "asynchrony", text)
+    show(table(HEAD, rows) + "\n\n" + "\n".join(said), arguments.readme, "asynchrony")
 
 
 if __name__ == "__main__":

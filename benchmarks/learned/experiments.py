@@ -16,20 +16,19 @@ https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
     shipped    the policy that comes with the package on families that it never saw
     hdp        HDP until it converges, at the rates of its authors' open version and at ours
 
-Differences: sizes of the networks are ours (`bench/cases.py`), and so are the six graphs of figures
-2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
-All graphs are placed as groups (`bench/learned.py`), the expert's placement as well, and every
-seed's figure is of the best placement of its training; of several seeds the median is shown, with
-the best and the worst. Fine-tuning and GDP-one get the same number of placements, and those that
-the policy proposes before it is tuned count among them. What a policy was trained with before does
-not count.
+Differences: sizes of the networks are ours (`reproductions/cases.py`), and so are the six graphs of
+figures 2 and 4, those of table 3's first batch, and in what three variants of a network differ: the
+batch. All graphs are placed as groups (`reproductions/learned.py`), the expert's placement as well,
+and every seed's figure is of the best placement of its training; of several seeds the median is
+shown, with the best and the worst. Fine-tuning and GDP-one get the same number of placements
+(`--trials` for each graph), and those that the policy proposes before it is tuned count among them.
+What a policy was trained with before does not count.
 
 `--method gdp-paper` does all that is of GDP by its method as published, every op by itself, and
 beside HDP as published. Its policy proposes its likeliest placement alone, and is tuned as it was
 trained.
 """
 
-import argparse
 import math
 import os
 import statistics
@@ -41,12 +40,12 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from markdown import fill, table
+from harness import among, count, parser_of, show, table
 from runs import (
     CASES,
     GDP,
+    TABLE,
     Effort,
     Trained,
     batch,
@@ -434,44 +433,22 @@ def _faster(before: float | None, after: float | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", help=f"of {', '.join(PARTS)}; default: all of the method")
-    parser.add_argument("--rows", default=",".join(CASES), help="only these graphs")
-    parser.add_argument(
-        "--trials", type=int, default=1000, help="placements a graph of every training and tuning"
-    )
-    parser.add_argument(
-        "--hdp-trials", type=int, help="of HDP; default: as many as the others; 0: without HDP"
-    )
-    parser.add_argument(
-        "--table-trials", type=int, help="of the trainings in --table; their first --trials count"
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="of bench gdp")
-    parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--readme", type=Path, help="fill the parts into this file's marks")
-    parser.add_argument("--patience", type=int, default=1000, help="of the part hdp: placements")
-    parser.add_argument("--limit", type=int, default=20_000, help="likewise, in all")
-    parser.add_argument(
-        "--method", choices=("gdp", "gdp-paper"), default="gdp", help="as we have it, or published"
-    )
+    parser = parser_of(__doc__, trials=1000, seeds=3, table=TABLE, out=HERE, readme=None)
+    add = parser.add_argument
+    said = f"of {', '.join(PARTS)}; default: all of the method"
+    add("--parts", type=among(PARTS), default=[], help=said)
+    add("--rows", type=among(CASES), default=list(CASES), help="only these graphs")
+    add("--hdp-trials", type=int, help="of HDP; default: as many as the others; 0: without HDP")
+    add("--table-trials", type=count, help="of those in --table; their first --trials count")
+    add("--patience", type=count, default=1000, help="of the part hdp: placements")
+    add("--limit", type=count, default=20_000, help="likewise, in all")
+    methods = ("gdp", "gdp-paper")
+    add("--method", choices=methods, default="gdp", help="as we have it, or published")
     arguments = parser.parse_args(argv)
-    parts = [part.strip() for part in (arguments.parts or ",".join(PARTS)).split(",")]
-    rows = [row.strip() for row in arguments.rows.split(",")]
-    for kind, names, known in (("part", parts, PARTS), ("row", rows, CASES)):
-        for name in names:
-            if name not in known:
-                parser.error(f"{kind} {name!r} is not one of {', '.join(known)}")
     published = arguments.method == "gdp-paper"
-    if published and not arguments.parts:
-        parts = [part for part in parts if part not in OURS]
+    parts = arguments.parts or [part for part in PARTS if not published or part not in OURS]
     if published and (odd := set(OURS).intersection(parts)):
         parser.error(f"--method gdp-paper: {', '.join(sorted(odd))} is of other methods")
-    for name in ("trials", "hdp_trials", "table_trials", "seeds", "patience", "limit"):
-        value = getattr(arguments, name)
-        least = 0 if name == "hdp_trials" else 1
-        if value is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     effort = Effort(
         arguments.trials,
         arguments.trials if arguments.hdp_trials is None else arguments.hdp_trials,
@@ -484,16 +461,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.limit,
     )
     for name in parts:
-        text = "\n".join(PARTS[name](effort, rows))
+        text = "\n".join(PARTS[name](effort, arguments.rows))
         if name != "hdp":
             of_hdp = f" ({effort.hdp_trials:,} of HDP's)" if effort.hdp_trials else ""
             text += (
                 f"\n\n`{effort.method}`, {effort.trials:,} placements a graph and training{of_hdp}."
             )
         text += f"\n\nSeeds: {effort.seeds}."
-        print(text, flush=True)
-        if arguments.readme:
-            fill(arguments.readme, f"{name}-paper" if published else name, text)
+        show(text, arguments.readme, f"{name}-paper" if published else name)
 
 
 if __name__ == "__main__":

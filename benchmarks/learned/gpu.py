@@ -11,7 +11,6 @@ The simulator runs on the CPU's cores, the policy on the device. Each figure is 
 seconds after two updates that warm up.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -21,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from markdown import fill, table
-from runs import CASES, say
+from harness import among, parser_of, say, show, table
+from runs import CASES, TABLE
 
 from dovetail.graph.grouping import colocate
 from dovetail.machine import parse_machine
@@ -37,7 +35,6 @@ from reproductions import graphs
 from reproductions.learned import Tally, by_rule
 from reproductions.running import BenchSettings as Table
 
-HERE = Path(__file__).parent
 LARGER: dict[str, Any] = {"hidden": 256, "layers": 6, "sage_layers": 4, "heads": 8, "segment": 512}
 
 
@@ -88,18 +85,16 @@ def _wait(device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", default="gnmt-8-8gpu")
+    parser = parser_of(
+        __doc__, device="cuda", trials=settings_of("gdp").trials, table=TABLE, readme=None
+    )
+    parser.add_argument("--rows", type=among(CASES), default="gnmt-8-8gpu")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each figure")
-    parser.add_argument("--trials", type=int, default=settings_of("gdp").trials, help="an update")
-    parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="where graphs are")
-    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     arguments = parser.parse_args()
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu runs it on the CPU")
     store, rows = Table("gdp", arguments.table).store(say), []
-    for key in arguments.rows.split(","):
+    for key in arguments.rows:
         graph = graphs.graph_for(store, CASES[key])
         task = by_rule(key, graph, parse_machine(CASES[key].machine))
         kinds = [(f"{key}, groups", task, {}), (f"{key}, per op", per_op(task), {}),
@@ -114,9 +109,7 @@ def main() -> None:
             "placements trained on/s", "GPU memory", "best found")  # fmt: skip
     where = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "CPU"
     text = f"{table(head, rows)}\n\n{where}, {arguments.trials} placements an update."
-    print(text)
-    if arguments.readme:
-        fill(arguments.readme, "gpu", text)
+    show(text, arguments.readme, "gpu")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ disturbed is made again, for a while (`calm.py`).
 """
 
 import argparse
-import csv
 import json
 import statistics
 import sys
@@ -31,8 +30,7 @@ from dovetail.plans import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from calm import Calm
-from harness import in_turns
-from markdown import fill, table
+from harness import in_turns, keep_csv, parser_of, show, table
 
 CASES = (
     ("zoo:rnnlm?layers=2&steps=20&batch=16&vocabulary=1000&hidden=256", "adam"),
@@ -105,34 +103,23 @@ def case(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=256, help="measured")
+    parser = parser_of(
+        __doc__, trials=256, budget="30s", runs=15, seed=0, only="", csv=None, readme=None
+    )
     parser.add_argument("--simulated-first", type=int, default=6000)
     parser.add_argument("--method", default="gdp")
     parser.add_argument("--policy", type=Path, help="a file to start from")
     parser.add_argument("--setting", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
-    parser.add_argument("--budget", default="30s", help="of auto")
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--curves", type=Path)
-    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
+    parser.add_argument("--curves", type=Path, help="folder of the learning curves")
     arguments = parser.parse_args()
     calm, rows = Calm(), []
     for model, train in CASES:
         if arguments.only in model:
             rows += case(model, train, arguments, calm)
             print(lines_of(rows), flush=True)
-    if arguments.csv is not None:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    keep_csv(arguments.csv, rows)
     said = f"{calm.disturbed} of {calm.taken} runs never had calm cores."
-    print(said)
-    if arguments.readme is not None:
-        fill(arguments.readme, "measured", f"{lines_of(rows)}\n\n{said}")
+    show(f"{lines_of(rows)}\n\n{said}", arguments.readme, "measured")
 
 
 def lines_of(rows: list[dict]) -> str:

@@ -12,11 +12,9 @@ search for what a paper leaves open. `--readme` writes the tables from the file;
 nothing. One thread, simulated placements; a training begins with nothing but the graph.
 """
 
-import argparse
-import csv
-import io
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,19 +22,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import sys
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from markdown import fill, table
+from harness import among, fill, keep_csv, parser_of, read_csv, say, table
 
 from dovetail.placers import BASELINES, Budget
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, shipped
 from dovetail.placers.learned.records import LearningSettings, PlacementTask
-from dovetail.runtime.files import write_atomically
 from reproductions import graphs
 from reproductions.cases import CASES, machine_of
 from reproductions.learned import SHIPPED, Tally, by_rule, drive, propose, task_of, views_of
@@ -51,10 +44,6 @@ FIELDS = (
     "one_gpu_seconds", "wall_seconds",
 )  # fmt: skip
 Line = dict[str, str]
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def trained(row: str, method: str, seed: int, trials: int, changes: dict[str, Any]) -> Line:
@@ -102,20 +91,13 @@ def compared(task: PlacementTask) -> tuple[float, float]:
 
 
 def kept(path: Path) -> list[Line]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return read_csv(path) if path.exists() else []
 
 
-def keep(path: Path, line: Line) -> None:
+def add(path: Path, line: Line) -> None:
     """Add a training to the file, in place of one that was made in the same way."""
     lines = {_key(other): other for other in kept(path)} | {_key(line): line}
-    text = io.StringIO()
-    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines[key] for key in sorted(lines))
-    write_atomically(path, text.getvalue())
+    keep_csv(path, [lines[key] for key in sorted(lines)], FIELDS)
 
 
 def _key(line: Line) -> tuple[str, ...]:
@@ -169,25 +151,22 @@ def _grouped(lines: Iterator[Line]) -> list[tuple[tuple[str, str, str], list[Lin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, trials=4000, seeds=3, csv=HERE / "papers.csv", readme=None)
     parser.add_argument("--methods", default="seq2seq-paper,hdp-paper,gdp-paper")
-    parser.add_argument("--rows", default="inception-2gpu", help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--trials", type=int, default=4000, help="placements of a training")
-    parser.add_argument("--seeds", type=int, default=3)
+    said = f"of {', '.join(ROWS)}"
+    parser.add_argument("--rows", type=among(ROWS), default="inception-2gpu", help=said)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--csv", type=Path, default=HERE / "papers.csv")
-    parser.add_argument("--readme", type=Path, help="fill the tables into this file's marks")
     arguments = parser.parse_args()
     changes = dict(text.split("=") for text in arguments.setting)
     kinds = LearningSettings.__annotations__
     typed = {name: kinds[name](value) for name, value in changes.items()}
-    for row in filter(None, arguments.rows.split(",")):
+    for row in arguments.rows:
         for method in arguments.methods.split(","):
             for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
                 line = trained(row, method, seed, arguments.trials, typed)
                 say(f"{row}, {method}, seed {seed}: {line['seconds']} in {line['wall_seconds']} s")
-                keep(arguments.csv, line)
+                add(arguments.csv, line)
     if arguments.readme:
         lines = kept(arguments.csv)
         fill(arguments.readme, "papers", f"{results(lines)}\n\n{searched(lines)}")

@@ -9,9 +9,6 @@ within 5, 2 and 1 % of the best that any of the runs knows of that graph. The po
 counts in full.
 """
 
-import argparse
-import csv
-import io
 import os
 import statistics
 import sys
@@ -21,17 +18,15 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from markdown import fill, table
-from runs import CASES, say
+from harness import among, keep_csv, parser_of, say, show, table
+from runs import CASES, TABLE
 
 from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, Placer, parse_budget
 from dovetail.placers.learned.placing import make_gdp_search
 from dovetail.placers.learned.records import PlacementTask
-from dovetail.runtime.files import write_atomically
 from reproductions import graphs
 from reproductions.learned import by_rule
 from reproductions.records import Case
@@ -87,7 +82,7 @@ def run(task: PlacementTask, method: str, placer: Placer, budget: str, seed: int
     return found
 
 
-def lines(row: str, title: str, runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def lines(title: str, runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """For each quality: median evaluations and seconds of both, over the seeds that reach it."""
     known = min(run.best for run in runs)
     found = []
@@ -143,25 +138,24 @@ def verdict(runs: Sequence[Run]) -> str:
 
 
 def write(runs: Sequence[Run], path: Path) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("row", "method", "seed", "best_seconds", "evaluations", "curve"))
-    for one in runs:
-        curve = ";".join(f"{spent:.0f}:{at:.3f}:{value!r}" for spent, at, value in one.bests)
-        writer.writerow((one.row, one.method, one.seed, one.best, f"{one.evaluations:.0f}", curve))
-    write_atomically(path, text.getvalue().encode())
+    rows = [
+        {
+            "row": one.row, "method": one.method, "seed": one.seed, "best_seconds": one.best,
+            "evaluations": f"{one.evaluations:.0f}",
+            "curve": ";".join(f"{spent:.0f}:{at:.3f}:{value!r}" for spent, at, value in one.bests),
+        }
+        for one in runs
+    ]  # fmt: skip
+    keep_csv(path, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(CASES | ROWS)}")
-    parser.add_argument("--budget", default="60s", help="of each search")
-    parser.add_argument("--seeds", type=int, default=3)
+    kept, known = HERE / "payoff.csv", CASES | ROWS
+    parser = parser_of(__doc__, budget="60s", seeds=3, table=TABLE, out=kept, readme=None)
+    said = f"of {', '.join(known)}"
+    parser.add_argument("--rows", type=among(known), default=list(ROWS), help=said)
     parser.add_argument("--policy", type=Path, help="default: the shipped one")
     parser.add_argument("--finetune", type=int, default=0, help="updates before the search")
-    parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="where graphs are")
-    parser.add_argument("--out", type=Path, default=HERE / "payoff.csv")
-    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     placers = {
@@ -169,8 +163,8 @@ def main() -> None:
         LEARNED: make_gdp_search(arguments.policy, arguments.finetune),
     }
     store, runs, shown = BenchSettings("gdp", arguments.table).store(say), [], []
-    for key in arguments.rows.split(","):
-        case = (CASES | ROWS)[key]
+    for key in arguments.rows:
+        case = known[key]
         graph = graphs.graph_for(store, case)
         task = by_rule(key, graph, parse_machine(case.machine))
         of_row = []
@@ -179,15 +173,13 @@ def main() -> None:
                 of_row.append(run(task, method, placer, arguments.budget, seed))
                 say(f"{key}, {method}, seed {seed}: {of_row[-1].best:.4f} s a step")
         runs += of_row
-        shown += lines(key, case.title, of_row)
+        shown += lines(case.title, of_row)
         write(runs, arguments.out)
     head = ("", "alone: reached", "evaluations", "seconds", "gdp+search: reached", "evaluations",
             "seconds")  # fmt: skip
     text = f"{table(head, shown)}\n\n{verdict(runs)}\n\nBudget of each search: {arguments.budget}; "
     text += f"{arguments.seeds} seeds; policy: {arguments.policy or 'the shipped one'}."
-    print(text)
-    if arguments.readme:
-        fill(arguments.readme, "payoff", text)
+    show(text, arguments.readme, "payoff")
 
 
 if __name__ == "__main__":

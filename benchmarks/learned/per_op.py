@@ -15,7 +15,6 @@ and search runs in a process of its own, in one thread, and is kept when it is d
 killed command goes on where it was.
 """
 
-import argparse
 import math
 import multiprocessing
 import os
@@ -30,11 +29,9 @@ from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from harness import with_range
-from markdown import fill, table
+from harness import among, count, parser_of, say, show, status_bytes, table, with_range
 
 from dovetail.errors import DovetailError
 from dovetail.graph import Groups, colocate, group_levels
@@ -198,17 +195,9 @@ def measure(task: PlacementTask, name: str, seed: int, options: Options) -> Meas
     tally = Tally(placed.task.problem(threads=1), lambda _trials, _best: None)
     fits = tally(placed.placement[None]).valid[0]
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    peak = peak_bytes()
+    peak = status_bytes("VmHWM")
     seconds, reason = (tally.best_seconds, "") if fits else (None, tally.reason)
     return Measured(placed.task.groups.count, placed.placements, wall, cpu, peak, seconds, reason)
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has held. `getrusage` would count what its parent held when
-    it was started."""
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return int(peak) * 1024
 
 
 def measure_apart(task: PlacementTask, name: str, seed: int, options: Options) -> Measured:
@@ -235,7 +224,7 @@ def kept(
     value = store.get(at, key)
     if value is None:
         measured = measure_apart(task, name, seed, options)
-        print(name, f"seed {seed}", *measured, sep=" | ", file=sys.stderr, flush=True)
+        say(" | ".join(map(str, (name, f"seed {seed}", *measured))))
         if measured.seconds is None and not measured.peak_bytes:
             return measured  # it did not run, and may another time
         value = measured._asdict()
@@ -264,42 +253,25 @@ def line_of(title: str, runs: Sequence[Measured], expert: float | None) -> tuple
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--seeds", type=int, default=1, help="of rows that draw")
-    parser.add_argument(
-        "--trials", type=int, default=160, help="placements of gdp-paper's training"
-    )
-    parser.add_argument("--budget", default="10s", help="of auto")
-    parser.add_argument("--updates", type=int, default=50, help="of fine-tuning")
-    parser.add_argument("--groups", type=int, default=5000, help="at least, of fine-tuning")
-    parser.add_argument("--steps", type=int, default=66, help="that the network is unrolled for")
+    parser = parser_of(__doc__, seeds=1, trials=160, budget="10s", out=HERE, readme=None)
+    parser.add_argument("--rows", type=among(ROWS), default=list(ROWS), help="; ".join(ROWS))
+    parser.add_argument("--updates", type=count, default=50, help="of fine-tuning")
+    parser.add_argument("--groups", type=count, default=5000, help="at least, of fine-tuning")
+    parser.add_argument("--steps", type=count, default=66, help="that the network is unrolled for")
     parser.add_argument("--model", help="another network than GNMT, as MODEL")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of what is kept")
-    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     arguments = parser.parse_args(argv)
-    names = [name.strip() for name in arguments.rows.split(",")]
-    for name in names:
-        if name not in ROWS:
-            parser.error(f"row {name!r} is not one of {', '.join(ROWS)}")
-    for name in ("seeds", "trials", "updates", "groups", "steps"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    try:
-        parse_budget(arguments.budget)
-    except DovetailError as error:
-        parser.error(str(error))
+    parse_budget(arguments.budget)  # is refused at once
     options = Options(arguments.budget, arguments.trials, arguments.updates, arguments.groups)
     model = arguments.model or f"zoo:gnmt?layers=8&steps={arguments.steps}"
     (like,) = (case for case in GDP_CASES if case.key == "gnmt-8-8gpu")
-    store = Store(arguments.out / "rows", lambda text: print(text, file=sys.stderr))
+    store = Store(arguments.out / "rows", say)
     graph = graphs.graph_for(store, replace(like, key="per-op", model=model))
     task = by_rule(model, graph, parse_machine(like.machine))
     task = replace(task, groups=colocate(graph))
     # Whatever rows are asked for, the expert is what they are compared with.
     expert = kept(store, model, task, "expert", 0, options).seconds
     lines = []
-    for name in names:
+    for name in arguments.rows:
         seeds = range(arguments.seeds if ROWS[name].drawn else 1)
         runs = [kept(store, model, task, name, seed, options) for seed in seeds]
         title = ROWS[name].title.format(budget=options.budget, updates=options.updates)
@@ -308,9 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"`{model}`, {like.train}, {like.machine}, {len(graph):,} ops, one thread, seeds: "
         f"{arguments.seeds}:\n\n{table(HEAD, lines)}"
     )
-    print(text)
-    if arguments.readme:
-        fill(arguments.readme, "per_op", text)
+    show(text, arguments.readme, "per_op")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ All of it is kept in the folder of the run, stage by stage: captured graphs, tar
 after each pass of imitation, and PPO's own run. The same command goes on where it was stopped.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -29,8 +28,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
+from harness import parser_of, say
 from numpy.typing import NDArray
 from random_graphs import FAMILIES, random_graph, random_machine
 from scipy.optimize import linear_sum_assignment
@@ -576,16 +578,15 @@ def _silent(_progress: PretrainingProgress) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     recipe = Recipe()
+    parser = parser_of(__doc__, seed=0)
+    parser.add_argument("--trials", type=int, default=recipe.trials, help="of PPO; 0: without it")
     parser.add_argument("--out", type=Path, required=True, help="write the policy (.safetensors)")
     parser.add_argument("--folder", type=Path, required=True, help="keep the run, to go on with it")
     parser.add_argument("--seconds", type=float, help="limit of imitation, and again of PPO")
-    parser.add_argument("--trials", type=int, default=recipe.trials, help="of PPO")
     parser.add_argument("--graphs", type=int, default=recipe.wanted.random, help="random graphs")
     parser.add_argument("--networks", type=int, default=len(NETWORKS), help="of the zoo")
     parser.add_argument("--passes", type=int, default=recipe.passes, help="of imitation")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     wanted = replace(
         recipe.wanted, random=arguments.graphs, networks=NETWORKS[: arguments.networks]
@@ -594,12 +595,10 @@ def main() -> None:
         parser.error("there is nothing to learn from")
     recipe = replace(recipe, wanted=wanted, passes=arguments.passes, trials=arguments.trials)
 
-    def show(news: PretrainingProgress) -> None:
-        print(f"{news.stage} {news.done} of {news.of} {news.text}", file=sys.stderr, flush=True)
-
     card = pretrain(
         arguments.out, folder=arguments.folder, seconds=arguments.seconds, seed=arguments.seed,
-        recipe=recipe, progress=show,
+        recipe=recipe,
+        progress=lambda news: say(f"{news.stage} {news.done} of {news.of} {news.text}"),
     )  # fmt: skip
     tasks, trials = len(card["trained_on"]), card["trials"]
     print(f"wrote {arguments.out}: {tasks} tasks, {trials:,} trials of PPO")

@@ -24,10 +24,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from harness import say
 from numpy.typing import NDArray
 
 from dovetail.machine import parse_machine
@@ -93,13 +94,9 @@ CASES = GDP | {
 }  # fmt: skip
 
 
+TABLE = Path(__file__).parents[1] / "gdp"
 HDP = ("hdp", "hdp-paper")
 MOST_DEVICES = max(len(parse_machine(case.machine).devices) for case in CASES.values())
-
-
-def say(text: str) -> None:
-    """How far it is, aside from the results."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ than a good one of a real network. What counts is the best of the placements tha
 drew, repeats counted, not what other methods found. Drawing uniformly as often is the control.
 """
 
-import argparse
 import itertools
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 from random_graphs import FAMILIES, random_graph
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from markdown import fill, table
+from harness import parser_of, show, table
 
 from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, Groups, group
@@ -127,12 +126,11 @@ def uniform(seconds: np.ndarray, samples: int, seed: int) -> tuple[float, int, i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, readme=None)
     parser.add_argument("--methods", nargs="+", default=["uniform", "seq2seq", "hdp", "gdp"])
     parser.add_argument("--graphs", type=int, default=20)
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -145,10 +143,7 @@ def main() -> None:
         for name in arguments.methods:
             rows.append(row(name, devices, problems, every, verbose=arguments.verbose))
             print(*rows[-1], sep=" | ", flush=True)
-    text = table(HEAD, rows)
-    print(text)
-    if arguments.readme:
-        fill(arguments.readme, "toys", text)
+    show(table(HEAD, rows), arguments.readme, "toys")
 
 
 def row(

@@ -9,7 +9,6 @@ expert's seconds over the column "human" is zero. `--write` keeps the constants 
 `dovetail.machine.presets` reads them. Graphs are captured once and kept in the work folder.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from harness import parser_of, table
 from scipy.optimize import brentq, least_squares
 
 from dovetail.costs import analytic_costs
@@ -61,11 +61,10 @@ class Figure:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    arguments.add_argument("--paper", choices=("rl17", "gdp"), help="default: both")
-    arguments.add_argument("--write", action="store_true", help=f"to {FITTED.name}")
-    arguments.add_argument("--work", type=Path, default=Path(__file__).parent / "work")
-    chosen = arguments.parse_args()
+    parser = parser_of(__doc__, write=f"to {FITTED.name}")
+    parser.add_argument("--paper", choices=("rl17", "gdp"), help="default: both")
+    parser.add_argument("--work", type=Path, default=Path(__file__).parent / "work")
+    chosen = parser.parse_args()
     found = json.loads(FITTED.read_text(encoding="utf-8")) if FITTED.exists() else {}
     for paper, fit in (("rl17", fit_rl17), ("gdp", fit_gdp)):
         if chosen.paper in (None, paper):
@@ -217,14 +216,20 @@ def show(
 ) -> None:
     print(f"\n## {title}: {len(figures)} figures met {parameters} parameters\n")
     print(json.dumps(devices))
-    print("\n| network | column | ops | paper, s | simulated, s | simulated / paper |")
-    print("|---|---|---:|---:|---:|---:|")
     found = rows(figures, devices)
-    for row in found:
-        print(
-            f"| {row['model']} | {row['column']} | {row['ops']:,} | {row['published_seconds']} | "
-            f"{row['simulated_seconds']:.3f} | {math.exp(row['log_ratio']):.3f} |"
+    lines = [
+        (
+            row["model"],
+            row["column"],
+            f"{row['ops']:,}",
+            row["published_seconds"],
+            f"{row['simulated_seconds']:.3f}",
+            f"{math.exp(row['log_ratio']):.3f}",
         )
+        for row in found
+    ]
+    head = ("network", "column", "ops", "paper, s", "simulated, s", "simulated / paper")
+    print(f"\n{table(head, lines)}")
     residuals = np.array([row["log_ratio"] for row in found])
     print(f"\nmean factor off: {math.exp(np.sqrt((residuals**2).mean())):.3f} (root mean square)")
 

@@ -5,7 +5,6 @@
 Prints one JSON object. `run.py` calls it, a process for each model.
 """
 
-import argparse
 import copy
 import importlib
 import json
@@ -18,17 +17,19 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from cases import REGISTRY, Batch, Case, Model
+from harness import parser_of, status_bytes
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, pipeline
 from vision import make_importable
@@ -39,10 +40,11 @@ from dovetail.exports.modules import forward_ops
 from dovetail.frontends import initial_values, run_step
 from dovetail.frontends.capturing import batched_experts, unwrap
 from dovetail.frontends.structures import leaves
-from dovetail.machine import Machine, parse_machine
-from dovetail.plans import Plan, normalise
+from dovetail.machine import parse_machine
+from dovetail.plans import normalise
 from dovetail.plans.records import planned_graph
 from dovetail.runtime.forking import start_fork_server
+from tests.support.placing import plan_for, random_placement
 
 STEPS = 3
 OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
@@ -89,7 +91,9 @@ class Step:
 
     def __init__(self, module: nn.Module, drawn: Drawn, optimizer: Any) -> None:
         args, kwargs, targets = drawn.step(0)
-        before_bytes = reset_peak()
+        # The highest memory use so far is forgotten.
+        Path("/proc/self/clear_refs").write_text("5")
+        before_bytes = status_bytes("VmRSS")
         began = time.perf_counter()
         with batched_experts(module):
             self.captured = dt.capture(
@@ -101,7 +105,7 @@ class Step:
                 **kwargs,
             )
         self.seconds = time.perf_counter() - began
-        self.peak_bytes = peak_bytes() - before_bytes
+        self.peak_bytes = status_bytes("VmHWM") - before_bytes
         self.values = initial_values(self.captured)
 
     def run(self, step: int, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> Any:
@@ -122,21 +126,6 @@ def run_flat(
     tensors = captured.signature.tensors((*args, *targets), kwargs)
     count = len(captured.inputs)
     return run_step(captured, values, tensors[:count], tensors[count:], step=step)
-
-
-def reset_peak() -> int:
-    """Forget the highest memory use so far; what is used now, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
-
-
-def peak_bytes() -> int:
-    return status_bytes("VmHWM")
-
-
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def difference(found: Any, expected: Any) -> float:
@@ -249,12 +238,8 @@ def placed(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
     where denormal numbers count as zero as they do in a device's process."""
     graph = step.captured.graph
     machine = parse_machine("here/2")
-    rng = np.random.default_rng(0)
-    placement = rng.integers(0, 2, len(graph)).astype(np.int32)
-    for group in sorted(set(graph.colocation.tolist()) - {-1}):
-        members = graph.colocation == group
-        placement[members] = placement[np.argmax(members)]
-    plan = plan_of(step.captured, machine, normalise(placement, graph, machine))
+    placement = normalise(random_placement(graph, 0), graph, machine)
+    plan = plan_for(step.captured, placement, machine=machine)
     values = initial_values(step.captured)
     worst = 0.0
     # Both workers are forked of one process, which imports torch once.
@@ -269,20 +254,6 @@ def placed(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
             torch.set_flush_denormal(False)
             worst = max(worst, difference(found, expected))
     return {"difference": worst, "equal": worst == 0.0}
-
-
-def plan_of(captured: Any, machine: Machine, placement: Any) -> Plan:
-    graph = captured.graph
-    orders = tuple(
-        tuple(np.flatnonzero((placement == d) & ~graph.is_source).tolist())
-        for d in range(len(machine.devices))
-    )
-    return Plan(
-        source=captured.source, graph_fingerprint=graph.fingerprint, machine=machine,
-        placement=placement, orders=orders, compute_seconds=np.ones((len(graph), 2)),
-        costs_source="given", placer="hand", seed=0, objective="step", value=1.0, lower_bound=0.0,
-        bound_proof="none", peak_memory_bytes=(0, 0), groups=0, planning_seconds=0.0,
-    )  # fmt: skip
 
 
 def exported(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
@@ -451,10 +422,18 @@ def load_case(name: str, folder: str) -> Case:
     return case
 
 
+def wanted(patterns: str) -> list[Case]:
+    """The registered cases whose name matches one of the patterns, with commas between them."""
+    return [
+        case
+        for name, case in REGISTRY.cases.items()
+        if any(fnmatch(name, pattern) for pattern in patterns.split(","))
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__, packages="")
     parser.add_argument("name")
-    parser.add_argument("--packages", default="", help="folder that other packages are in")
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
     warnings.simplefilter("ignore")

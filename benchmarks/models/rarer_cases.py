@@ -28,8 +28,6 @@ from transformers_cases import (
     translated_text,
 )
 
-# A network in turns of a recurrent layer and attention.
-HYBRID = GROUPED | {"num_hidden_layers": 2}
 MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,

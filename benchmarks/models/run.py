@@ -7,7 +7,6 @@ packages that are not there are skipped.
 """
 
 import argparse
-import fnmatch
 import json
 import multiprocessing
 import re
@@ -25,8 +24,8 @@ sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
 from cases import REGISTRY, Case
-from markdown import fill, table
-from measure import CASE_MODULES, PARTS, described, load_case, load_cases, measure
+from harness import fill, parser_of, table
+from measure import CASE_MODULES, PARTS, described, load_case, load_cases, measure, wanted
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
@@ -216,29 +215,20 @@ def _short(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="*", help="pattern of names, several with commas")
-    parser.add_argument("--again", action="store_true", help="make rows anew that are there")
+    parser = parser_of(__doc__, only="*", again=False, packages="", write=False)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
     parser.add_argument("--memory", type=float, default=6, help="GiB for each process of a model")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--packages", default="", help="folder that other packages are in")
     parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--write", action="store_true", help="write the README's table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     load_cases()
     rows = read_rows(options.rows)
-    wanted = [
-        case
-        for case in REGISTRY.cases.values()
-        if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.only.split(","))
-        and (options.again or case.name not in rows)
-    ]
+    cases = [case for case in wanted(options.only) if options.again or case.name not in rows]
     skipped = 0
-    for case, row in run_all(wanted, options):
+    for case, row in run_all(cases, options):
         if "skipped" in row:
             skipped += 1
             print(f"{case.name}: skipped, {row['skipped']}", flush=True)

@@ -7,8 +7,6 @@ Prints one line for each kind of op that returns something else, and ends with s
 one. A wrong stride is no wrong number by itself, but a later view reads memory by it.
 """
 
-import argparse
-import fnmatch
 import sys
 import traceback
 import warnings
@@ -17,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import torch
-from cases import REGISTRY, Case
-from measure import OPTIMIZERS, Drawn, Step, load_case, load_cases, prepared
+from cases import Case
+from harness import parser_of, say
+from measure import OPTIMIZERS, Drawn, Step, load_case, load_cases, prepared, wanted
 from torch import Tensor
 
 from dovetail.errors import DovetailError
@@ -83,34 +82,28 @@ def steps_of(case: Case) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="*")
-    parser.add_argument("--packages", default="", help="folder that other packages are in")
-    options = parser.parse_args()
+    options = parser_of(__doc__, only="*", packages="").parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     load_cases()
-    patterns = options.only.split(",")
     kinds: dict[str, list[str]] = defaultdict(list)
     calls = failed = 0
-    for name, case in REGISTRY.cases.items():
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            continue
+    for case in wanted(options.only):
         if case.packages and not options.packages:
             continue
-        load_case(name, options.packages)
+        load_case(case.name, options.packages)
         try:
             for kind, step in steps_of(case):
                 graph = step.captured.graph
                 calls += int((~graph.is_source).sum())
                 for op, differs in differing(step):
                     kinds[graph.kinds[op]].append(
-                        f"{name} {kind}: {graph.names[op]} returns {differs}; "
+                        f"{case.name} {kind}: {graph.names[op]} returns {differs}; "
                         f"{graph.signatures[op]}"
                     )
         except Exception:
             failed += 1
-            print(f"{name} failed: {traceback.format_exc()}", file=sys.stderr)
+            say(f"{case.name} failed: {traceback.format_exc()}")
     for kind, lines in kinds.items():
         print(f"{kind}: {len(lines)} calls, such as {lines[0]}")
     print(f"{calls} calls, {sum(map(len, kinds.values()))} differ, of {len(kinds)} kinds of ops")

@@ -7,7 +7,6 @@ PyTorch is eager, in a process of its own for each number of threads, with OMP_W
 its best number of threads is picked for each number of neighbours.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -16,14 +15,14 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import cases
 import torch
+from harness import in_turns, line, parser_of, ratios_of, say, table, with_range
 
 import dovetail as dt
 from dovetail.pipeline import resolve_model
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import in_turns, with_range
 
 CASES = {"mlp": "adam", "squeezenet": "", "vit": "adam"}
 MACHINES = ("here", "here/1", "here/2")
@@ -123,7 +122,7 @@ def placed_steps(case: str, stack: ExitStack):
     for name in MACHINES:
         placer = "auto" if name == "here/2" else "single"
         plan = dt.plan(step, name, placer=placer, budget="2s")
-        print(f"{case} on {name}: {'; '.join(plan.notes) or 'no notes'}", file=sys.stderr)
+        say(f"{case} on {name}: {'; '.join(plan.notes) or 'no notes'}")
         placed = stack.enter_context(dt.run(plan, step))
         given = (*inputs, *targets) if CASES[case] else inputs
         found[name] = lambda placed=placed, given=given: mean_step(lambda: placed.step(*given))
@@ -131,10 +130,8 @@ def placed_steps(case: str, stack: ExitStack):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser = parser_of(__doc__, rounds=4, only="")
     parser.add_argument("--neighbours", default="0,1,2")
-    parser.add_argument("--only", default="")
     parser.add_argument("--peer", default="")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -143,8 +140,8 @@ def main() -> None:
         return
     cores = sorted(os.sched_getaffinity(0))
     counts = [int(text) for text in arguments.neighbours.split(",")]
-    print("| network | neighbours | plain ms (threads) | here ms |", end="")
-    print(" here / plain | here/1 / plain | here/2 / plain |\n|---|---|---|---|---|---|---|")
+    ratios = [f"{name} / plain" for name in MACHINES]
+    print(table(("network", "neighbours", "plain ms (threads)", "here ms", *ratios), []))
     for case in CASES:
         if arguments.only not in case:
             continue
@@ -162,18 +159,13 @@ def main() -> None:
 def row(case, count, seconds, threads) -> str:
     best = min(threads, key=lambda n: statistics.median(seconds[n]))
     plain = seconds[best]
-    ratios = [
-        with_range([own / other for own, other in zip(seconds[name], plain, strict=True)], to="-")
-        for name in MACHINES
-    ]
-    cells = [
+    return line(
         case,
-        str(count),
+        count,
         f"{1e3 * statistics.median(plain):.2f} ({best})",
         f"{1e3 * statistics.median(seconds['here']):.2f}",
-        *ratios,
-    ]
-    return f"| {' | '.join(cells)} |"
+        *(with_range(ratios_of(seconds[name], plain), to="-") for name in MACHINES),
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Each case is planned with `replicas="auto"`, and its row shows what every way to
 takes, simulated op by op. Writes a table of the README.
 """
 
-import argparse
 import sys
 import time
 from fnmatch import fnmatch
@@ -18,10 +17,9 @@ from dovetail.transforms import Parts, Towers, the
 from dovetail.units import format_seconds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from markdown import fill, table
+from harness import parser_of, show, table
 
 HERE = Path(__file__).parent
-GPT2 = "zoo:gpt2?layers=24&hidden=1024&heads=16"
 CASES = {
     "Inception-V3, batch 128": ("zoo:inception_v3?batch=128", "rmsprop", "rl17/4"),
     "GPT-2 medium, batch 32": (
@@ -69,25 +67,14 @@ def _is_way(name: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", default="60s")
-    parser.add_argument("--only", default="*")
-    options = parser.parse_args()
+    options = parser_of(__doc__, budget="60s", only="*").parse_args()
     names = [name for name in CASES if fnmatch(name, options.only)]
     rows = [run(name, options.budget) for name in names]
-    header = [
-        "case",
-        "whole batch",
-        "shared (the best four)",
-        "chosen",
-        "step",
-        "gap",
-        "planned in",
-    ]
-    text = table(header, rows)
-    print(text)
-    if len(names) == len(CASES):
-        fill(HERE / "README.md", "batches", text)
+    head = (
+        "case", "whole batch", "shared (the best four)", "chosen", "step", "gap", "planned in",
+    )  # fmt: skip
+    readme = HERE / "README.md" if len(names) == len(CASES) else None
+    show(table(head, rows), readme, "batches")
 
 
 if __name__ == "__main__":

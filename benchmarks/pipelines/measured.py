@@ -7,19 +7,21 @@ more stages than cores, stages share these. Rounds of each take turns in one run
 says that ours makes more steps a second. The losses of both are compared first.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
+import sys
 import time
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from harness import host, keep_json, parser_of, ratios_of
 from torch import Tensor, nn
 
 import dovetail as dt
@@ -29,7 +31,6 @@ from dovetail.machine import Machine
 from dovetail.pipeline import resolve_machine
 from dovetail.pipeline.opening import planned
 from dovetail.plans import Plan
-from dovetail.runtime.files import write_atomically
 
 HERE = Path(__file__).parent
 WIDTH, TOKENS, BLOCKS, MICRO_BATCHES, RATE = 256, 256, 8, 8, 0.01
@@ -180,29 +181,26 @@ def compare(stages: int, schedule: str, rounds: int, steps: int) -> dict:
             ours.append((time.perf_counter() - began) / steps)
             theirs.append(peer.steps(steps)[0] / steps)
     peer.close()
-    ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+    ratios = ratios_of(theirs, ours)
     row = {
         "stages": stages, "schedule": schedule, "predicted": plan.value,
         "ours": statistics.median(ours), "torch": statistics.median(theirs),
-        "ratio": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1],
+        "ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios),
     }  # fmt: skip
     print(json.dumps(row), flush=True)
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=9, steps=10)
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     rows = [
         compare(arguments.stages, schedule, arguments.rounds, arguments.steps)
         for schedule in SCHEDULES
     ]
-    host = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    text = json.dumps({"host": host, "rows": rows}, indent=1)
-    write_atomically(HERE / "results" / f"measured_{arguments.stages}.json", text.encode())
+    out = HERE / "results" / f"measured_{arguments.stages}.json"
+    keep_json(out, {"host": host(torch), "rows": rows})
 
 
 if __name__ == "__main__":

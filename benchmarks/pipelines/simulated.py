@@ -9,9 +9,7 @@ DeepSpeed's `parameters`. All have the same schedule and micro-batches. Writes t
 README, and the figures as JSON.
 """
 
-import argparse
 import json
-import platform
 import sys
 import time
 from fnmatch import fnmatch
@@ -25,10 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dovetail as dt
 from dovetail.frontends import Adam, capture, resolve
 from dovetail.graph.synthetic import layered
-from dovetail.runtime.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from markdown import fill, table
+from harness import fill, host, keep_json, parser_of, table
 
 HERE = Path(__file__).parent
 MICRO_BATCHES = 16
@@ -39,7 +36,6 @@ MODELS = {
     "Inception-V3": "zoo:inception_v3",
     "U-Net": "",
 }
-CHAINS = ("GPT-2 medium", "Llama 3.2 1B")
 MACHINES = {"4 equal": "4 x a100", "4 unlike": "2 x a100 + 2 x v100"}
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -125,11 +121,8 @@ def text_of(row: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="*", help="models that match this pattern")
-    parser.add_argument("--budget", default="10s")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "simulated.json")
-    arguments = parser.parse_args()
+    out = HERE / "results" / "simulated.json"
+    arguments = parser_of(__doc__, only="*", budget="10s", out=out).parse_args()
     rows = []
     large = planning_of_50_000_ops()
     for name, model in MODELS.items():
@@ -140,9 +133,8 @@ def main() -> None:
             for schedule in SCHEDULES:
                 rows.append(measure(name, step, machine, schedule, arguments.budget))
     arguments.out.parent.mkdir(exist_ok=True)
-    host = f"{platform.processor() or platform.machine()}, torch {torch.__version__}"
-    figures = {"host": host, "micro_batches": MICRO_BATCHES, "rows": rows, "large": large}
-    write_atomically(arguments.out, json.dumps(figures, indent=1).encode())
+    figures = {"host": host(torch), "micro_batches": MICRO_BATCHES, "rows": rows, "large": large}
+    keep_json(arguments.out, figures)
     head = [
         "case", "schedule", "planned step", "equal layers", "equal parameters", "gap", "bound by",
         "planned in",

@@ -6,12 +6,15 @@ A run anneals for about a second, from the linearised optimum, at the temperatur
 begins with. Seconds are the thread's own processor time, so that neighbours count less.
 """
 
-import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from harness import ROOT, line, parser_of, table
 
 from dovetail.graph import colocate
 from dovetail.instances import load_instance
@@ -28,7 +31,7 @@ from dovetail.placers.load_search import (
 )
 from dovetail.simulator import Simulator
 
-INSTANCES = Path(__file__).parents[2] / "tests" / "data" / "instances" / "throughput"
+INSTANCES = ROOT / "tests" / "data" / "instances" / "throughput"
 RUN_SECONDS = 1.0
 
 
@@ -66,21 +69,18 @@ def moves_per_second(problem: PlacementProblem, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=int, default=9)
+    parser = parser_of(__doc__, runs=9)
     default = INSTANCES / "op_bert_l-12_inference.json"
     parser.add_argument("files", nargs="*", type=Path, default=[default])
     arguments = parser.parse_args()
-    print("| instance | groups | devices | moves/s, median | least | most |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print(table(("instance", "groups", "devices", "moves/s, median", "least", "most"), []))
     for path in arguments.files:
         problem = problem_of(path)
         moves_per_second(problem, 0)  # compiles
         found = [moves_per_second(problem, seed) / 1e6 for seed in range(arguments.runs)]
-        print(
-            f"| {path.stem} | {problem.groups.count} | {problem.load.counted.sum()} "
-            f"| {statistics.median(found):.2f} M | {min(found):.2f} M | {max(found):.2f} M |"
-        )
+        figures = (statistics.median(found), min(found), max(found))
+        sizes = (problem.groups.count, problem.load.counted.sum())
+        print(line(path.stem, *sizes, *(f"{figure:.2f} M" for figure in figures)))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python benchmarks/planners/run.py [--budget 10s] [--only PATTERN] [--methods a,b] [--out FILE]
 
 Cases: the published instances under tests/data/instances, captured training steps and a synthetic
-layered graph on two machines. Each method gets the whole budget, alone. Prints Markdown.
+layered graph on two machines. Each method gets the whole budget, alone. Prints Markdown, and adds
+it to FILE.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from harness import ROOT, parser_of, say, table
+from peers import accelerate_placement
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.costs import analytic_costs
@@ -28,10 +32,7 @@ from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, Budget, PlacementProblem, make_problem, parse_budget
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 
-sys.path.insert(0, str(Path(__file__).parent))
-from peers import accelerate_placement
-
-INSTANCES = Path(__file__).parents[2] / "tests" / "data" / "instances"
+INSTANCES = ROOT / "tests" / "data" / "instances"
 STEPS = (("zoo:rnnlm", "adam"), ("zoo:inception_v3", "rmsprop"))
 MACHINES = ("4 x k80 + haswell", "8 x p100")
 SYNTHETIC_OPS = 100_000
@@ -129,30 +130,24 @@ def methods_of(case: Case, wanted: list[str]) -> list[str]:
     return [name for name in names if not wanted or name in wanted]
 
 
-def table(case: Case, rows: list[Row], bound: LowerBound) -> str:
-    lines = [
-        f"### {case.name}",
-        "",
-        f"{len(case.problem.graph)} ops, {case.problem.groups.count} groups; bound "
-        f"{bound.seconds * 1e3:.6g} ms by {bound.proof} ({case.bound.seconds * 1e3:.6g} ms by "
-        f"{case.bound.proof} in {case.bound_seconds:.2g} s)",
-        "",
-        "| method | value, ms | gap, % | seconds |",
-        "|---|---:|---:|---:|",
-    ]
+def page_of(case: Case, rows: list[Row], bound: LowerBound) -> str:
+    lines = []
     for row in sorted(rows, key=lambda row: row.value):
         value = f"{row.value * 1e3:.6g}" if np.isfinite(row.value) else row.note
         gap = f"{100 * (row.value / bound.seconds - 1):.2f}" if np.isfinite(row.value) else ""
-        lines.append(f"| {row.method} | {value} | {gap} | {row.seconds:.2f} |")
-    return "\n".join(lines) + "\n"
+        lines.append((row.method, value, gap, f"{row.seconds:.2f}"))
+    return (
+        f"### {case.name}\n\n"
+        f"{len(case.problem.graph)} ops, {case.problem.groups.count} groups; bound "
+        f"{bound.seconds * 1e3:.6g} ms by {bound.proof} ({case.bound.seconds * 1e3:.6g} ms by "
+        f"{case.bound.proof} in {case.bound_seconds:.2g} s)\n\n"
+        f"{table(('method', 'value, ms', 'gap, %', 'seconds'), lines)}\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--budget", default="10s")
-    parser.add_argument("--only", default="*", help="glob on case names")
+    parser = parser_of(__doc__, budget="10s", only="*", out=None)
     parser.add_argument("--methods", default="", help="comma-separated; default: all")
-    parser.add_argument("--out", type=Path, help="append the page to this file")
     arguments = parser.parse_args()
     wanted = [name for name in arguments.methods.split(",") if name]
     for one in cases(arguments.only):
@@ -161,8 +156,8 @@ def main() -> None:
             row, proven = solve(one, name, arguments.budget)
             rows.append(row)
             bound = max(bound, proven or bound, key=lambda b: b.seconds)
-            print(f"{one.name}: {row}", file=sys.stderr, flush=True)
-        page = table(one, rows, bound)
+            say(f"{one.name}: {row}")
+        page = page_of(one, rows, bound)
         print(page, flush=True)
         if arguments.out:
             with arguments.out.open("a") as file:

@@ -10,7 +10,6 @@ All three get the same budget. With a number of evaluations they run on one thre
 gives one result. With seconds (`--budget 10s`) they run as the tool does, on all cores.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -19,10 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from harness import with_range
-from markdown import table
+from harness import among, line, parser_of, table, with_range
 
 from dovetail.graph import Graph
 from dovetail.machine import parse_machine
@@ -41,24 +38,19 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", default="", help="keys of rows, with commas; by default all")
-    parser.add_argument("--budget", default="5000e", help="evaluations (5000e) or seconds (10s)")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = parser_of(__doc__, budget="5000e", seeds=3)
+    keys = [case.key for case in GDP_CASES]
+    parser.add_argument("--rows", type=among(keys), default=keys, help="keys of rows, with commas")
     parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
     options = parser.parse_args()
-    keys = options.rows.split(",") if options.rows else [case.key for case in GDP_CASES]
-    unknown = set(keys) - {case.key for case in GDP_CASES}
-    if unknown:
-        parser.error(f"no such row: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
         store = Store(options.graphs or Path(temporary), print)
         print(table(COLUMNS, []))
         for case in GDP_CASES:
-            if case.key in keys:
+            if case.key in options.rows:
                 graph = graphs.graph_for(store, case)
                 cells = row_of(case, graph, options.budget, options.seeds)
-                print(f"| {' | '.join(cells)} |", flush=True)
+                print(line(*cells), flush=True)
 
 
 def row_of(case: Case, graph: Graph, budget: str, seeds: int) -> list[str]:

@@ -4,7 +4,8 @@
     python benchmarks/random_modules/run.py --case "sgd float64 train 1: seq(linear, tanh)"
 
 Cases that are neither right nor refused are made smaller until nothing can go, and printed as
-texts that `--case` takes. Exit status 1 if there are any.
+texts that `--case` takes. Exit status 1 if there are any. A case follows from the seed and its
+number; `--first` is the number of the first.
 """
 
 import argparse
@@ -18,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from markdown import fill, table
+from harness import parser_of, show, table
 
 from dovetail.executors import Workers
 from tests.support.placing import plan_for, random_order, random_placement, two_devices
@@ -134,15 +134,12 @@ def report(one: Found) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, first=0, seed=0, write=False)
     parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="the first case's number")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--placed", type=int, default=5, help="every how many cases; 0: none")
     parser.add_argument("--without", nargs="*", default=[], metavar="PART", help="not drawn")
     parser.add_argument("--no-minimise", dest="minimise", action="store_false")
     parser.add_argument("--case", metavar="TEXT", help="this one only")
-    parser.add_argument("--write", action="store_true", help="the tables of the README")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -173,9 +170,8 @@ def main() -> None:
         "refusals": refusals(found),
     }
     for name, text in texts.items():
-        print(f"\n{text}")
-        if options.write:
-            fill(HERE / "README.md", name, text)
+        print()
+        show(text, HERE / "README.md" if options.write else None, name)
     sys.exit(any(counts[kind] for kind in FAULTS))
 
 

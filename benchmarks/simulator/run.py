@@ -7,7 +7,6 @@ and C++ take turns in short blocks, and a block counts only if every core was un
 and after it and nothing else ran meanwhile: a ratio is the median of the ratios within blocks.
 """
 
-import argparse
 import heapq
 import math
 import os
@@ -21,16 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from calm import Calm
+from harness import parser_of, quartiles, table
 
 from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.machine import Device, Link, Machine
 from dovetail.simulator import BatchEvaluation, Simulator
 from dovetail.simulator.flat import StepModel, flatten
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from calm import Calm
 
 HERE = Path(__file__).parent
 READS = 3
@@ -277,18 +277,9 @@ def simpy_step_seconds(flat: StepModel, placement) -> float:
     return float(env.now)
 
 
-def line(name: str, rates, note: str = "") -> str:
-    spread = f"{min(rates):.3g} to {max(rates):.3g}"
-    return f"| {name} | {statistics.median(rates):.3g} | {spread} | {note} |"
-
-
 def ratio(ratios) -> str:
-    return f"{statistics.median(ratios):.2f} x (quartiles {quartiles(ratios)})"
-
-
-def quartiles(values) -> str:
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{low:.2f} to {high:.2f}"
+    low, middle, high = quartiles(ratios)
+    return f"{middle:.2f} x (quartiles {low:.2f} to {high:.2f})"
 
 
 def slow_rates(simulator: Simulator, flat: StepModel, placements):
@@ -306,10 +297,9 @@ def slow_rates(simulator: Simulator, flat: StepModel, placements):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, repeats=40)
     parser.add_argument("--ops", type=int, default=50_000)
     parser.add_argument("--placements", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     graph, machine, costs = random_case(options.ops, 4, rng)
@@ -331,15 +321,21 @@ def main() -> None:
 
     print(f"{options.ops} ops, {len(graph.input_tensors)} pairs, 4 devices;", end=" ")
     print(f"{calm.taken} blocks, {calm.disturbed} of them given up on as disturbed\n")
-    print("| simulator | placements/s, median | spread | |\n|---|---:|---|---|")
-    print(line("dovetail, 1 thread", [b.one for b in blocks]))
     gain = ratio([b.two / b.one for b in blocks])
-    print(line("dovetail, 2 threads", [b.two for b in blocks], f"{gain} one thread"))
     share = ratio([b.one / b.port for b in blocks])
-    note = f"same values and peaks; dovetail's one thread is {share} this"
-    print(line("C++, g++ -O3", [b.port for b in blocks], note))
-    print(line("Python heapq, no memory", heap, "same step seconds"))
-    print(line("SimPy, no memory", simpy))
+    measured = (
+        ("dovetail, 1 thread", [b.one for b in blocks], ""),
+        ("dovetail, 2 threads", [b.two for b in blocks], f"{gain} one thread"),
+        ("C++, g++ -O3", [b.port for b in blocks],
+         f"same values and peaks; dovetail's one thread is {share} this"),
+        ("Python heapq, no memory", heap, "same step seconds"),
+        ("SimPy, no memory", simpy, ""),
+    )  # fmt: skip
+    rows = [
+        (name, f"{statistics.median(rates):.3g}", f"{min(rates):.3g} to {max(rates):.3g}", note)
+        for name, rates, note in measured
+    ]
+    print(table(("simulator", "placements/s, median", "spread", ""), rows))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 python benchmarks/spinning/run.py [--rounds 3] [--steps 300]
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import in_child, parser_of, table
 
 SETTINGS = (
     {},
@@ -58,9 +60,7 @@ def one(steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser = parser_of(__doc__, rounds=3, steps=300)
     parser.add_argument("--one", action="store_true", help="one setting, as JSON")
     arguments = parser.parse_args()
     if arguments.one:
@@ -70,20 +70,14 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for setting in SETTINGS:
             name = ", ".join("=".join(pair) for pair in setting.items()) or "default"
-            ran = subprocess.run(
-                [sys.executable, __file__, "--one", "--steps", str(arguments.steps)],
-                env=os.environ | setting,
-                stdout=subprocess.PIPE,
-                check=True,
-            )
-            found.setdefault(name, []).append(json.loads(ran.stdout))
-    print("| setting | product us | chain us: median | mean | 99 % |\n|---|---|---|---|---|")
-    for name, rows in found.items():
-        columns = [
-            " / ".join(f"{row[key]:.0f}" for row in rows)
-            for key in ("product", "median", "mean", "99 %")
-        ]
-        print(f"| {name} | {' | '.join(columns)} |")
+            steps = str(arguments.steps)
+            row = in_child(__file__, "--one", "--steps", steps, variables=setting)
+            found.setdefault(name, []).append(row)
+    lines = [
+        (name, *(" / ".join(f"{row[key]:.0f}" for row in rows) for key in rows[0]))
+        for name, rows in found.items()
+    ]
+    print(table(("setting", "product us", "chain us: median", "mean", "99 %"), lines))
 
 
 if __name__ == "__main__":

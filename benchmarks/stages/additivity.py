@@ -23,10 +23,9 @@ import torch
 from scipy.stats import kendalltau
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from children import Record, count, parser_of, records, said
-from markdown import fill, table
+from children import Record, parser_of_networks, records, said
+from harness import count, show, table
 
 from dovetail.executors.stages.choosing import measure
 from dovetail.frontends import Captured
@@ -113,12 +112,11 @@ def tables(found: Mapping[str, Record]) -> str:
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of_networks(__doc__, rounds=10)
     add = parser.add_argument
     add("--schedules", type=count, default=100)
     add("--groups", type=count, default=8, help="of a stage, at most")
     add("--group-ops", type=count, default=3, help="of a group, at most")
-    parser.set_defaults(rounds=10)
     arguments = parser.parse_args(given)
     if arguments.rounds < 2:
         parser.error("--rounds: noise needs two or more")
@@ -133,10 +131,7 @@ def main(given: Sequence[str]) -> None:
         text for name in names for text in (f"--{name.replace('_', '-')}", str(settings[name]))
     ]
     found = records(__file__, arguments, settings, options, one)
-    text = tables(found)
-    print(text)
-    if arguments.write:
-        fill(README, "table of additivity.py", text)
+    show(tables(found), README if arguments.write else None, "table of additivity.py")
     if len(found) < len(arguments.networks):
         sys.exit(1)
 

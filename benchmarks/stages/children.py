@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from harness import keep_json, parser_of, say
 
 from dovetail.machine.local import local_machine
-from dovetail.runtime.files import write_atomically
 from dovetail.runtime.setup import spin_briefly
 
 NETWORKS = {
@@ -33,40 +35,23 @@ NETWORKS = {
 Record = dict[str, Any]
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options that the scripts share."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser_of_networks(script: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options of a script that measures networks; --out is read, too."""
+
+    def network(text: str) -> str:
+        if text not in NETWORKS and not text.startswith("zoo:"):
+            known = "; ".join(NETWORKS)
+            raise argparse.ArgumentTypeError(f"no {text!r}; there are {known}, and zoo:...")
+        return text
+
+    parser = parser_of(script, rounds=rounds, seed=0, again=False, write=False, out=...)
+    said = f"zoo:NAME?OPTIONS, or of {'; '.join(NETWORKS)}"
+    parser.add_argument(
+        "--networks", nargs="+", type=network, default=list(NETWORKS), metavar="NETWORK", help=said
     )
-    add = parser.add_argument
-    add(
-        "--networks",
-        nargs="+",
-        type=_network,
-        default=list(NETWORKS),
-        metavar="NETWORK",
-        help=f"zoo:NAME?OPTIONS, or of {'; '.join(NETWORKS)}",
-    )
-    add("--rounds", type=count, default=25, help="in which all take turns; default %(default)s")
-    add("--seed", type=int, default=0)
-    add("--again", action="store_true", help="measure what the file holds already")
-    add("--write", action="store_true", help="put the tables into README.md")
-    add("--out", type=Path, required=True, help="the JSON file that is read and written")
-    add("--one", default="", help=argparse.SUPPRESS)  # a child: this network alone
+    # A child: this network alone.
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     return parser
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
-def _network(text: str) -> str:
-    if text not in NETWORKS and not text.startswith("zoo:"):
-        known = "; ".join(NETWORKS)
-        raise argparse.ArgumentTypeError(f"no {text!r}; there are {known}, and zoo:...")
-    return text
 
 
 def records(
@@ -84,8 +69,9 @@ def records(
     """
     settings = {**settings, "threads": len(os.sched_getaffinity(0)), "torch": torch.__version__}
     if arguments.one:
-        record = {**one(NETWORKS.get(arguments.one, arguments.one), arguments), **_machine()}
-        write_atomically(arguments.out, json.dumps(record))
+        measured = one(NETWORKS.get(arguments.one, arguments.one), arguments)
+        machine = {"machine": local_machine().devices[0].model, "load": os.getloadavg()[0]}
+        keep_json(arguments.out, measured | machine)
         sys.exit()
     known: dict[str, Record] = {}
     if arguments.out.exists():
@@ -96,10 +82,10 @@ def records(
             continue
         began = time.perf_counter()
         measured = _in_child([script, "--one", network, *options])
-        print(f"{network}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        say(f"{network}: {time.perf_counter() - began:.0f} s")
         if measured is not None:
             known[network] = {"model": model, "settings": settings, **measured}
-            write_atomically(arguments.out, json.dumps(known, indent=1))
+            keep_json(arguments.out, known)
     return {
         network: known[network]
         for network in arguments.networks
@@ -120,19 +106,15 @@ def _in_child(command: Sequence[str]) -> Record | None:
             [sys.executable, *command, "--out", str(path)], stdout=2, check=False
         )
         if ran.returncode:
-            print(f"failed with {ran.returncode}; going on", file=sys.stderr)
+            say(f"failed with {ran.returncode}; going on")
             return None
         return dict(json.loads(path.read_text("utf-8")))
-
-
-def _machine() -> Record:
-    return {"machine": local_machine().devices[0].model, "load": os.getloadavg()[0]}
 
 
 def said(doing: str, _fraction: float, _best: float | None = None) -> None:
     """A `Progress` that says on stderr what is begun."""
     if doing not in _SAID[-1:]:
-        print(f"  {time.strftime('%H:%M:%S')} {doing}", file=sys.stderr)
+        say(f"  {time.strftime('%H:%M:%S')} {doing}")
         _SAID.append(doing)
 
 

@@ -6,7 +6,6 @@ Nothing is run: a stage costs what a rule says, and a network need not fit in me
 "Their" counts are of the graphs of Y. Ding et al., "IOS", MLSys 2021 (its published networks).
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from markdown import fill, table
+from harness import parser_of, show, table
 
 from dovetail.frontends import Captured
 from dovetail.graph.kernels import fuse
@@ -151,19 +150,11 @@ def seconds(networks: dict[str, Network], rounds: int) -> str:
 
 
 def main(given: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of the searches that are timed")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
-    arguments = parser.parse_args(given)
+    arguments = parser_of(__doc__, rounds=3, write=False).parse_args(given)
     torch.set_num_threads(1)
     networks = {name: Network(model) for name, model in NETWORKS.items()}
     parts = (whole(networks), by_part(networks), seconds(networks, arguments.rounds))
-    text = "\n\n".join(parts)
-    print(text)
-    if arguments.write:
-        fill(README, "tables of counts.py", text)
+    show("\n\n".join(parts), README if arguments.write else None, "tables of counts.py")
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from children import Record, count, parser_of, records, said
+from children import Record, parser_of_networks, records, said
 from cpu_peers import PEERS, Given, module_of, prepared
-from markdown import fill, table
+from harness import count, show, table
 
 from dovetail.executors.stages.choosing import fastest, measure, ratios_of
 from dovetail.executors.stages.targets import ONE_THREAD, CpuTarget
@@ -173,35 +173,21 @@ def _cell(record: Record, name: str) -> str:
     return milliseconds if name == SEQUENTIAL else f"{milliseconds}; {ratio(record, name)}"
 
 
-def parse(given: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
-    )
-    parser.add_argument(
-        "--schedulers", nargs="*", choices=list(SCHEDULERS), default=list(SCHEDULERS)
-    )
-    parser.add_argument("--limit", type=count, default=300, help="seconds until a peer is ready")
-    return parser.parse_args(given)
-
-
 def main(given: Sequence[str]) -> None:
-    arguments = parse(given)
-    settings = {
-        "rounds": arguments.rounds,
-        "seed": arguments.seed,
-        "peers": arguments.peers,
-        "schedulers": arguments.schedulers,
-        "limit": arguments.limit,
-    }
+    parser = parser_of_networks(__doc__, rounds=25)
+    add, ours, peers = parser.add_argument, list(SCHEDULERS), list(PEERS)
+    add("--peers", nargs="*", choices=peers, default=peers, metavar="PEER")
+    add("--schedulers", nargs="*", choices=ours, default=ours)
+    add("--limit", type=count, default=300, help="seconds until a peer is ready")
+    arguments = parser.parse_args(given)
+    names = ("rounds", "seed", "peers", "schedulers", "limit")
+    settings = {name: getattr(arguments, name) for name in names}
     options = ["--rounds", str(arguments.rounds), "--seed", str(arguments.seed)]
     options += ["--limit", str(arguments.limit), "--peers", *arguments.peers]
     options += ["--schedulers", *arguments.schedulers]
     found = records(__file__, arguments, settings, options, one)
-    text = tables(found, arguments.peers)
-    print(text)
-    if arguments.write:
-        fill(README, "table of cpu.py", text)
+    readme = README if arguments.write else None
+    show(tables(found, arguments.peers), readme, "table of cpu.py")
     if len(found) < len(arguments.networks):
         sys.exit(1)
 

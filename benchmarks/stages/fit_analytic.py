@@ -17,16 +17,19 @@ Held out: one network after the other; what DOS, another engine, took, and its o
 are captured once and kept in the work folder.
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
+from harness import parser_of, table
 from scipy.optimize import least_squares
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -271,10 +274,9 @@ def predicted(network: str, parameters: Parameters) -> list[float]:
     return milliseconds(of, rates, *(scheduled(of, rates, column) for column in COLUMNS))
 
 
-def table(rows: dict[str, list[float]]) -> list[str]:
+def by_network(rows: dict[str, list[float]]) -> list[str]:
     """Predicted and published, and how far off; whether the order of the columns is right."""
-    lines = [f"| | {' | '.join(COLUMNS)} | order |", "|---|" + "---:|" * 3 + "---|"]
-    errors = []
+    lines, errors = [], []
     for network, found in rows.items():
         printed = PUBLISHED[network]
         cells = [
@@ -282,52 +284,49 @@ def table(rows: dict[str, list[float]]) -> list[str]:
         ]
         errors += [abs(f / p - 1) for f, p in zip(found, printed, strict=True)]
         right = np.argsort(found).tolist() == np.argsort(printed).tolist()
-        lines.append(f"| {network} | {' | '.join(cells)} | {'right' if right else 'wrong'} |")
+        lines.append((network, *cells, "right" if right else "wrong"))
     ratios = [
         abs((f[c] / f[0]) / (PUBLISHED[n][c] / PUBLISHED[n][0]) - 1)
         for n, f in rows.items() for c in (1, 2)
     ]  # fmt: skip
-    lines.append("")
-    lines.append(
+    said = (
         f"Relative error: mean {np.mean(errors):.0%}, largest {max(errors):.0%}. Of the speed-ups "
         f"over sequential: mean {np.mean(ratios):.0%}, largest {max(ratios):.0%}."
     )
-    return lines
+    return [table(("", *COLUMNS, "order"), lines), "", said]
 
 
 def held_out(parameters: Parameters) -> list[str]:
-    lines = ["| | device | predicted / DOS |", "|---|---|---:|"]
+    lines = []
     for (network, device), printed in DOS.items():
         of, rates = subject(network), rates_of(parameters, device)
         (found,) = milliseconds(of, rates, scheduled(of, rates, "DOS"))
         off = f"{found:.2f} / {printed:.2f} ({found / printed - 1:+.0%})"
-        lines.append(f"| {network} | {device} | {off} |")
-    return lines
+        lines.append((network, device, off))
+    return [table(("", "device", "predicted / DOS"), lines)]
 
 
 def batches(parameters: Parameters) -> list[str]:
-    lines = ["| batch | predicted / DOS |", "|---:|---:|"]
+    lines = []
     for batch, printed in BATCHES.items():
         of, rates = subject(BATCHED, batch), rates_of(parameters)
         (found,) = milliseconds(of, rates, scheduled(of, rates, "DOS"))
-        lines.append(f"| {batch} | {found:.2f} / {printed:.2f} ({found / printed - 1:+.0%}) |")
-    return lines
+        lines.append((batch, f"{found:.2f} / {printed:.2f} ({found / printed - 1:+.0%})"))
+    return [table(("batch", "predicted / DOS"), lines)]
 
 
 def sizes() -> list[str]:
-    lines = ["| | kernels | launches | G multiply-adds, here / DOS |", "|---|---:|---:|---:|"]
+    lines = []
     for network, printed in MULTIPLY_ADDS.items():
         works = subject(network).works
         launches = sum(len(work.launches) for work in works)
         counted = sum(work.flops for work in works) / 2e9
-        lines.append(f"| {network} | {len(works)} | {launches} | {counted:.2f} / {printed:.2f} |")
-    return lines
+        lines.append((network, len(works), launches, f"{counted:.2f} / {printed:.2f}"))
+    return [table(("", "kernels", "launches", "G multiply-adds, here / DOS"), lines)]
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    arguments.add_argument("--write", action="store_true")
-    chosen = arguments.parse_args()
+    write = parser_of(__doc__, write=f"to {FITTED.name}").parse_args().write
     parameters = fit(list(PUBLISHED))
     rows = {n: predicted(n, parameters) for n in PUBLISHED}
     start = list(parameters.values())
@@ -335,14 +334,14 @@ def main() -> None:
     sections = {
         "Parameters": [f"- {name}: {value:.4g}" for name, value in parameters.items()],
         "Sizes": sizes(),
-        "Milliseconds, predicted / published": table(rows),
-        "Each network predicted from the other three": table(left_out),
+        "Milliseconds, predicted / published": by_network(rows),
+        "Each network predicted from the other three": by_network(left_out),
         f"{BATCHED} at other batch sizes, whose ratios to batch 1 were fitted": batches(parameters),
         "Another engine, other GPUs: not fitted": held_out(parameters),
     }
     text = "\n\n".join("\n".join((f"### {t}", "", *lines)) for t, lines in sections.items())
     print(text)
-    if chosen.write:
+    if write:
         figures = {
             n: {"published_ms": PUBLISHED[n], "in_sample_ms": rows[n], "left_out_ms": left_out[n],
                 "graph": subject(n).graph.fingerprint}

@@ -17,17 +17,20 @@ case, so that what was measured is kept when a later case fails.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
-import torch.utils._pytree as pytree
-from children import count
+from cpu_peers import difference, module_of
+from harness import among, count, error_line, in_turns, keep_json, parser_of
 
 from dovetail.errors import UsageError
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock, event_seconds
@@ -36,10 +39,8 @@ from dovetail.executors.stages.placing import PlacedKernels, place, require
 from dovetail.executors.stages.preparing import prepare
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.program import Captured
-from dovetail.frontends.recording import is_fake
 from dovetail.graph.kernels import fuse
 from dovetail.pipeline import resolve_model
-from dovetail.runtime.files import write_atomically
 from dovetail.schedulers.blocks import narrowed, whole
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.dos import dos
@@ -126,12 +127,7 @@ def baselines(
     captured: Captured, inputs: Sequence[torch.Tensor], dtype: torch.dtype, compiled: Sequence[str]
 ) -> dict[str, Callable[[], Any]]:
     """The module as it is, and compiled; errors of a compiler are found at the first call."""
-    module = captured.module
-    if any(map(is_fake, module.parameters())):
-        assert captured.make is not None
-        torch.manual_seed(0)  # as `prepare` draws the same weights
-        module = captured.make()
-    module = module.eval().to("cuda", dtype).to(memory_format=torch.channels_last)
+    module = module_of(captured).to("cuda", dtype).to(memory_format=torch.channels_last)
     calls: dict[str, Callable[[], Any]] = {"eager": lambda: module(*inputs)}
     torch._dynamo.reset()
     for mode in compiled:
@@ -144,11 +140,8 @@ def take_turns(
     calls: dict[str, Callable[[], Any]], rounds: int, samples: int
 ) -> dict[str, list[float]]:
     """Name -> seconds, round by round."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            found[name] += event_seconds(call, samples, 1)
-    return found
+    timers = {name: partial(event_seconds, call, samples, 1) for name, call in calls.items()}
+    return {name: list(chain(*of)) for name, of in in_turns(timers, rounds).items()}
 
 
 def without_failures(
@@ -164,7 +157,7 @@ def without_failures(
                 call()
             torch.cuda.synchronize()
         except Exception as error:  # a compiler's failure is a figure, not the end of the run
-            errors[name] = f"{type(error).__name__}: {error}"
+            errors[name] = error_line(error)
             continue
         works[name], first_seconds[name] = call, time.perf_counter() - began
     return works, first_seconds, errors
@@ -192,7 +185,7 @@ def measure(
         calls, first_seconds, errors = without_failures(
             baselines(captured, moved, dtype, arguments.compile)
         )
-        difference = _difference(networks[chosen](*moved), calls["eager"]())
+        off = difference(networks[chosen](*moved), calls["eager"]())
         ours = {"chosen": chosen, "sequential": "sequential", "greedy": "greedy"}
         seconds = take_turns(
             {who: networks[name].replay for who, name in ours.items()} | calls,
@@ -206,17 +199,11 @@ def measure(
         "seconds": seconds,
         "screened_median_seconds": medians,
         "memory_bytes": memory_bytes,
-        "difference_from_eager": difference,
+        "difference_from_eager": off,
         "first_five_calls_seconds": first_seconds,
         "errors": errors,
         "effort": effort,
     }
-
-
-def _difference(ours: Any, eager: Any) -> float:
-    """The largest difference, as a share of the largest output."""
-    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(eager), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
 def main() -> None:
@@ -230,7 +217,7 @@ def main() -> None:
                 case = {"network": name, "model": MODELS[name], "batch": batch, "type": kind}
                 case |= measure(MODELS[name], batch, TYPES[kind], arguments)
                 record["cases"].append(case)
-                write_atomically(arguments.out, json.dumps(record, indent=1).encode())
+                keep_json(arguments.out, record)
                 medians = ", ".join(
                     f"{who} {1e3 * s:.3f}" for who, s in case["median_seconds"].items()
                 )
@@ -241,42 +228,27 @@ def main() -> None:
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
     """The arguments; leaves with a message where they are wrong, or there is no GPU."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+
+    def counts(text: str) -> list[int]:
+        return [count(each) for each in text.split(",")]
+
+    parser = parser_of(__doc__, rounds=20, out=...)
     add = parser.add_argument
-    add("--networks", type=_among(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
-    add("--batches", type=_counts, default=[1, 8, 16], help="1,8,16")
-    add("--types", type=_among(TYPES), default=list(TYPES), help="fp32,fp16")
-    add("--compile", type=_among(COMPILED), default=list(COMPILED), help='"" for none')
+    add("--networks", type=among(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    add("--batches", type=counts, default=[1, 8, 16], help="1,8,16")
+    add("--types", type=among(TYPES), default=list(TYPES), help="fp32,fp16")
+    add("--compile", type=among(COMPILED), default=list(COMPILED), help='"" for none')
     add("--streams", type=count, default=8, help="at most")
     add("--states", type=count, default=20_000, help="of a part that is searched whole")
     add("--group-ops", type=count, default=3, help="ios: ops of a group (its r)")
     add("--groups", type=count, default=8, help="ios: groups of a stage (its s)")
-    add("--rounds", type=count, default=20)
     add("--samples", type=count, default=5, help="of each contender a round")
-    add("--out", type=Path, required=True, help="the JSON file that is written")
     arguments = parser.parse_args(given)
     try:
         require(torch.cuda)
     except UsageError as error:
         parser.error(str(error))
     return arguments
-
-
-def _among(known: Sequence[str] | dict[str, Any]) -> Callable[[str], list[str]]:
-    def names(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        for name in found:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"no {name!r}; there are {', '.join(known)}")
-        return found
-
-    return names
-
-
-def _counts(text: str) -> list[int]:
-    return [count(each) for each in text.split(",")]
 
 
 if __name__ == "__main__":

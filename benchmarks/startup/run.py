@@ -9,7 +9,6 @@ the start of `dovetail train` to the server's first commit, by the history that 
 version has a cache of its own, which one round that does not count has filled.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,10 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import with_range
+from harness import ROOT, keep_json, parser_of, say, table, with_range
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 EPOCHS = 20
 MODEL = "zoo:inception_v3?batch=1"
 TRAIN = ("train", "digits:digits", "--epochs", str(EPOCHS), "--metric", "accuracy")
@@ -84,10 +82,8 @@ def commands(version: Version) -> list[Callable[[], dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=5, out=None)
     parser.add_argument("--version", action="append", help="NAME=TREE; by default now=this one")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         versions = []
@@ -106,12 +102,13 @@ def main() -> None:
                     for name, seconds in _seconds(call).items():
                         if number:
                             found[version.name].setdefault(name, []).append(seconds)
-            sys.stderr.write(f"round {number} of {arguments.rounds}\n")
-    _show(found)
-    if arguments.out is not None:
-        arguments.out.write_text(
-            json.dumps({"rounds": arguments.rounds, "seconds": found}, indent=1)
-        )
+            say(f"round {number} of {arguments.rounds}")
+    rows = [
+        (name, *(with_range(seconds[name], unit=" s", to="-") for seconds in found.values()))
+        for name in next(iter(found.values()))
+    ]
+    print(table(("", *found), rows))
+    keep_json(arguments.out, {"rounds": arguments.rounds, "seconds": found})
 
 
 def _seconds(call: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -120,16 +117,8 @@ def _seconds(call: Callable[[], dict[str, float]]) -> dict[str, float]:
     except subprocess.CalledProcessError as error:
         if "zoo:none" in error.cmd:
             return {}
-        sys.stderr.write(error.stderr.decode())
+        say(error.stderr.decode())
         raise
-
-
-def _show(found: dict[str, dict[str, list[float]]]) -> None:
-    names = list(next(iter(found.values())))
-    print("| |", " | ".join(found), "|\n|---|" + "---|" * len(found))
-    for name in names:
-        cells = [with_range(seconds[name], unit=" s", to="-") for seconds in found.values()]
-        print(f"| {name} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

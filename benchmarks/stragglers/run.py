@@ -6,7 +6,6 @@ The learning rate is the best of one grid for each system and slowdown (seed 0),
 seeds are trained with it. Medians and ranges; `never` counts as infinite.
 """
 
-import argparse
 import json
 import math
 import os
@@ -19,8 +18,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
+from harness import line, parser_of, say, table
 from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -154,19 +156,17 @@ def train_all(runs: list[Run]) -> list[float]:
     found = []
     for run in runs:
         found.append(train(run))
-        print(f"  {run.system} rate {run.rate} slow {run.slow} seed {run.seed}: {found[-1]:.2f} s",
-              file=sys.stderr)  # fmt: skip
+        say(f"  {run.system} rate {run.rate} slow {run.slow} seed {run.seed}: {found[-1]:.2f} s")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser = parser_of(__doc__, seeds=5)
     parser.add_argument("--seconds", type=float, default=60, help="the longest a run may take")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     arguments = parser.parse_args()
-    print("| slowed worker | system | rate | median s | range | DDP / this |")
-    print("|---|---|---|---|---|---|")
+    head = ("slowed worker", "system", "rate", "median s", "range", "DDP / this")
+    print(table(head, []), flush=True)
     for slow in SLOW:
         reference = math.nan
         for system in arguments.systems:
@@ -178,8 +178,8 @@ def main() -> None:
             median = statistics.median(found)
             reference = median if system == "DDP" else reference
             span = f"{min(found):.2f} to {max(found):.2f}"
-            print(f"| {slow:g} x | {system} | {rate} | {median:.2f} | {span} | "
-                  f"{reference / median:.2f} |", flush=True)  # fmt: skip
+            cells = (f"{slow:g} x", system, rate, f"{median:.2f}", span)
+            print(line(*cells, f"{reference / median:.2f}"), flush=True)
 
 
 if __name__ == "__main__":

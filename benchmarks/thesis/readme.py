@@ -3,14 +3,12 @@
 `python -m reproductions thesis` writes rows.csv; no figure of the README is typed by hand.
 """
 
-import csv
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from markdown import fill, table
+from harness import fill, read_csv, table
 
 from reproductions.thesis import RULES, mean_and_spread
 
@@ -20,8 +18,7 @@ PUBLISHED = ("agn", "aeasgd")
 
 
 def main() -> None:
-    with (HERE / "rows.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    lines = read_csv(HERE / "rows.csv")
     settings = list(dict.fromkeys((int(x["workers"]), int(x["window"])) for x in lines))
     head = [
         "n",

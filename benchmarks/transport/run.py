@@ -7,18 +7,19 @@ Prints Markdown. Everything of one size is measured in turns within one run, and
 was measured in the same turn.
 """
 
-import argparse
 import contextlib
 import functools
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import peers
+from harness import host, in_turns, parser_of, quartiles, table
 
 from dovetail.training import kernels
 from dovetail.training.checks import check, checksum, copy_and_checksum
@@ -41,20 +42,18 @@ SLOW = ("pickle over TCP",)
 
 def show(title: str, seconds: dict[str, list[list[float]]], base: str) -> None:
     """A table: medians, and the median of a turn's ratios with its quartiles."""
-    print(f"\n{title}\n\n| | ms | times {base} (quartiles) |\n|---|---:|---:|")
+    rows = []
     for name, turns in seconds.items():
         every = [value for turn in turns for value in turn]
-        ratios = sorted(
-            statistics.median(turn) / statistics.median(other)
-            for turn, other in zip(turns, seconds[base], strict=True)
+        low, middle, high = quartiles(
+            [
+                statistics.median(turn) / statistics.median(other)
+                for turn, other in zip(turns, seconds[base], strict=True)
+            ]
         )
-        low, middle, high = (
-            statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        )
-        print(
-            f"| {name} | {1e3 * statistics.median(every):.2f} "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) |"
-        )
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        rows.append((name, f"{1e3 * statistics.median(every):.2f}", ratio))
+    print(f"\n{title}\n\n{table(('', 'ms', f'times {base} (quartiles)'), rows)}")
 
 
 def measure_kernels(rounds: int, megabytes: int) -> None:
@@ -86,16 +85,19 @@ def measure_kernels(rounds: int, megabytes: int) -> None:
         "dot product with itself": lambda: np.dot(pushed, pushed),
         "np.isfinite(v).all()": lambda: np.isfinite(pushed).all(),
     }
-    seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            found = []
-            for _ in range(3):
-                began = time.perf_counter()
-                call()
-                found.append(time.perf_counter() - began)
-            if turn:  # the first one compiles and warms up
-                seconds[name].append(found)
+
+    def three(call: Callable[[], object]) -> list[float]:
+        found = []
+        for _ in range(3):
+            began = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - began)
+        return found
+
+    timers = {name: functools.partial(three, call) for name, call in calls.items()}
+    turns = in_turns(timers, rounds + 1)
+    # The first turn compiles and warms up.
+    seconds = {name: of[1:] for name, of in turns.items()}
     show(f"{megabytes} MB, float32, {rounds} turns of 3", seconds, "in-place add")
 
 
@@ -103,34 +105,31 @@ def measure_transport(rounds: int, megabytes: int, only: list[str]) -> None:
     """Turns of one untimed exchange and `timed` timed ones for each way, all servers up."""
     size = megabytes * MEGABYTE // 4
     timed = 3
-    seconds: dict[str, list[list[float]]] = {}
+
+    def exchanges(exchange: Callable[[], float], each: int) -> list[float]:
+        exchange()
+        return [exchange() for _ in range(each)]
+
     with contextlib.ExitStack() as stack:
         ways = {}
         for name, make in PEERS.items():
             if only and name not in only and name != LIMIT:
                 continue
             each = 1 if name in SLOW else timed
-            ways[name] = (stack.enter_context(make(size, (rounds + 1) * (each + 1))), each)
-            seconds[name] = []
-        for turn in range(rounds + 1):
-            for name, (exchange, each) in ways.items():
-                exchange()
-                found = [exchange() for _ in range(each)]
-                if turn:
-                    seconds[name].append(found)
-            print(f"turn {turn} of {rounds}", file=sys.stderr)
+            exchange = stack.enter_context(make(size, (rounds + 1) * (each + 1)))
+            ways[name] = functools.partial(exchanges, exchange, each)
+        turns = in_turns(ways, rounds + 1)
+    seconds = {name: of[1:] for name, of in turns.items()}
     show(f"{megabytes} MB, float32, {rounds} turns, one worker", seconds, LIMIT)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("part", choices=("kernels", "transport"))
-    parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=list(PEERS))
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, load", end=" ")
-    print(f"{os.getloadavg()[0]:.1f}, numpy {np.__version__}, Python {platform.python_version()}")
+    print(host(np))
     for megabytes in arguments.megabytes:
         if arguments.part == "kernels":
             measure_kernels(arguments.rounds or 31, megabytes)

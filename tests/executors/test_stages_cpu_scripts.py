@@ -19,7 +19,7 @@ OURS = ["sequential", "greedy", "merge", "dos", "ios", "dataflow"]
 @pytest.fixture(scope="module")
 def scripts():
     with benchmark_scripts(
-        "stages", "cpu", "additivity", "cpu_peers", "children", "markdown"
+        "stages", "cpu", "additivity", "cpu_peers", "children", "harness"
     ) as modules:
         yield modules
 
@@ -135,5 +135,5 @@ def test_the_tables_have_their_places(scripts, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text((BENCHMARKS / "stages" / "README.md").read_text("utf-8"))
     for name in ("cpu.py", "additivity.py"):
-        scripts.markdown.fill(readme, f"table of {name}", f"figures of {name}")
+        scripts.harness.fill(readme, f"table of {name}", f"figures of {name}")
         assert f"figures of {name}" in readme.read_text()

@@ -52,5 +52,5 @@ def test_contenders_take_turns(script, monkeypatch):
     monkeypatch.setattr(script, "event_seconds", lambda call, samples, warm_up: (call(),) * samples)
     calls = {"a": lambda: said.append("a") or 1.0, "b": lambda: said.append("b") or 2.0}
     seconds = script.take_turns(calls, 3, 2)
-    assert said == ["a", "b"] * 3
+    assert said == ["a", "b", "b", "a", "a", "b"]
     assert statistics.median(seconds["b"]) == 2.0 and len(seconds["a"]) == 6
