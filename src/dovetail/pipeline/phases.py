@@ -125,7 +125,7 @@ def phase_paths(path: str | Path, phases: Iterable[str]) -> dict[str, Path]:
     return {name: path.with_name(f"{path.stem}.{name}{path.suffix}") for name in phases}
 
 
-@with_fields_of(PlanRequest, skip=set(PLAN_FIELDS) - set(OF_PHASES))
+@with_fields_of(PlanRequest, skip=PLAN_FIELDS - set(OF_PHASES))
 def plan_phases(
     steps: Mapping[str, Captured],
     machine: str | Machine = "",
