@@ -18,6 +18,7 @@ is known only where it is measured: see `planning`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -58,18 +59,32 @@ class Candidate:
     request   makes the request that is searched. It may capture the step again, and raise
     search    finds the plan of that request: its ops are placed, or it is cut into a pipeline's
               stages
-    parts     the number of parts of the batch: of nearly equal plans that with fewest is taken
+    parts     the number of parts of the batch; of a placement of phases 1 for one device, and else
+              2. Of nearly equal plans that with fewest is taken
     rival     it stands beside the best of the others, and is not among them
     """
 
     name: str
     request: Callable[[], PlanRequest]
-    search: Callable[[PlanRequest, TellProgress], Plan] = search_to_fit
+    search: Callable[[PlanRequest, TellProgress], Any] = search_to_fit
     parts: int = 1
     rival: bool = False
 
 
-class Tried:
+class Result(Protocol):
+    """What a search finds for a candidate: a plan, or what the plans of several phases are made
+    of."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def interrupted(self) -> bool: ...
+
+
+Found = TypeVar("Found", bound=Result)
+
+
+class Tried(Generic[Found]):
     """The candidates that were planned. A Ctrl-C leaves the best of these.
 
     plans         name -> plan; None: it does not fit
@@ -80,7 +95,7 @@ class Tried:
     """
 
     def __init__(self) -> None:
-        self.plans: dict[str, Plan | None] = {}
+        self.plans: dict[str, Found | None] = {}
         self.candidates: dict[str, Candidate] = {}
         self.requests: dict[str, PlanRequest] = {}
         self.failures: dict[str, str] = {}
@@ -94,7 +109,7 @@ class Tried:
         self.candidates[name] = candidate
         try:
             request = candidate.request()
-            plan = candidate.search(request, tell)
+            plan: Found = candidate.search(request, tell)
         except InfeasibleError as error:
             self._error, self.interrupted = self._error or error, error.interrupted
             self.plans.setdefault(name, None)
@@ -114,7 +129,7 @@ class Tried:
         if before is None or plan.value <= before.value:
             self.plans[name], self.requests[name] = plan, request
 
-    def plan(self, name: str) -> Plan | None:
+    def plan(self, name: str) -> Found | None:
         """The plan of a candidate; None if there is none."""
         return self.plans.get(name)
 
@@ -138,7 +153,7 @@ class Tried:
             key=lambda name: (parts[name], values[name]),
         )
 
-    def told(self, best: str) -> Plan:
+    def told(self: "Tried[Plan]", best: str) -> Plan:
         """The best candidate's plan, with what the user should know of the others.
 
         Ways to share a batch are rows, and the bound is the least of theirs. The bound of another
@@ -181,7 +196,7 @@ class Tried:
         ).noted(*notes)
 
 
-def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+def candidates(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
     """Yield what can be planned for a request, in the order in which it is tried.
 
     tried   what was found of those before; later ones follow from it
@@ -195,13 +210,13 @@ def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
             yield from makes(request, tried)
 
 
-def as_it_is(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
+def as_it_is(request: PlanRequest, _tried: Tried[Plan]) -> Iterator[Candidate]:
     """Yield the step as it was captured."""
     first = replace(request, budget=BudgetShares.of(request).first)
     yield Candidate(AS_IT_IS, lambda: first, _search_of(request))
 
 
-def in_micro_batches(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
+def in_micro_batches(request: PlanRequest, _tried: Tried[Plan]) -> Iterator[Candidate]:
     """Yield the pipeline of micro-batches, of which the step is one."""
     yield Candidate("pipeline", lambda: request, plan_pipeline)
 
@@ -294,7 +309,7 @@ def forms_of(request: PlanRequest) -> dict[str, Form]:
     return forms
 
 
-def in_other_forms(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+def in_other_forms(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
     """Yield the other forms of a step, whose batch is not shared."""
     name = AS_IT_IS if tried.plan(AS_IT_IS) is not None else str(WHOLE)
     plan = tried.plan(name)
@@ -367,7 +382,7 @@ def sharings(step: Captured, batch: int, machine: Machine) -> Iterator[Sharing]:
                 yield Sharing(towers, each * fill)
 
 
-def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+def shared(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
     """Yield all ways to share the batch, which have half of the budget together; then the best of
     them again, with the other half.
 
@@ -436,7 +451,7 @@ def _sharing_candidate(
 # --- All cores as one device ---
 
 
-def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
+def on_all_cores(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
     """Yield the rival of a plan on several devices of cores: the same step on all cores as one
     device."""
     machine = request.asked_machine

@@ -314,7 +314,8 @@ def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgr
             seen.add(placement.tobytes())
             if not allowed[running, placement[running]].all():
                 continue
-            timeline = searched.simulator.timeline(placement)
+            assert problem.trace is not None, "the problem is one of `problem_of`"
+            timeline = problem.trace(placement)
             if (timeline.peak_memory_bytes > problem.capacities).any():
                 continue
             plan = replace(
@@ -344,7 +345,7 @@ def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgr
     for number in range(ROUNDS if (factors < 1).any() else 0):
         progress("planning with the costs of stages", number / ROUNDS, None)
         scaled = Costs(costs.compute_seconds * factors, costs.source, costs.sent_bytes)
-        again, _ = problem_of(request, machine, scaled, searched.groups, searched.kept)
+        again = problem_of(request, machine, scaled, searched.groups, searched.kept)
         whole = budget_of(request)
         budget = whole.slice(
             seconds=whole.seconds / ROUNDS, evaluations=max(1.0, whole.evaluations // ROUNDS)
