@@ -25,7 +25,7 @@ from dovetail.pipeline.candidates import (
     is_here,
     searches_as_compiled,
 )
-from dovetail.pipeline.opening import bound_of, costs_in, planned, timeline_of
+from dovetail.pipeline.opening import planned, timeline_of, with_promises
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.searching import has_gpus, lower_caps, prefixed, search_plan
 from dovetail.pipeline.sources import Step, TellProgress, silent
@@ -235,23 +235,16 @@ def with_compiled(
     # What was found by other costs promises what it takes by those of `chosen`.
     if found.copies:
         seconds = seconds[duplicate(graph, found.copies).origins]
-    other = replace(found, compute_seconds=seconds)
-    timeline = timeline_of(other, graph)
-    bound = bound_of(
-        planned_graph(other, graph), other.machine, costs_in(other), other.objective, other.pins,
-        other.caps,
-    )  # fmt: skip
     other = replace(
-        other,
-        value=timeline.step_seconds,
-        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        lower_bound=min(bound.seconds, timeline.step_seconds),
-        bound_proof=bound.proof,
+        found,
+        compute_seconds=seconds,
         baselines=chosen.baselines,
         found_seconds=chosen.found_seconds,
         planning_seconds=chosen.planning_seconds + found.planning_seconds,
         notes=chosen.notes,
     )
+    timeline = timeline_of(other, graph)
+    other = with_promises(other, planned_graph(other, graph), timeline, timeline.step_seconds)
     capacities = capacities_of(other.machine, dict(other.caps))
     if (np.array(other.peak_memory_bytes) > capacities).any() or lower_caps(other, request):
         return plans

@@ -20,7 +20,6 @@ without what they wait for. Then stages are dropped as long as the simulated pla
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from dovetail.costs import CostCache, Costs
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
 from dovetail.errors import InfeasibleError, MachineError, OutOfMemoryError, UsageError
-from dovetail.executors import PlacedNetwork, Workers, run
+from dovetail.executors import Workers, run
 from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.measuring import CpuStages
@@ -40,7 +39,7 @@ from dovetail.frontends.interpret import example_values
 from dovetail.graph import Graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
 from dovetail.machine import Device, Machine
-from dovetail.pipeline.opening import costs_in, planned, timeline_of, with_schedules
+from dovetail.pipeline.opening import planned, simulator_of, timeline_of, with_schedules
 from dovetail.pipeline.requests import ScheduleRequest
 from dovetail.pipeline.scheduling import check_repeats, works_of
 from dovetail.pipeline.searching import (
@@ -52,7 +51,7 @@ from dovetail.pipeline.searching import (
 )
 from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.placers import Budget, PlacementProblem, keeping_interrupts, permitted
-from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of, normalise
+from dovetail.plans import Placement, Plan, Schedule, Stage, normalise
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
 from dovetail.schedulers.records import OpSet, StageTiming, groups_of, members
@@ -193,8 +192,7 @@ class _Stager:
         if plan.copies not in self._contexts:
             step, machine = planned(plan, self._step), plan.machine
             kernels, costs = device_stages(step, machine, self._cache, self._progress, self._notes)
-            capacities = capacities_of(machine, dict(plan.caps))
-            simulator = Simulator(step.graph, machine, costs_in(plan), capacities=capacities)
+            simulator = simulator_of(plan, step.graph)
             stages = PlacedStages(step.graph, kernels, plan.compute_seconds, costs)
             self._contexts[plan.copies] = _Context(step.graph, simulator, stages)
         return self._contexts[plan.copies]
@@ -523,7 +521,7 @@ def quicker(
                 continue
             network = stack.enter_context(network)
             network.feed()
-            timers[name] = partial(_step_seconds, network)
+            timers[name] = lambda network=network: float(network.step_seconds(2)[0])
         if len(timers) < 2:
             return baseline, f"{_text(baseline)} as predicted; the others did not fit beside it"
         winner, seconds = fastest(
@@ -538,8 +536,3 @@ def quicker(
         f"{format_seconds(medians[best])} for the fastest other plan{doubt}"
     )
     return named[winner], told
-
-
-def _step_seconds(network: PlacedNetwork) -> float:
-    """Seconds of one step."""
-    return float(network.step_seconds(2)[0])
