@@ -246,12 +246,8 @@ def batch_of(step: Captured) -> int:
 def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
     """The names, FLOPs and moved bytes of each kernel. A tensor that is made and read within one
     kernel is not moved."""
-    ops: list[list[int]] = [[] for _ in range(kernels.count)]
-    for op, kernel in enumerate(kernels.of_op.tolist()):
-        if kernel != FOLDED:
-            ops[kernel].append(op)
     works = []
-    for kernel_ops in ops:
+    for kernel_ops in ops_of(kernels):
         inside = {t for op in kernel_ops for t in graph.outputs_of(op)}
         read = {int(t) for op in kernel_ops for t in graph.inputs_of(op)} - inside
         written = {
@@ -264,6 +260,15 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
         flops = float(graph.flops[kernel_ops].sum())
         works.append(KernelWork(names[0], names, flops, moved))
     return tuple(works)
+
+
+def ops_of(kernels: Kernels) -> list[list[int]]:
+    """[kernels] the ops of each."""
+    ops: list[list[int]] = [[] for _ in range(kernels.count)]
+    for op, kernel in enumerate(kernels.of_op.tolist()):
+        if kernel != FOLDED:
+            ops[kernel].append(op)
+    return ops
 
 
 # --- Several batch sizes and devices ---

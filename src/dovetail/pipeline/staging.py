@@ -37,11 +37,11 @@ from dovetail.executors.stages.targets import example_of
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.graph import Graph
-from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
+from dovetail.graph.kernels import CONVOLUTION, Kernels, fuse
 from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import planned, simulator_of, timeline_of, with_schedules
 from dovetail.pipeline.requests import ScheduleRequest
-from dovetail.pipeline.scheduling import check_repeats, works_of
+from dovetail.pipeline.scheduling import check_repeats, ops_of, works_of
 from dovetail.pipeline.searching import (
     Searched,
     budget_of,
@@ -462,16 +462,13 @@ def plan_of_stages(found: Scheduled, step: Captured, plan: Plan) -> Plan:
     chosen = found.best
     if not chosen.stages:
         chosen = min(staged, key=lambda c: c.step_seconds)
-    ops_of: list[list[int]] = [[] for _ in range(kernels.count)]
-    for op, kernel in enumerate(kernels.of_op.tolist()):
-        if kernel != FOLDED:
-            ops_of[kernel].append(op)
+    of_kernel = ops_of(kernels)
     alone = {stage.kernels: stage.seconds for stage in found.candidate(SEQUENTIAL).stages}
     stages = []
     for stage in chosen.stages:
         if len(stage.groups) < 2:
             continue
-        ops = sorted(op for kernel in stage.kernels for op in ops_of[kernel])
+        ops = sorted(op for kernel in stage.kernels for op in of_kernel[kernel])
         share = stage.seconds / max(sum(alone[kernel,] for kernel in stage.kernels), 1e-12)
         seconds = float(plan.compute_seconds[ops, 0].sum()) * share
         stages.append((0, Stage(tuple(ops), seconds)))
