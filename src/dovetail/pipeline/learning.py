@@ -549,7 +549,7 @@ class MeasuredTrials:
                 graph_fingerprint=graph.fingerprint,
                 machine=machine,
                 placement=normalise(spread, graph, machine),
-                orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+                orders=timeline.orders,
                 compute_seconds=problem.costs.compute_seconds,
                 costs_source=problem.costs.source,
                 placer="trial",

@@ -391,8 +391,8 @@ def _copied(plan: Plan, graph: Graph, copies: Sequence[Copies]) -> Plan:
     if not found.feasible[0] or over.any() or value > plan.value:
         return plan
     timeline = simulator.timeline(placement)
-    orders = tuple(timeline.order_of(device) for device in range(len(plan.machine.devices)))
-    return with_promises(replace(copied, orders=orders), made.graph, timeline, value)
+    copied = replace(copied, orders=timeline.orders)
+    return with_promises(copied, made.graph, timeline, value)
 
 
 def with_promises(plan: Plan, graph: Graph, timeline: Timeline, value: float) -> Plan:

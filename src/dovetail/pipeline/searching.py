@@ -399,7 +399,7 @@ def to_plan(
         graph_fingerprint=graph.fingerprint,
         machine=machine,
         placement=placement,
-        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+        orders=timeline.orders,
         compute_seconds=costs.compute_seconds,
         costs_source=costs.source,
         seed=request.seed,

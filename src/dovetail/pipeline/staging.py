@@ -319,7 +319,7 @@ def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgr
             plan = replace(
                 bare,
                 placement=placement,
-                orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+                orders=timeline.orders,
                 placer=name,
                 value=timeline.step_seconds,
                 peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
