@@ -13,6 +13,7 @@ from dovetail.pipeline.requests import (
     EXCLUSIONS,
     PLAN_FIELDS,
     LearnRequest,
+    PhasesRequest,
     PlanRequest,
     ScheduleRequest,
     TaskRequest,
@@ -20,7 +21,7 @@ from dovetail.pipeline.requests import (
 from dovetail.request_fields import options_of
 from dovetail.training.request import TrainRequest
 
-RECORDS = (PlanRequest, TaskRequest, LearnRequest, ScheduleRequest, TrainRequest)
+RECORDS = (PlanRequest, PhasesRequest, TaskRequest, LearnRequest, ScheduleRequest, TrainRequest)
 
 
 def given(record, *words):

@@ -552,17 +552,40 @@ OF_PHASES = ("machine", "placer", "budget", "seed", "pins", "caps", "whole", "mi
 """`plan_phases` takes these fields of `PlanRequest`."""
 
 
+def _read_phases(flag: str, text: str) -> dict[str, float]:
+    """Phase -> how many times it runs, as "prefill=1,decode=128" says. Raises `UsageError`."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        try:
+            times = float(number) if equals else PHASE_WEIGHTS.get(name, 1.0)
+        except ValueError:
+            times = -1.0
+        if not name or name in weights or not 0 < times < math.inf:
+            raise UsageError(flag, f"{part!r} is not PHASE=TIMES; write prefill=1,decode=128")
+        weights[name] = times
+    return weights
+
+
+@documented
 @dataclass(frozen=True, eq=False)
 class PhasesRequest:
     """Which phases of a model to plan under one placement. Raises `UsageError`.
 
-    steps     phase -> the step of that phase. All steps are captured from one module object
-    weights   phase -> how many times it runs. By default 128 for decode, and 1 for any other phase
-    options   a request without a step, whose options hold for every phase
+    steps           phase -> the step of that phase. All steps are captured from one module object
+    options         a request without a step, whose options hold for every phase
     """
 
     steps: Mapping[str, "Captured"]
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = option_made(
+        dict,
+        "Plan these phases of MODEL under one placement, where each phase runs so many times",
+        "--phases",
+        kind=str,
+        read=_read_phases,
+        syntax="PHASE=TIMES, e.g. prefill=1,decode=128",
+        more="By default decode runs 128 times, and any other phase once",
+    )
     options: PlanRequest = field(default_factory=PlanRequest)
 
     def __post_init__(self) -> None:
