@@ -28,13 +28,7 @@ from dovetail.graph import Graph
 from dovetail.graph.copies import origins_in, shareable
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local
-from dovetail.pipeline.sources import (
-    Step,
-    graph_of,
-    names_file,
-    names_onnx,
-    resolve_model,
-)
+from dovetail.pipeline.sources import Step, graph_of, names_file, names_onnx, resolve_model
 from dovetail.placers import permitted
 from dovetail.plans import (
     PLACED,

@@ -42,13 +42,7 @@ from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import planned, simulator_of, timeline_of, with_schedules
 from dovetail.pipeline.requests import ScheduleRequest
 from dovetail.pipeline.scheduling import check_repeats, ops_of, works_of
-from dovetail.pipeline.searching import (
-    Searched,
-    budget_of,
-    placed,
-    problem_of,
-    with_shared_copies,
-)
+from dovetail.pipeline.searching import Searched, budget_of, placed, problem_of, with_shared_copies
 from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.placers import Budget, PlacementProblem, keeping_interrupts, permitted
 from dovetail.plans import Placement, Plan, Schedule, Stage, normalise
