@@ -59,8 +59,7 @@ class Candidate:
     request   makes the request that is searched. It may capture the step again, and raise
     search    finds the plan of that request: its ops are placed, or it is cut into a pipeline's
               stages
-    parts     the number of parts of the batch; of a placement of phases 1 for one device, and else
-              2. Of nearly equal plans that with fewest is taken
+    parts     the number of parts of the batch: of nearly equal plans that with fewest is taken
     rival     it stands beside the best of the others, and is not among them
     """
 
@@ -84,7 +83,7 @@ class Result(Protocol):
 Found = TypeVar("Found", bound=Result)
 
 
-class Tried(Generic[Found]):
+class TriedOf(Generic[Found]):
     """The candidates that were planned. A Ctrl-C leaves the best of these.
 
     plans         name -> plan; None: it does not fit
@@ -153,7 +152,11 @@ class Tried(Generic[Found]):
             key=lambda name: (parts[name], values[name]),
         )
 
-    def told(self: "Tried[Plan]", best: str) -> Plan:
+
+class Tried(TriedOf[Plan]):
+    """The candidates that were planned, of one step."""
+
+    def told(self, best: str) -> Plan:
         """The best candidate's plan, with what the user should know of the others.
 
         Ways to share a batch are rows, and the bound is the least of theirs. The bound of another
@@ -196,7 +199,7 @@ class Tried(Generic[Found]):
         ).noted(*notes)
 
 
-def candidates(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
+def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield what can be planned for a request, in the order in which it is tried.
 
     tried   what was found of those before; later ones follow from it
@@ -210,13 +213,13 @@ def candidates(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
             yield from makes(request, tried)
 
 
-def as_it_is(request: PlanRequest, _tried: Tried[Plan]) -> Iterator[Candidate]:
+def as_it_is(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
     """Yield the step as it was captured."""
     first = replace(request, budget=BudgetShares.of(request).first)
     yield Candidate(AS_IT_IS, lambda: first, _search_of(request))
 
 
-def in_micro_batches(request: PlanRequest, _tried: Tried[Plan]) -> Iterator[Candidate]:
+def in_micro_batches(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
     """Yield the pipeline of micro-batches, of which the step is one."""
     yield Candidate("pipeline", lambda: request, plan_pipeline)
 
@@ -309,7 +312,7 @@ def forms_of(request: PlanRequest) -> dict[str, Form]:
     return forms
 
 
-def in_other_forms(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
+def in_other_forms(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield the other forms of a step, whose batch is not shared."""
     name = AS_IT_IS if tried.plan(AS_IT_IS) is not None else str(WHOLE)
     plan = tried.plan(name)
@@ -382,7 +385,7 @@ def sharings(step: Captured, batch: int, machine: Machine) -> Iterator[Sharing]:
                 yield Sharing(towers, each * fill)
 
 
-def shared(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
+def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield all ways to share the batch, which have half of the budget together; then the best of
     them again, with the other half.
 
@@ -451,7 +454,7 @@ def _sharing_candidate(
 # --- All cores as one device ---
 
 
-def on_all_cores(request: PlanRequest, tried: Tried[Plan]) -> Iterator[Candidate]:
+def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield the rival of a plan on several devices of cores: the same step on all cores as one
     device."""
     machine = request.asked_machine

@@ -43,7 +43,7 @@ from dovetail.graph import Graph, GroupLevels
 from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
 from dovetail.methods import PLACERS
-from dovetail.pipeline.candidates import Candidate, Tried
+from dovetail.pipeline.candidates import Candidate, TriedOf
 from dovetail.pipeline.opening import bound_of, with_copies
 from dovetail.pipeline.requests import (
     OF_PHASES,
@@ -216,7 +216,7 @@ def plan_phases(
     # of one device is preferred unless the best one wins by more than the least gain that the user
     # asks of several devices.
     share = UNDER_MAPS_SHARE / (len(maps) * len(phases))
-    tried: Tried[_UnderMap] = Tried()
+    tried: TriedOf[_UnderMap] = TriedOf()
 
     def search_under(name: str, *_: Any) -> _UnderMap:
         progress(f"planning all phases under one map: {name}", len(tried.plans) / len(maps), None)
@@ -228,6 +228,7 @@ def plan_phases(
         return _UnderMap(outcomes, value, budget.interrupted)
 
     for name, block_map in maps.items():
+        # Of nearly equal candidates that of fewest parts is taken: here of one device.
         parts = 1 if len(set(block_map.tolist())) == 1 else 2
         tried.add(Candidate(name, lambda: asked, partial(search_under, name), parts), progress)
         budget.interrupted = budget.interrupted or tried.interrupted

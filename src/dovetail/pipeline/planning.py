@@ -70,8 +70,7 @@ def plan(
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     """Find the plan of a request. See `plan`."""
-    began, plan = time.perf_counter(), None
-    tried: Tried[Plan] = Tried()
+    began, tried, plan = time.perf_counter(), Tried(), None
     try:
         for candidate in candidates(request, tried):
             tried.add(candidate, progress)
@@ -91,7 +90,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
 
 
 def _raced(
-    request: PlanRequest, tried: Tried[Plan], best: str, plan: Plan, progress: TellProgress
+    request: PlanRequest, tried: Tried, best: str, plan: Plan, progress: TellProgress
 ) -> Plan:
     """The best candidate's plan, or what is faster: a rival, or the step as its user would run it.
     Where nothing can be measured, rivals are compared as predicted."""
@@ -136,7 +135,7 @@ def _raced(
 
 
 def _measured(
-    request: PlanRequest, tried: Tried[Plan], best: str, plan: Plan, progress: TellProgress
+    request: PlanRequest, tried: Tried, best: str, plan: Plan, progress: TellProgress
 ) -> Plan:
     """The fastest, as measured here side by side, of the plan, its rival, and the step as its user
     would run it. The plan itself if its step does not run."""

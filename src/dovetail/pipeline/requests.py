@@ -243,7 +243,7 @@ class PlanRequest:
                 given = (name for name in exclusion.options if is_given(name, getattr(self, name)))
                 self._refuse(given, exclusion.detail)
         self._check_step()
-        if self.step is not None and is_instance(self.step):
+        if self.step is not None and self._is_instance:
             from dovetail.pipeline.sources import machine_of
 
             machine = machine_of(self.step, self.machine)
@@ -299,7 +299,7 @@ class PlanRequest:
     def resolved_gain(self) -> float:
         """`min_gain`, or its default for this step."""
         if self.min_gain is None:
-            return 0.0 if is_instance(self.step) else MIN_GAIN
+            return 0.0 if self._is_instance else MIN_GAIN
         return self.min_gain
 
     @property
@@ -315,6 +315,10 @@ class PlanRequest:
             return 0.0
         return read_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
 
+    @property
+    def _is_instance(self) -> bool:
+        return is_instance(self.step)
+
     def _refuse(self, options: Iterable[str], detail: str) -> None:
         """Raise `UsageError` for the first of these options, if there is one."""
         for name in options:
@@ -328,7 +332,7 @@ class PlanRequest:
         from dovetail.exports.rules import check_format
 
         check_format(self.format)
-        if self.objective == "latency" and not is_instance(self.step):
+        if self.objective == "latency" and not self._is_instance:
             raise UsageError(
                 "objective",
                 "latency is defined for published instances alone, whose accelerators run their "
@@ -366,7 +370,7 @@ class PlanRequest:
             )
         if self.format == "device-map":
             raise UsageError("for", "a device-map has no stages; use split-points or torchtitan")
-        if is_instance(self.step):
+        if self._is_instance:
             raise UsageError(
                 "objective", "pipeline is for training steps; for an instance use load"
             )

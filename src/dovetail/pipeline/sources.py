@@ -394,12 +394,30 @@ def machine_of(
 
     Raises `UsageError` for an instance on another machine, because its costs are for its own.
     """
-    if not isinstance(step, Instance):
-        captured = step if isinstance(step, Captured) else None
-        return resolve_machine(machine or HERE, progress, notes=notes, step=captured)
-    if machine:
-        raise UsageError("machine", "an instance brings its own machine and costs; leave it out")
-    return step.machine
+    notes = notes or Notes()
+    if isinstance(step, Instance):
+        if machine:
+            says = "an instance brings its own machine and costs; leave it out"
+            raise UsageError("machine", says)
+        return step.machine
+    machine = machine or HERE
+    if machine not in (HERE, HERE_CPU) or not isinstance(step, Captured):
+        return resolve_machine(machine, progress, notes=notes)
+    # The cores of `here` have the number of threads that is best for this step, and are probed with
+    # it.
+    where, cores, cache = parse_machine(str(machine)), parse_machine(HERE_CPU), CostCache()
+    _prepare_runner(progress, notes)
+    progress("measuring threads", 0.0, None)
+    choice = choose_threads(
+        step, cores, cache, lambda fraction: progress("measuring threads", fraction, None)
+    )
+    if choice is not None:
+        where = with_threads(where, choice.threads)
+        notes.say(str(choice))
+        if disturbs(choice.others_cores):
+            notes.disturbed("threads", choice.others_cores)
+    progress("measuring the machine", 0.0, None)
+    return probed_machine(where, cache, beside=partial(notes.disturbed, "the machine"))
 
 
 class Notes:
@@ -437,37 +455,23 @@ def resolve_machine(
     *,
     fresh: bool = False,
     notes: "Notes | None" = None,
-    step: Captured | None = None,
 ) -> Machine:
     """The machine that a text names. `here` and `here/n` have the rates that the probe measures.
 
     fresh   probe again, even if the cache has the rates
     notes   collects whether other programs disturbed the probe
-    step    the cores of `here` have the number of threads that is measured to be best for it, and
-            are probed with it
     """
     if not isinstance(machine, str):
         return machine
     where = parse_machine(machine)
     if not names_here(machine):
         return where
-    notes, cache = notes or Notes(), CostCache()
+    notes = notes or Notes()
     _prepare_runner(progress, notes)
-    if step is not None and machine in (HERE, HERE_CPU):
-        progress("measuring threads", 0.0, None)
-        choice = choose_threads(
-            step,
-            parse_machine(HERE_CPU),
-            cache,
-            lambda fraction: progress("measuring threads", fraction, None),
-        )
-        if choice is not None:
-            where = with_threads(where, choice.threads)
-            notes.say(str(choice))
-            if disturbs(choice.others_cores):
-                notes.disturbed("threads", choice.others_cores)
     progress("measuring the machine", 0.0, None)
-    return probed_machine(where, cache, fresh=fresh, beside=partial(notes.disturbed, "the machine"))
+    return probed_machine(
+        where, CostCache(), fresh=fresh, beside=partial(notes.disturbed, "the machine")
+    )
 
 
 def _prepare_runner(progress: TellProgress, notes: "Notes") -> None:
