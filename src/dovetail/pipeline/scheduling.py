@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
 from dovetail.executors.stages.choosing import fastest
-from dovetail.executors.stages.preparing import prepare
+from dovetail.executors.stages.preparing import PreparedKernels, prepare
 from dovetail.executors.stages.targets import (
     ScheduleTarget,
     analytic_target,
@@ -68,9 +68,7 @@ def target_of(
     kernels = fuse(step.graph)
     if not kernels.count:
         raise UsageError("MODEL", "there is nothing to run in it")
-    # A network with convolutions gets channels last.
-    images = any(kind == CONVOLUTION for kind in step.graph.kinds)
-    prepared = prepare(step, kernels, channels_last=images)
+    prepared = prepared_kernels(step, kernels)
     cost_cache = cache or CostCache()
 
     def tell(doing: str, fraction: float) -> None:
@@ -84,6 +82,12 @@ def target_of(
         inputs, _ = example_values(step, seed)
         return cuda_target(step, kernels, prepared, inputs, device, cost_cache, tell)
     return analytic_target(step, kernels, prepared, one_device(device))
+
+
+def prepared_kernels(step: Captured, kernels: Kernels) -> PreparedKernels:
+    """The step's kernels as they are measured: those of a network with convolutions channels
+    last."""
+    return prepare(step, kernels, channels_last=CONVOLUTION in step.graph.kinds)
 
 
 def check_repeats(step: Captured) -> None:

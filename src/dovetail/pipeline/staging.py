@@ -32,16 +32,15 @@ from dovetail.executors import Workers, run
 from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.measuring import CpuStages
-from dovetail.executors.stages.preparing import prepare
 from dovetail.executors.stages.targets import example_of
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.graph import Graph
-from dovetail.graph.kernels import CONVOLUTION, Kernels, fuse
+from dovetail.graph.kernels import Kernels, fuse
 from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import planned, simulator_of, timeline_of, with_schedules
 from dovetail.pipeline.requests import ScheduleRequest
-from dovetail.pipeline.scheduling import check_repeats, ops_of, works_of
+from dovetail.pipeline.scheduling import check_repeats, ops_of, prepared_kernels, works_of
 from dovetail.pipeline.searching import Searched, budget_of, placed, problem_of, with_shared_copies
 from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.placers import Budget, PlacementProblem, keeping_interrupts, permitted
@@ -133,9 +132,7 @@ def _measured_stages(
 ) -> DeviceStages:
     """Stage costs measured on cores of this process, as `dovetail schedule` measures them, and kept
     in the same cache. Kernels are not merged, because the plan's ops run as they were captured."""
-    # As `scheduling.target_of`: a network with convolutions is measured channels last.
-    images = any(kind == CONVOLUTION for kind in step.graph.kinds)
-    prepared = prepare(step, kernels, channels_last=images)
+    prepared = prepared_kernels(step, kernels)
     inputs, _ = example_values(step, 0)
     block, signatures = block_of(step.graph, kernels), signatures_of(step.graph, kernels)
     threads = len(device.cores)
