@@ -251,7 +251,7 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
     """The names, FLOPs and moved bytes of each kernel. A tensor that is made and read within one
     kernel is not moved."""
     works = []
-    for kernel_ops in ops_of(kernels):
+    for kernel_ops in ops_of_kernels(kernels):
         inside = {t for op in kernel_ops for t in graph.outputs_of(op)}
         read = {int(t) for op in kernel_ops for t in graph.inputs_of(op)} - inside
         written = {
@@ -266,7 +266,7 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
     return tuple(works)
 
 
-def ops_of(kernels: Kernels) -> list[list[int]]:
+def ops_of_kernels(kernels: Kernels) -> list[list[int]]:
     """[kernels] the ops of each."""
     ops: list[list[int]] = [[] for _ in range(kernels.count)]
     for op, kernel in enumerate(kernels.of_op.tolist()):

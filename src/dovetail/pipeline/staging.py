@@ -40,7 +40,7 @@ from dovetail.graph.kernels import Kernels, fuse
 from dovetail.machine import Device, Machine
 from dovetail.pipeline.opening import planned, simulator_of, timeline_of, with_schedules
 from dovetail.pipeline.requests import ScheduleRequest
-from dovetail.pipeline.scheduling import check_repeats, ops_of, prepared_kernels, works_of
+from dovetail.pipeline.scheduling import check_repeats, ops_of_kernels, prepared_kernels, works_of
 from dovetail.pipeline.searching import Searched, budget_of, placed, problem_of, with_shared_copies
 from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.placers import Budget, PlacementProblem, keeping_interrupts, permitted
@@ -453,7 +453,7 @@ def plan_of_stages(found: Scheduled, step: Captured, plan: Plan) -> Plan:
     chosen = found.best
     if not chosen.stages:
         chosen = min(staged, key=lambda c: c.step_seconds)
-    of_kernel = ops_of(kernels)
+    of_kernel = ops_of_kernels(kernels)
     alone = {stage.kernels: stage.seconds for stage in found.candidate(SEQUENTIAL).stages}
     stages = []
     for stage in chosen.stages:
