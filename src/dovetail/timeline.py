@@ -76,6 +76,11 @@ class Timeline:
         """Ops of one device in the order they started."""
         return tuple(self.ops[self.op_devices == device].tolist())
 
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """[devices] the ops of each in the order they started."""
+        return tuple(self.order_of(device) for device in range(len(self.devices)))
+
 
 def _sums(owners: Int32, seconds: Float64, count: int) -> Float64:
     sums: Float64 = np.zeros(count)

@@ -1,7 +1,6 @@
 """Options of commands are made from the fields of their requests, and exclude each other by one
 table."""
 
-from dataclasses import fields
 from typing import Annotated
 
 import pytest
@@ -10,8 +9,11 @@ import typer
 from dovetail.cli.options import Options, OptionsOf, command
 from dovetail.errors import UsageError
 from dovetail.pipeline.requests import (
+    CANDIDATES,
     EXCLUSIONS,
+    PLAN_FIELDS,
     LearnRequest,
+    PhasesRequest,
     PlanRequest,
     ScheduleRequest,
     TaskRequest,
@@ -19,7 +21,7 @@ from dovetail.pipeline.requests import (
 from dovetail.request_fields import options_of
 from dovetail.training.request import TrainRequest
 
-RECORDS = (PlanRequest, TaskRequest, LearnRequest, ScheduleRequest, TrainRequest)
+RECORDS = (PlanRequest, PhasesRequest, TaskRequest, LearnRequest, ScheduleRequest, TrainRequest)
 
 
 def given(record, *words):
@@ -85,11 +87,57 @@ def test_a_text_that_cannot_be_read_is_refused_by_its_spelling(words, says):
 
 
 def test_every_exclusion_is_of_fields_and_names_the_option_that_it_refuses():
-    names = {field.name for field in fields(PlanRequest)}
     for exclusion in EXCLUSIONS:
-        assert names.issuperset(exclusion.options)
+        assert PLAN_FIELDS.issuperset(exclusion.options)
     with pytest.raises(UsageError, match="for: does not go with replicas auto"):
         PlanRequest(machine="2 x p100", replicas="auto", format="device-map")
     with pytest.raises(UsageError, match=r"finetune: is for gdp and gdp\+search, not for etf"):
         PlanRequest(machine="2 x p100", placer="etf", finetune=3)
     PlanRequest(machine="2 x p100", replicas="auto", objective="step", budget="5e", gap=0.1)
+
+
+VALUES = {
+    "micro_batches": 2, "schedule": "gpipe", "recompute": "never", "pins": [("a", "p100:0")],
+    "stages": True, "format": "split-points", "place": {"a": 0}, "whole": ["a"], "per_op": True,
+    "policy": "mine", "placer": "etf", "method": min, "objective": "load", "gap": 0.1,
+    "min_gain": 0.1,
+}  # fmt: skip
+"""A value of each option that some kind of candidates does not take."""
+REFUSED = {
+    "as it is": (
+        {"objective": "step"},
+        ("micro_batches", "schedule", "recompute"),
+        "is for objective pipeline; leave it out",
+    ),
+    "pipeline": (
+        {"micro_batches": 2},
+        ("stages", "place", "per_op", "policy", "placer", "gap", "min_gain", "method"),
+        "does not go with objective pipeline; leave it out",
+    ),
+    "shared batch": (
+        {"replicas": "auto"},
+        (
+            "micro_batches", "pins", "stages", "format", "place", "whole", "per_op", "policy",
+            "placer", "method", "objective",
+        ),
+        "does not go with replicas auto; leave it out",
+    ),
+}  # fmt: skip
+"""Kind of candidates -> (what asks for it, the options that it does not take, what is said)."""
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_a_kind_of_candidates_does_not_take_is_refused_and_nothing_else(kind):
+    asks, refused, says = REFUSED[kind]
+    for name in refused:
+        with pytest.raises(UsageError) as caught:
+            PlanRequest(machine="2 x p100", **asks, **{name: VALUES[name]})
+        assert str(caught.value) == f"{'for' if name == 'format' else name}: {says}"
+    elsewhere = {"contiguous", "finetune"} | asks.keys()  # refused for another reason, if at all
+    taken = CANDIDATES[kind].takes - elsewhere - {"replicas"}
+    assert not taken & set(refused)
+    assert PLAN_FIELDS - taken - elsewhere == {*refused, "replicas"} - asks.keys()
+
+
+def test_every_option_is_taken_by_some_kind_of_candidates():
+    assert frozenset().union(*(CANDIDATES[kind].takes for kind in REFUSED)) == PLAN_FIELDS

@@ -20,12 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Annotated
 
-from dovetail.interrupts import (
-    INTERRUPTED,
-    end_of_interrupts,
-    leave_interrupts,
-    take_interrupts,
-)
+from dovetail.interrupts import INTERRUPTED, end_of_interrupts, leave_interrupts, take_interrupts
 
 take_interrupts()
 try:

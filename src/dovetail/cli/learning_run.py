@@ -18,15 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.arguments import LearningOutputs
-from dovetail.cli.output import (
-    RunView,
-    foreign,
-    listed,
-    say,
-    show,
-    show_json,
-    write,
-)
+from dovetail.cli.output import RunView, foreign, listed, say, show, show_json, write
 from dovetail.cli.training_run import News, typed
 from dovetail.placers.learned.records import Point
 from dovetail.training.request import launched_rank

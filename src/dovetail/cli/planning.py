@@ -14,7 +14,14 @@ from dovetail.cli.options import Options, OptionsOf
 from dovetail.cli.output import progress_bar, say, show, show_json, show_limits, write
 from dovetail.errors import InfeasibleError, UsageError
 from dovetail.methods import PLACERS, listing
-from dovetail.pipeline.requests import AUTO, OF_PHASES, PlanRequest, is_given
+from dovetail.pipeline.requests import (
+    AUTO,
+    OF_PHASES,
+    PhasesRequest,
+    PlanRequest,
+    check_name,
+    is_given,
+)
 from dovetail.request_fields import options_of
 
 if TYPE_CHECKING:
@@ -37,13 +44,7 @@ def plan(
     asynchronous: Asynchronous = False,
     shape: Shape = None,
     options: Annotated[Options, OptionsOf(PlanRequest, without=("replicas",))],
-    phases: Annotated[
-        str,
-        typer.Option(
-            help="PHASE=TIMES, e.g. prefill=1,decode=128. Plan these phases of MODEL under one "
-            "placement, where each phase runs so many times"
-        ),
-    ] = "",
+    phases: Annotated[Options, OptionsOf(PhasesRequest)],
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the plan's page (HTML)")] = None,
     as_json: Json = False,
@@ -69,7 +70,7 @@ def plan(
             "--shape": shape,
         }  # fmt: skip
         refused = [flag for flag, value in of_step.items() if value]
-        _plan_phases(model, phases, options, refused, out, report, as_json)
+        _plan_phases(model, phases["weights"], options, refused, out, report, as_json)
         return
     pipeline.check_replicas(count, asynchronous)
     # An instance is checked by its own machine and objectives, so a file is read before the checks.
@@ -184,7 +185,7 @@ def _unit(step: "Step") -> tuple[str, float]:
 
 def _plan_phases(
     model: str,
-    text: str,
+    weights: dict[str, float],
     options: Options,
     refused: list[str],
     out: Path | None,
@@ -193,8 +194,7 @@ def _plan_phases(
 ) -> None:
     """Plan the phases, and write and print what was asked for.
 
-    text      the text of --phases, such as "prefill=1,decode=128". A phase without a number runs as
-              often as `PHASE_WEIGHTS` says
+    weights   phase -> how many times it runs
     options   fields of `PlanRequest`. Limits of compiling, which a variable may set for all
               commands, are ignored
     refused   other options that were given and do not go with phases
@@ -208,28 +208,16 @@ def _plan_phases(
             refused.append(options_of(PlanRequest)[name].flag)
     if refused:
         raise UsageError("--phases", f"does not go with {', '.join(refused)}; leave it out")
-    given: dict[str, float | None] = {}  # phase -> how many times it runs; None if not said
-    for part in text.split(","):
-        name, equals, number = (piece.strip() for piece in part.partition("="))
-        try:
-            times = float(number) if equals else None
-        except ValueError:
-            times = -1.0
-        if not name or name in given or not (times is None or 0 < times < float("inf")):
-            raise UsageError("--phases", f"{part!r} is not PHASE=TIMES; write prefill=1,decode=128")
-        given[name] = times
-    plan_files = pipeline.phase_paths(out, given) if out else {}
-    pages = pipeline.phase_paths(report, given) if report else {}
+    plan_files = pipeline.phase_paths(out, weights) if out else {}
+    pages = pipeline.phase_paths(report, weights) if report else {}
     inputs = [model, options.get("machine", "")]
     arguments.check_outputs(*plan_files.values(), *pages.values(), inputs=inputs)
     with progress_bar() as progress:
         progress(f"capturing {model}", 0.0, None)
         known = resolve_phases(model)
-        for name in given:
-            if name not in known:
-                raise UsageError("--phases", f"{name!r} is not one of {', '.join(known)}")
-        steps = {name: known[name] for name in given}
-        weights = {name: times for name, times in given.items() if times is not None}
+        for name in weights:
+            check_name("--phases", name, known)
+        steps = {name: known[name] for name in weights}
         shared = {name: value for name, value in options.items() if name in OF_PHASES}
         found = pipeline.plan_phases(steps, **shared, weights=weights, progress=progress)
     if out is not None:

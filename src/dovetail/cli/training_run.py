@@ -22,16 +22,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.output import (
-    RunView,
-    foreign,
-    listed,
-    progress_bar,
-    say,
-    show,
-    show_json,
-    write,
-)
+from dovetail.cli.output import RunView, foreign, listed, progress_bar, say, show, show_json, write
 from dovetail.cli.weights import save_weights
 from dovetail.errors import CallbackError, DovetailError, UsageError
 from dovetail.runtime.user_code import UserCode

@@ -1,21 +1,24 @@
 """Lists what can be planned for a request, and keeps what was found.
 
-    candidate                   applies                  its step
-    as it is                    always, but for these:   as it was captured
-    pipeline                    objective pipeline       micro-batches in stages
-    whole batch, 2 towers, ...  `replicas` auto          parts of the batch
-    with channels last, ...     `auto` on cores here     captured again in another form
-    here                        the text here/n          the best of these, on all cores as one
+    kind           its candidates              apply                    their step
+    as it is       as it is                    always, but for these:   as it was captured
+    pipeline       pipeline                    objective pipeline       micro-batches in stages
+    shared batch   whole batch, 2 towers, ...  `replicas` auto          parts of the batch
+    other forms    with channels last, ...     `auto` on cores here     captured again in that form
+    all cores      here                        the text here/n          the best of these, on all
+                                                                        cores as one device
 
-Each is found by one search: of places (`searching`), of places and stages together (`staging`), or
-of a pipeline's stages (`pipelining`). All have one budget together (`BudgetShares`). What the step
-takes in compiled code, and what its user would run without a plan, is known only where it is
-measured: see `planning`.
+The table of kinds, `requests.CANDIDATES`, says which options each takes, and so which options
+exclude each other. Each candidate is found by one search: of places (`searching`), of places and
+stages together (`staging`), or of a pipeline's stages (`pipelining`). All have one budget together
+(`BudgetShares`). What the step takes in compiled code, and what its user would run without a plan,
+is known only where it is measured: see `planning`.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,8 +28,9 @@ from dovetail.graph import Phase
 from dovetail.graph.kernels import CONVOLUTION
 from dovetail.graph.source import Transform
 from dovetail.machine import Machine, names_here
+from dovetail.methods import imported
 from dovetail.pipeline.pipelining import computing_devices, plan_pipeline, towers_devices
-from dovetail.pipeline.requests import AUTO, PlanRequest
+from dovetail.pipeline.requests import AUTO, CANDIDATES, PlanRequest
 from dovetail.pipeline.searching import has_gpus, prefixed, search_to_fit
 from dovetail.pipeline.sources import TellProgress, replicated
 from dovetail.placers import Limits
@@ -61,12 +65,25 @@ class Candidate:
 
     name: str
     request: Callable[[], PlanRequest]
-    search: Callable[[PlanRequest, TellProgress], Plan] = search_to_fit
+    search: Callable[[PlanRequest, TellProgress], Any] = search_to_fit
     parts: int = 1
     rival: bool = False
 
 
-class Tried:
+class Result(Protocol):
+    """What a search finds for a candidate: a plan, or what the plans of several phases are made
+    of."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def interrupted(self) -> bool: ...
+
+
+Found = TypeVar("Found", bound=Result)
+
+
+class TriedOf(Generic[Found]):
     """The candidates that were planned. A Ctrl-C leaves the best of these.
 
     plans         name -> plan; None: it does not fit
@@ -77,7 +94,7 @@ class Tried:
     """
 
     def __init__(self) -> None:
-        self.plans: dict[str, Plan | None] = {}
+        self.plans: dict[str, Found | None] = {}
         self.candidates: dict[str, Candidate] = {}
         self.requests: dict[str, PlanRequest] = {}
         self.failures: dict[str, str] = {}
@@ -91,7 +108,7 @@ class Tried:
         self.candidates[name] = candidate
         try:
             request = candidate.request()
-            plan = candidate.search(request, tell)
+            plan: Found = candidate.search(request, tell)
         except InfeasibleError as error:
             self._error, self.interrupted = self._error or error, error.interrupted
             self.plans.setdefault(name, None)
@@ -111,7 +128,7 @@ class Tried:
         if before is None or plan.value <= before.value:
             self.plans[name], self.requests[name] = plan, request
 
-    def plan(self, name: str) -> Plan | None:
+    def plan(self, name: str) -> Found | None:
         """The plan of a candidate; None if there is none."""
         return self.plans.get(name)
 
@@ -134,6 +151,10 @@ class Tried:
             (name for name, value in values.items() if value <= worth),
             key=lambda name: (parts[name], values[name]),
         )
+
+
+class Tried(TriedOf[Plan]):
+    """The candidates that were planned, of one step."""
 
     def told(self, best: str) -> Plan:
         """The best candidate's plan, with what the user should know of the others.
@@ -186,19 +207,21 @@ def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     Raises `UsageError` for a batch that is to be shared and cannot be split, and the first error if
     a later candidate would follow from a plan and there is none.
     """
-    for makes in CANDIDATES:
-        yield from makes(request, tried)
+    for kind in CANDIDATES.values():
+        if kind.applies(request):
+            makes = imported(kind.makes) if isinstance(kind.makes, str) else kind.makes
+            yield from makes(request, tried)
 
 
 def as_it_is(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
-    """Yield the step as it was captured, or as one micro-batch of a pipeline."""
-    if request.replicas:
-        return
-    if request.is_pipeline:
-        yield Candidate("pipeline", lambda: request, plan_pipeline)
-        return
+    """Yield the step as it was captured."""
     first = replace(request, budget=BudgetShares.of(request).first)
     yield Candidate(AS_IT_IS, lambda: first, _search_of(request))
+
+
+def in_micro_batches(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
+    """Yield the pipeline of micro-batches, of which the step is one."""
+    yield Candidate("pipeline", lambda: request, plan_pipeline)
 
 
 def _search_of(request: PlanRequest) -> Callable[[PlanRequest, TellProgress], Plan]:
@@ -261,19 +284,16 @@ def forms_of(request: PlanRequest) -> dict[str, Form]:
 
     Recurrent layers have the form of their fused kernels, networks with convolutions that of
     channels last in memory. What a step costs in another form is known where it is measured, and
-    the other forms are of kernels of CPUs. Plans with stages, for a format and of a given placement
-    are of the step as it was captured.
+    the other forms are of kernels of CPUs.
     """
     step, machine = request.step, request.asked_machine
-    by_auto = request.placer == "auto" and request.method is None and not request.contiguous
-    given = request.stages or request.format or request.place is not None or request.per_op
     if (
         not isinstance(step, Captured)
         or step.plain is None
         or the(Form, step.transforms) is not None
     ):
         return {}
-    if not by_auto or given or not machine.local or has_gpus(machine):
+    if not CANDIDATES["other forms"].applies(request) or not machine.local or has_gpus(machine):
         return {}
     forms: dict[str, Form] = {}
     several = len(machine.devices) > 1
@@ -373,8 +393,6 @@ def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     whole batch: the loss is the mean of the parts' losses, batch norm takes the statistics of a
     part, and random draws are a part's own, as in every data-parallel training.
     """
-    if not request.replicas:
-        return
     step = request.planned_step
     assert isinstance(step, Captured), "the request has checked that"
     machine, batch = request.asked_machine, batch_of(step)
@@ -438,12 +456,9 @@ def _sharing_candidate(
 
 def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield the rival of a plan on several devices of cores: the same step on all cores as one
-    device. Pins and caps name the devices, so then there is none."""
+    device."""
     machine = request.asked_machine
-    named = request.pins or request.caps
-    if named or not is_here(request) or len(machine.devices) == 1 or has_gpus(machine):
-        return
-    if request.is_pipeline:
+    if not is_here(request) or len(machine.devices) == 1 or has_gpus(machine):
         return
     best = tried.best(request.resolved_gain)
     if tried.candidates[best].parts > 1:
@@ -466,13 +481,3 @@ def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
         _search_of(asked),
         rival=True,
     )
-
-
-CANDIDATES: list[Callable[[PlanRequest, Tried], Iterator[Candidate]]] = [
-    as_it_is,
-    shared,
-    in_other_forms,
-    on_all_cores,
-]
-"""What can be planned, in the order in which it is tried. Each function yields its candidates for a
-request, or none where they do not apply."""

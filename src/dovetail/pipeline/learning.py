@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -521,13 +520,8 @@ class MeasuredTrials:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close(kill=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(kill=kind is not None)
 
     def _run(self, placement: GroupPlacement) -> float | None:
         """The mean seconds of a step of one run; None if the run fails."""
@@ -549,7 +543,7 @@ class MeasuredTrials:
                 graph_fingerprint=graph.fingerprint,
                 machine=machine,
                 placement=normalise(spread, graph, machine),
-                orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+                orders=timeline.orders,
                 compute_seconds=problem.costs.compute_seconds,
                 costs_source=problem.costs.source,
                 placer="trial",

@@ -28,13 +28,7 @@ from dovetail.graph import Graph
 from dovetail.graph.copies import origins_in, shareable
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local
-from dovetail.pipeline.sources import (
-    Step,
-    graph_of,
-    names_file,
-    names_onnx,
-    resolve_model,
-)
+from dovetail.pipeline.sources import Step, graph_of, names_file, names_onnx, resolve_model
 from dovetail.placers import permitted
 from dovetail.plans import (
     PLACED,
@@ -167,7 +161,7 @@ def verify(plan: Plan, graph: Graph) -> None:
 def timeline_of(plan: Plan, graph: Graph) -> Timeline:
     """The plan's predicted timeline, from the costs that it carries."""
     graph = planned_graph(plan, graph)
-    return _simulator(plan, graph).timeline(
+    return simulator_of(plan, graph).timeline(
         plan.placement, orders=plan.orders, schedules=plan.schedules
     )
 
@@ -195,7 +189,9 @@ def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None
     for stages in stages_of(plan, graph):
         ops = [op for stage in stages for op in stage]
         turns[ops] = np.arange(len(ops))
-    free = _simulator(plan, graph).timeline(plan.placement, priorities=-turns, schedules=schedules)
+    free = simulator_of(plan, graph).timeline(
+        plan.placement, priorities=-turns, schedules=schedules
+    )
     orders = tuple(
         () if schedule is not None else free.order_of(device)
         for device, schedule in enumerate(schedules)
@@ -217,7 +213,7 @@ def _value_of(plan: Plan, graph: Graph, timeline: Timeline) -> float:
     """The value of the plan's objective; `timeline` is the plan's own."""
     if plan.objective in ("step", "pipeline"):
         return timeline.step_seconds
-    found = _simulator(plan, graph).evaluate(plan.placement[None], plan.objective)
+    found = simulator_of(plan, graph).evaluate(plan.placement[None], plan.objective)
     return float(found.values[0])
 
 
@@ -275,12 +271,12 @@ def check_machine(machine: Machine) -> None:
         raise MachineMismatchError(expected, f"another: {error}") from None
 
 
-def _simulator(plan: Plan, graph: Graph) -> Simulator:
-    costs = costs_in(plan)
+def simulator_of(plan: Plan, graph: Graph, *, ranked: bool = False) -> Simulator:
+    """The simulator of the plan's graph, by the plan's costs and caps. `ranked` as in
+    `Simulator`."""
+    costs, capacities = costs_in(plan), capacities_of(plan.machine, dict(plan.caps))
     costs.check(graph)
-    return Simulator(
-        graph, plan.machine, costs, capacities=capacities_of(plan.machine, dict(plan.caps))
-    )
+    return Simulator(graph, plan.machine, costs, capacities=capacities, ranked=ranked)
 
 
 @overload
@@ -374,29 +370,34 @@ def _copied(plan: Plan, graph: Graph, copies: Sequence[Copies]) -> Plan:
         # All readers of one entry are on the device that gets the copies.
         placement[made.copy_of == i] = plan.placement[one.readers[0]]
     placement = normalise(placement, made.graph, plan.machine)
-    sent = None if plan.sent_bytes is None else plan.sent_bytes[made.origin_tensors]
-    costs = Costs(plan.compute_seconds[made.origins], plan.costs_source, sent)
-    capacities = capacities_of(plan.machine, dict(plan.caps))
-    ranked = plan.objective == "step"
-    simulator = Simulator(made.graph, plan.machine, costs, capacities=capacities, ranked=ranked)
-    found = simulator.evaluate(placement[None], plan.objective)
-    peaks = found.peak_memory_bytes[0]
-    value = float(found.values[0])
-    if not found.feasible[0] or (peaks > capacities).any() or value > plan.value:
-        return plan
-    timeline = simulator.timeline(placement)
-    bound = bound_of(made.graph, plan.machine, costs, plan.objective, plan.pins, plan.caps)
-    return replace(
+    copied = replace(
         plan,
         graph=made.graph,
         graph_fingerprint=made.graph.fingerprint,
         placement=placement,
-        orders=tuple(timeline.order_of(device) for device in range(len(plan.machine.devices))),
-        compute_seconds=costs.compute_seconds,
-        sent_bytes=sent,
+        compute_seconds=plan.compute_seconds[made.origins],
+        sent_bytes=None if plan.sent_bytes is None else plan.sent_bytes[made.origin_tensors],
+        transforms=(*plan.transforms, SharedCopies(tuple(copies))),
+    )
+    simulator = simulator_of(copied, made.graph, ranked=plan.objective == "step")
+    found = simulator.evaluate(placement[None], plan.objective)
+    value, over = float(found.values[0]), found.peak_memory_bytes[0] > simulator.capacities
+    if not found.feasible[0] or over.any() or value > plan.value:
+        return plan
+    timeline = simulator.timeline(placement)
+    copied = replace(copied, orders=timeline.orders)
+    return with_promises(copied, made.graph, timeline, value)
+
+
+def with_promises(plan: Plan, graph: Graph, timeline: Timeline, value: float) -> Plan:
+    """The plan with this value, the memory of its timeline, and its bound proven again. `graph` is
+    the planned one."""
+    costs = costs_in(plan)
+    bound = bound_of(graph, plan.machine, costs, plan.objective, plan.pins, plan.caps)
+    return replace(
+        plan,
         value=value,
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
         lower_bound=min(bound.seconds, value),
         bound_proof=bound.proof,
-        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        transforms=(*plan.transforms, SharedCopies(tuple(copies))),
     )

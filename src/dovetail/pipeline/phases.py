@@ -27,6 +27,7 @@ those that only another phase reads.
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from dovetail.costs import Costs
-from dovetail.errors import InfeasibleError, UsageError
+from dovetail.errors import UsageError
 from dovetail.frontends import Captured
 from dovetail.graph import Graph, GroupLevels
 from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
 from dovetail.methods import PLACERS
+from dovetail.pipeline.candidates import Candidate, TriedOf
 from dovetail.pipeline.opening import bound_of, with_copies
 from dovetail.pipeline.requests import (
     OF_PHASES,
@@ -51,7 +53,7 @@ from dovetail.pipeline.requests import (
     check_name,
     with_fields_of,
 )
-from dovetail.pipeline.searching import fixed_ops, problem_of, to_plan
+from dovetail.pipeline.searching import fixed_ops, plan_of, problem_of
 from dovetail.pipeline.sources import (
     Notes,
     TellProgress,
@@ -71,7 +73,6 @@ from dovetail.placers import (
 )
 from dovetail.placers import place as run_placer
 from dovetail.plans import Plan
-from dovetail.simulator import Simulator
 
 STARTS_SHARE, CLIMB_SHARE, UNDER_MAPS_SHARE = 0.4, 0.3, 0.3
 """Shares of the budget: planning the phases by themselves, moving blocks, searching under maps."""
@@ -125,7 +126,7 @@ def phase_paths(path: str | Path, phases: Iterable[str]) -> dict[str, Path]:
     return {name: path.with_name(f"{path.stem}.{name}{path.suffix}") for name in phases}
 
 
-@with_fields_of(PlanRequest, skip=set(PLAN_FIELDS) - set(OF_PHASES))
+@with_fields_of(PlanRequest, skip=PLAN_FIELDS - set(OF_PHASES))
 def plan_phases(
     steps: Mapping[str, Captured],
     machine: str | Machine = "",
@@ -211,35 +212,34 @@ def plan_phases(
     budget.interrupted = budget.interrupted or part.interrupted
     maps[TOGETHER] = best
 
-    # Searches under maps. Under each every phase searches again for what the map leaves open.
+    # Searches under maps. Under each every phase searches again for what the map leaves open. A map
+    # of one device is preferred unless the best one wins by more than the least gain that the user
+    # asks of several devices.
     share = UNDER_MAPS_SHARE / (len(maps) * len(phases))
-    outcomes: dict[str, dict[str, PlacerOutcome]] = {}
-    failure: InfeasibleError | None = None
-    for i, (name, block_map) in enumerate(maps.items()):
-        progress(f"planning all phases under one map: {name}", i / len(maps), None)
-        try:
-            outcomes[name] = {
-                phase.name: _place_under(phase, block_map, asked.placer, budget, share)
-                for phase in phases
-            }
-        except InfeasibleError as error:
-            failure = error
-    if not outcomes:
-        assert failure is not None, "there is at least one map"
-        raise failure
-    values = {
-        name: sum(phase.weight * of_phase[phase.name].value for phase in phases)
-        for name, of_phase in outcomes.items()
-    }
-    # A map of one device is preferred unless the best one wins by more than the least gain that the
-    # user asks of several devices.
-    chosen = min(values, key=lambda name: values[name])
-    on_one_device = [name for name in values if len(set(maps[name].tolist())) == 1]
-    simplest = min(on_one_device, key=lambda name: values[name], default=chosen)
-    if values[chosen] > values[simplest] * (1 - asked.resolved_gain):
-        chosen = simplest
+    tried: TriedOf[_UnderMap] = TriedOf()
+
+    def search_under(name: str, *_: Any) -> _UnderMap:
+        progress(f"planning all phases under one map: {name}", len(tried.plans) / len(maps), None)
+        outcomes = {
+            phase.name: phase.placed_under(maps[name], asked.placer, budget, share)
+            for phase in phases
+        }
+        value = sum(phase.weight * outcomes[phase.name].value for phase in phases)
+        return _UnderMap(outcomes, value, budget.interrupted)
+
+    for name, block_map in maps.items():
+        # Of nearly equal candidates that of fewest parts is taken: here of one device.
+        parts = 1 if len(set(block_map.tolist())) == 1 else 2
+        tried.add(Candidate(name, lambda: asked, partial(search_under, name), parts), progress)
+        budget.interrupted = budget.interrupted or tried.interrupted
+        # A second Ctrl-C ends a search without a result. What was found before stays.
+        if tried.interrupted and name not in tried.plans:
+            break
+    chosen = tried.best(asked.resolved_gain)
+    under_chosen = tried.plan(chosen)
+    assert under_chosen is not None, "it is the best"
     plans = {
-        phase.name: joint.plan(phase, maps[chosen], outcomes[chosen][phase.name])
+        phase.name: joint.plan(phase, maps[chosen], under_chosen.outcomes[phase.name])
         for phase in phases
     }
     planning_seconds = time.perf_counter() - began
@@ -259,10 +259,23 @@ def plan_phases(
             for block, paths in enumerate(joint.blocks)
             for path in paths
         },
-        candidates={name: values.get(name) for name in maps},
+        candidates={name: under.value if (under := tried.plan(name)) else None for name in maps},
         chosen=chosen,
         interrupted=budget.interrupted,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _UnderMap:
+    """What the searches of all phases under one map found.
+
+    outcomes   phase -> the outcome of its search
+    value      the weighted sum of their seconds
+    """
+
+    outcomes: dict[str, PlacerOutcome]
+    value: float
+    interrupted: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +297,6 @@ class _Phase:
     request: PlanRequest
     weight: float
     problem: PlacementProblem
-    simulator: Simulator
     whole: tuple[str, ...]
     units: Units
     held_block: NDArray[np.int32]
@@ -324,14 +336,29 @@ class _Phase:
         lacking = np.where(evaluation.feasible, over, np.maximum(over, 1))
         return lacking.astype(np.float64), np.asarray(evaluation.values, dtype=np.float64)
 
-    def problem_under(self, block_map: BlockMap) -> PlacementProblem:
-        """The phase's problem under the map: where to run the groups without parameters."""
+    def placed_under(
+        self, block_map: BlockMap, placer: str, budget: Budget, share: float
+    ) -> PlacerOutcome:
+        """The best placement under the map, which leaves open where to run the groups without
+        parameters. Raises `InfeasibleError`."""
         allowed = self.problem.allowed.copy()
         holding = np.flatnonzero(self.held_block >= 0)
         devices = block_map[self.held_block[holding]]
         allowed[holding] &= devices[:, None] == np.arange(allowed.shape[1])
         capacities = self.problem.capacities - self.unread_on_devices(block_map)
-        return replace(self.problem, allowed=allowed, capacities=capacities)
+        following = self.placements(block_map[None])
+
+        def method(problem: PlacementProblem, part: Budget) -> GroupPlacement:
+            # The placement that follows the blocks is scored even with no budget left, so that
+            # there is always a placement to return.
+            (score,) = part.score(problem, following, always=True)
+            part.note(FOLLOWING, score, following[0])
+            PLACERS[placer](problem, part)
+            assert part.ledger.best is not None, "it has scored one placement"
+            return part.ledger.best[1]
+
+        problem = replace(self.problem, allowed=allowed, capacities=capacities)
+        return _place(problem, placer, budget, share, method)
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,23 +405,13 @@ class _Joint:
         for device in np.flatnonzero(unread_bytes).tolist():
             caps[names[device]] = int(problem.capacities[device] - unread_bytes[device])
         bound = bound_of(graph, self.machine, costs, "step", pins, tuple(caps.items()))
-        plan = to_plan(
+        plan = plan_of(
             request,
-            graph,
-            self.machine,
-            costs,
-            outcome.placement,
-            phase.simulator.timeline(outcome.placement),
-            placer=outcome.placer,
-            value=outcome.value,
-            lower_bound=bound.seconds,
-            bound_proof=bound.proof,
-            groups=problem.groups.count,
+            problem,
+            outcome,
+            bound,
             planning_seconds=outcome.seconds,
-            baselines=outcome.baselines,
-            found_seconds=outcome.found_seconds,
             whole=phase.whole,
-            min_gain=request.resolved_gain,
             notes=outcome.notes,
         )
         plan = replace(plan, pins=pins, caps=tuple(caps.items()))
@@ -444,7 +461,7 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
     for name in steps:
         first_of_group: dict[int, str] = {}
         for op, path in holders[name].items():
-            first = first_of_group.setdefault(int(problems[name][0].groups.of_op[op]), path)
+            first = first_of_group.setdefault(int(problems[name].groups.of_op[op]), path)
             pairs.append((index[path], index[first]))
     ends = np.array(pairs, dtype=np.int64).T
     edges = coo_array(
@@ -468,7 +485,7 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
     allowed = np.ones((count, len(machine.devices)), dtype=bool)
     phases = []
     for name, step in steps.items():
-        problem, simulator = problems[name]
+        problem = problems[name]
         graph, of_op = step.graph, problem.groups.of_op
         held_block = np.full(problem.groups.count, -1, dtype=np.int32)
         reader_of = np.full(count, -1, dtype=np.int32)
@@ -497,7 +514,6 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
             request=requests[name],
             weight=request.weights[name],
             problem=problem,
-            simulator=simulator,
             whole=patterns[name],
             units=units[name],
             held_block=held_block,
@@ -557,24 +573,6 @@ def _reads(graph: Graph) -> Iterator[tuple[int, int]]:
         for tensor in graph.outputs_of(source):
             for reader in graph.consumers_of(tensor).tolist():
                 yield reader, source
-
-
-def _place_under(
-    phase: _Phase, block_map: BlockMap, placer: str, budget: Budget, share: float
-) -> PlacerOutcome:
-    """The best placement of the phase under the map. Raises `InfeasibleError`."""
-    following = phase.placements(block_map[None])
-
-    def method(problem: PlacementProblem, part: Budget) -> GroupPlacement:
-        # The placement that follows the blocks is scored even with no budget left, so that there
-        # is always a placement to return.
-        (score,) = part.score(problem, following, always=True)
-        part.note(FOLLOWING, score, following[0])
-        PLACERS[placer](problem, part)
-        assert part.ledger.best is not None, "it has scored one placement"
-        return part.ledger.best[1]
-
-    return _place(phase.problem_under(block_map), placer, budget, share, method)
 
 
 def _place(

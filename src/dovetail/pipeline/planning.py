@@ -9,7 +9,7 @@
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from dovetail.pipeline.candidates import (
     is_here,
     searches_as_compiled,
 )
-from dovetail.pipeline.opening import bound_of, costs_in, planned, timeline_of
+from dovetail.pipeline.opening import planned, timeline_of, with_promises
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.searching import has_gpus, lower_caps, prefixed, search_plan
 from dovetail.pipeline.sources import Step, TellProgress, silent
@@ -33,6 +33,9 @@ from dovetail.placers import Limits
 from dovetail.plans import Plan, capacities_of, planned_graph
 from dovetail.transforms import duplicate
 from dovetail.units import HERE, HERE_CPU, format_seconds
+
+if TYPE_CHECKING:
+    from dovetail.pipeline.segmenting import Segmented
 
 SEGMENTS_SHARE = 0.5
 """The share of `--compile-budget` that segments may take. `torch.compile` has the rest."""
@@ -136,7 +139,7 @@ def _measured(
 ) -> Plan:
     """The fastest, as measured here side by side, of the plan, its rival, and the step as its user
     would run it. The plan itself if its step does not run."""
-    from dovetail.pipeline.segmenting import with_segments
+    from dovetail.pipeline.segmenting import Segmented, with_segments
     from dovetail.pipeline.ways import fastest_way
 
     # A step of parts of a batch is compared with that of the whole batch, as the user has it.
@@ -146,15 +149,15 @@ def _measured(
     whole = tried.plan(str(WHOLE)) if shared else plan
     if not isinstance(step, Captured) or whole is None:
         return plan
-    limit_seconds, pair = request.compile_seconds, (plan, plan)
+    limit_seconds, pair = request.compile_seconds, Segmented(plan, plan)
     if limit_seconds and plan.objective == "step":
         began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
         pair = with_compiled(plan, asked, share, progress, limits=BudgetShares.of(request).compiled)
         limit_seconds -= min(time.perf_counter() - began, share)
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))
-    rivals: dict[str, tuple[Plan, Plan]] = {}
-    is_hopeless = rival is not None and rival.value > HOPELESS * pair[1].value
+    rivals: dict[str, Segmented] = {}
+    is_hopeless = rival is not None and rival.value > HOPELESS * pair.compiled.value
     if replaces and not asked.stages and rival is not None and not is_hopeless:
         if not shared:
             rival = replace(
@@ -164,7 +167,7 @@ def _measured(
                 baselines=plan.baselines,
                 found_seconds=plan.found_seconds,
             )
-        rivals[name] = rival, rival
+        rivals[name] = Segmented(rival, rival)
         if limit_seconds:
             began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
             tell = prefixed(f"{name}: ", progress)
@@ -196,17 +199,16 @@ def with_compiled(
     progress: TellProgress,
     *,
     limits: Limits,
-) -> tuple[Plan, Plan]:
-    """(the plan op by op, the plan with compiled segments) of the better of two placements: that of
-    `chosen`, and one that is searched for with the costs that ops have in its compiled segments.
-    These differ from kind to kind: pointwise ops gain most. Both are one object if no segment is
-    faster compiled.
+) -> "Segmented":
+    """The better of two placements, op by op and with compiled segments: that of `chosen`, and one
+    that is searched for with the costs that ops have in its compiled segments. These differ from
+    kind to kind: pointwise ops gain most.
 
     request         its step was captured, and `chosen` is a plan of it
     limit_seconds   limit of compiling
     limits          of the search
     """
-    from dovetail.pipeline.segmenting import compiled_seconds, with_segments
+    from dovetail.pipeline.segmenting import Segmented, compiled_seconds, with_segments
 
     began, step = time.perf_counter(), request.planned_step
     assert isinstance(step, Captured), "only such steps have segments"
@@ -234,32 +236,23 @@ def with_compiled(
     # What was found by other costs promises what it takes by those of `chosen`.
     if found.copies:
         seconds = seconds[duplicate(graph, found.copies).origins]
-    other = replace(found, compute_seconds=seconds)
-    timeline = timeline_of(other, graph)
-    bound = bound_of(
-        planned_graph(other, graph), other.machine, costs_in(other), other.objective, other.pins,
-        other.caps,
-    )  # fmt: skip
     other = replace(
-        other,
-        value=timeline.step_seconds,
-        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        lower_bound=min(bound.seconds, timeline.step_seconds),
-        bound_proof=bound.proof,
+        found,
+        compute_seconds=seconds,
         baselines=chosen.baselines,
         found_seconds=chosen.found_seconds,
         planning_seconds=chosen.planning_seconds + found.planning_seconds,
         notes=chosen.notes,
     )
+    timeline = timeline_of(other, graph)
+    other = with_promises(other, planned_graph(other, graph), timeline, timeline.step_seconds)
     capacities = capacities_of(other.machine, dict(other.caps))
     if (np.array(other.peak_memory_bytes) > capacities).any() or lower_caps(other, request):
         return plans
     rivals = with_segments(other, step, compile_seconds=left_seconds, progress=progress)
-    told = (
-        f"placed again with the costs of compiled segments: {format_seconds(rivals[1].value)} "
-        f"predicted, {format_seconds(segmented.value)} before"
-    )
-    best = rivals if rivals[1].value < segmented.value else plans
-    first, second = (one.noted(told) for one in best)
-    # Without segments that are faster both are one plan.
-    return (first, first) if best[0] is best[1] else (first, second)
+    again, before = (format_seconds(value) for value in (rivals.compiled.value, segmented.value))
+    told = f"placed again with the costs of compiled segments: {again} predicted, {before} before"
+    best = rivals if rivals.compiled.value < segmented.value else plans
+    by_ops = best.by_ops.noted(told)
+    has_segments = best.by_ops is not best.compiled
+    return Segmented(by_ops, best.compiled.noted(told) if has_segments else by_ops)

@@ -25,14 +25,7 @@ from dovetail.frontends import Captured
 from dovetail.graph import EVERYWHERE, Graph
 from dovetail.machine import Machine
 from dovetail.pipeline.sources import Step, graph_of, unsplit_modules
-from dovetail.plans import (
-    Placement,
-    Plan,
-    capacities_of,
-    check_placement,
-    load_plan,
-    normalise,
-)
+from dovetail.plans import Placement, Plan, capacities_of, check_placement, load_plan, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.user_code import said
 from dovetail.simulator import Simulator

@@ -10,7 +10,7 @@ help at once.
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -235,15 +235,13 @@ class PlanRequest:
             raise UsageError(
                 "finetune", f"is {self.finetune}; use a number of updates, or 0 for none"
             )
+        for kind in CANDIDATES.values():
+            if kind.refusal and kind.asked(self):
+                self._refuse(kind.untaken(self), kind.refusal)
         for exclusion in EXCLUSIONS:
-            if not exclusion.holds(self):
-                continue
-            for name in exclusion.options:
-                if is_given(name, getattr(self, name)):
-                    detail = exclusion.detail.format(
-                        placer=self.placer, format=self.format, objective=self.resolved_objective
-                    )
-                    raise UsageError("for" if name == "format" else name, detail)
+            if exclusion.holds(self):
+                given = (name for name in exclusion.options if is_given(name, getattr(self, name)))
+                self._refuse(given, exclusion.detail)
         self._check_step()
         if self.step is not None and self._is_instance:
             from dovetail.pipeline.sources import machine_of
@@ -320,6 +318,14 @@ class PlanRequest:
     @property
     def _is_instance(self) -> bool:
         return is_instance(self.step)
+
+    def _refuse(self, options: Iterable[str], detail: str) -> None:
+        """Raise `UsageError` for the first of these options, if there is one."""
+        for name in options:
+            told = detail.format(
+                placer=self.placer, format=self.format, objective=self.resolved_objective
+            )
+            raise UsageError("for" if name == "format" else name, told)
 
     def _check_step(self) -> None:
         """Raise `UsageError` where the objective or the format does not suit the step."""
@@ -410,11 +416,88 @@ class PlanRequest:
         )
 
 
+PLAN_FIELDS = frozenset(of_record.name for of_record in fields(PlanRequest))
+OF_ALL = frozenset({
+    "step", "model", "machine", "budget", "seed", "caps", "compile", "compile_budget",
+    "contiguous", "finetune",
+})  # fmt: skip
+"""The fields that all candidates take. Where `contiguous` and `finetune` mean nothing, `EXCLUSIONS`
+says so."""
+
+
+@dataclass(frozen=True)
+class CandidateKind:
+    """A kind of what can be planned for a request: an entry of `CANDIDATES`.
+
+    makes    (request, what was tried so far) -> yields `Candidate`s. "module:function" is imported
+             when it is called, so that a help text does not wait for what it imports
+    takes    the fields of a request that it goes with
+    asked    True for a request that asks for this kind
+    refusal  what is said of an option that is given and not taken. "": where one is given, there
+             are no candidates of this kind
+    """
+
+    makes: str | Callable[..., Any]
+    takes: frozenset[str] = PLAN_FIELDS
+    asked: Callable[[PlanRequest], bool] = lambda _request: True
+    refusal: str = ""
+
+    def untaken(self, request: PlanRequest) -> list[str]:
+        """The options that the request gives and this kind does not take."""
+        return [
+            of_record.name
+            for of_record in fields(PlanRequest)
+            if of_record.name not in self.takes
+            and is_given(of_record.name, getattr(request, of_record.name))
+        ]
+
+    def applies(self, request: PlanRequest) -> bool:
+        """True if there are candidates of this kind for the request."""
+        return self.asked(request) and not self.untaken(request)
+
+
+CANDIDATES = {
+    "as it is": CandidateKind(
+        "pipeline.candidates:as_it_is",
+        OF_ALL | {"objective", "gap", "min_gain", "pins", "whole", "format", "placer", "method",
+                  "policy", "per_op", "place", "stages"},
+        lambda request: not request.replicas and not request.is_pipeline,
+        "is for objective pipeline; leave it out",
+    ),
+    "pipeline": CandidateKind(
+        "pipeline.candidates:in_micro_batches",
+        OF_ALL | {"objective", "pins", "whole", "format", "micro_batches", "schedule", "recompute"},
+        lambda request: request.is_pipeline,
+        "does not go with objective pipeline; leave it out",
+    ),
+    "shared batch": CandidateKind(
+        "pipeline.candidates:shared",
+        OF_ALL | {"replicas", "gap", "min_gain", "schedule", "recompute"},
+        lambda request: bool(request.replicas),
+        "does not go with replicas auto; leave it out",
+    ),
+    # Plans of another placer, for a format, with stages or beside a given placement are of the step
+    # as it was captured.
+    "other forms": CandidateKind(
+        "pipeline.candidates:in_other_forms",
+        PLAN_FIELDS - {"placer", "method", "contiguous", "stages", "format", "place", "per_op"},
+    ),
+    # Pins and caps name the devices of the machine.
+    "all cores": CandidateKind(
+        "pipeline.candidates:on_all_cores",
+        PLAN_FIELDS - {"pins", "caps"},
+        lambda request: not request.is_pipeline,
+    ),
+}  # fmt: skip
+"""What can be planned, in the order in which it is tried. Which options exclude each other follows:
+a request asks for one of the first three kinds, which refuses what it does not take."""
+
+
 @dataclass(frozen=True)
 class Exclusion:
-    """Options that do not go with a way of planning, and what is said of one that is given.
+    """Options that mean nothing for some requests, whatever is planned for them, and why.
 
-    holds    whether the request asks for that way
+    holds    True for such a request
     options  names of fields
     detail   it may name {placer}, {format} and {objective}
     """
@@ -430,22 +513,6 @@ EXCLUSIONS = (
         ("contiguous",),
         "is for objective load; a step has no stages, and for the latency an accelerator runs its "
         "part in one call in any case",
-    ),
-    Exclusion(
-        lambda request: bool(request.replicas),
-        ("micro_batches", "contiguous", "pins", "stages", "format", "place", "whole", "per_op",
-         "policy", "placer", "method", "objective"),
-        "does not go with replicas auto; leave it out",
-    ),
-    Exclusion(
-        lambda request: not request.replicas and not request.is_pipeline,
-        ("micro_batches", "schedule", "recompute"),
-        "is for objective pipeline; leave it out",
-    ),
-    Exclusion(
-        lambda request: request.is_pipeline,
-        ("stages", "place", "per_op", "policy", "placer", "gap", "min_gain", "method"),
-        "does not go with objective pipeline; leave it out",
     ),
     Exclusion(
         lambda request: is_instance(request.step),
@@ -468,9 +535,8 @@ EXCLUSIONS = (
         ("policy", "finetune", "per_op"),
         f"is for {' and '.join(POLICY_PLACERS)}, not for {{placer}}",
     ),
-)  # fmt: skip
-"""Which options exclude each other. An option is in the table once for each way of planning that it
-does not go with, and the first row that holds is the error."""
+)
+"""The first row that holds and has an option that is given is the error."""
 
 
 def is_given(name: str, value: Any) -> bool:
@@ -486,22 +552,44 @@ def is_given(name: str, value: Any) -> bool:
 
 PHASE_WEIGHTS = {"decode": 128.0}
 """A phase runs this many times if its weight is not given. A phase that is not listed runs once."""
-PLAN_FIELDS = tuple(of_record.name for of_record in fields(PlanRequest))
 OF_PHASES = ("machine", "placer", "budget", "seed", "pins", "caps", "whole", "min_gain")
 """`plan_phases` takes these fields of `PlanRequest`."""
 
 
+def _read_phases(flag: str, text: str) -> dict[str, float]:
+    """Phase -> how many times it runs, as "prefill=1,decode=128" says. Raises `UsageError`."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        try:
+            times = float(number) if equals else PHASE_WEIGHTS.get(name, 1.0)
+        except ValueError:
+            times = -1.0
+        if not name or name in weights or not 0 < times < math.inf:
+            raise UsageError(flag, f"{part!r} is not PHASE=TIMES; write prefill=1,decode=128")
+        weights[name] = times
+    return weights
+
+
+@documented
 @dataclass(frozen=True, eq=False)
 class PhasesRequest:
     """Which phases of a model to plan under one placement. Raises `UsageError`.
 
-    steps     phase -> the step of that phase. All steps are captured from one module object
-    weights   phase -> how many times it runs. By default 128 for decode, and 1 for any other phase
-    options   a request without a step, whose options hold for every phase
+    steps           phase -> the step of that phase. All steps are captured from one module object
+    options         a request without a step, whose options hold for every phase
     """
 
     steps: Mapping[str, "Captured"]
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = option_made(
+        dict,
+        "Plan these phases of MODEL under one placement, where each phase runs so many times",
+        "--phases",
+        kind=str,
+        read=_read_phases,
+        syntax="PHASE=TIMES, e.g. prefill=1,decode=128",
+        more="By default decode runs 128 times, and any other phase once",
+    )
     options: PlanRequest = field(default_factory=PlanRequest)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
 from dovetail.executors.stages.choosing import fastest
-from dovetail.executors.stages.preparing import prepare
+from dovetail.executors.stages.preparing import PreparedKernels, prepare
 from dovetail.executors.stages.targets import (
     ScheduleTarget,
     analytic_target,
@@ -68,9 +68,7 @@ def target_of(
     kernels = fuse(step.graph)
     if not kernels.count:
         raise UsageError("MODEL", "there is nothing to run in it")
-    # A network with convolutions gets channels last.
-    images = any(kind == CONVOLUTION for kind in step.graph.kinds)
-    prepared = prepare(step, kernels, channels_last=images)
+    prepared = prepared_kernels(step, kernels)
     cost_cache = cache or CostCache()
 
     def tell(doing: str, fraction: float) -> None:
@@ -84,6 +82,12 @@ def target_of(
         inputs, _ = example_values(step, seed)
         return cuda_target(step, kernels, prepared, inputs, device, cost_cache, tell)
     return analytic_target(step, kernels, prepared, one_device(device))
+
+
+def prepared_kernels(step: Captured, kernels: Kernels) -> PreparedKernels:
+    """The step's kernels as they are measured: those of a network with convolutions channels
+    last."""
+    return prepare(step, kernels, channels_last=CONVOLUTION in step.graph.kinds)
 
 
 def check_repeats(step: Captured) -> None:
@@ -246,12 +250,8 @@ def batch_of(step: Captured) -> int:
 def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
     """The names, FLOPs and moved bytes of each kernel. A tensor that is made and read within one
     kernel is not moved."""
-    ops: list[list[int]] = [[] for _ in range(kernels.count)]
-    for op, kernel in enumerate(kernels.of_op.tolist()):
-        if kernel != FOLDED:
-            ops[kernel].append(op)
     works = []
-    for kernel_ops in ops:
+    for kernel_ops in ops_of_kernels(kernels):
         inside = {t for op in kernel_ops for t in graph.outputs_of(op)}
         read = {int(t) for op in kernel_ops for t in graph.inputs_of(op)} - inside
         written = {
@@ -264,6 +264,15 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
         flops = float(graph.flops[kernel_ops].sum())
         works.append(KernelWork(names[0], names, flops, moved))
     return tuple(works)
+
+
+def ops_of_kernels(kernels: Kernels) -> list[list[int]]:
+    """[kernels] the ops of each."""
+    ops: list[list[int]] = [[] for _ in range(kernels.count)]
+    for op, kernel in enumerate(kernels.of_op.tolist()):
+        if kernel != FOLDED:
+            ops[kernel].append(op)
+    return ops
 
 
 # --- Several batch sizes and devices ---

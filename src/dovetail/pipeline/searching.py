@@ -54,7 +54,7 @@ from dovetail.placers import (
 )
 from dovetail.placers import place as run_placer
 from dovetail.plans import Placement, Plan, capacities_of
-from dovetail.simulator import Simulator
+from dovetail.simulator import LowerBound, Simulator
 from dovetail.timeline import Timeline
 from dovetail.transforms import AnyTransform
 
@@ -121,7 +121,6 @@ class Searched:
     kept: Kept
     groups: GroupLevels
     problem: PlacementProblem
-    simulator: Simulator
     budget: Budget
 
 
@@ -249,7 +248,7 @@ def search_plan(
         groups = group_levels(graph, units)
     else:
         groups = GroupLevels(groups_of(step, kept.units, grouping=request.grouping), ())
-    problem, simulator = problem_of(request, machine, costs, groups, kept)
+    problem = problem_of(request, machine, costs, groups, kept)
     budget = budget_of(request)
     chosen: Plan | None = None
     try:
@@ -264,31 +263,20 @@ def search_plan(
             # are all that must stay together; elsewhere a plan may split them.
             if isinstance(step, Instance) and outcome.bound is not None:
                 bound = max(bound, outcome.bound, key=lambda candidate: candidate.seconds)
-            timeline = simulator.timeline(outcome.placement)
-            chosen = to_plan(
+            chosen = plan_of(
                 request,
-                graph,
-                machine,
-                costs,
-                outcome.placement,
-                timeline,
-                placer=outcome.placer,
-                value=outcome.value,
-                lower_bound=bound.seconds,
-                bound_proof=bound.proof,
-                groups=problem.groups.count,
+                problem,
+                outcome,
+                bound,
                 planning_seconds=time.perf_counter() - began,
-                baselines=outcome.baselines,
-                found_seconds=outcome.found_seconds,
                 whole=kept.patterns,
-                min_gain=request.resolved_gain,
                 notes=notes.texts + kept.notes + outcome.notes,
             )
         if request.format:
             FORMATS[request.format].export(chosen, graph)  # raises what the format cannot say
         bare, chosen = chosen, with_shared_copies(chosen, request, kept)
         if choose_stages is not None and request.stages and not budget.interrupted:
-            searched = Searched(request, kept, groups, problem, simulator, budget)
+            searched = Searched(request, kept, groups, problem, budget)
             try:
                 chosen = choose_stages(searched, bare, chosen, progress)
             except KeyboardInterrupt:
@@ -333,13 +321,13 @@ def problem_of(
     costs: Costs,
     groups: GroupLevels,
     kept: Kept | None = None,
-) -> tuple[PlacementProblem, Simulator]:
-    """The problem that placers search, and the simulator that values each placement."""
+) -> PlacementProblem:
+    """The problem that placers search. Its `trace` simulates a placement."""
     kept = kept or Kept(())
     graph, objective = graph_of(request.planned_step), request.resolved_objective
     capacities = capacities_of(machine, dict(request.caps))
     simulator = Simulator(graph, machine, costs, capacities=capacities, ranked=objective == "step")
-    problem = make_problem(
+    return make_problem(
         graph,
         machine,
         costs,
@@ -356,7 +344,35 @@ def problem_of(
         may_run=kept.may_run,
         chain=kept.chain,
     )
-    return problem, simulator
+
+
+def plan_of(
+    request: PlanRequest,
+    problem: PlacementProblem,
+    outcome: PlacerOutcome,
+    bound: LowerBound,
+    **found: Any,
+) -> Plan:
+    """The plan of what a placer found. `found` are the fields that neither the outcome nor the
+    bound tells."""
+    assert problem.trace is not None, "the problem is one of `problem_of`"
+    return to_plan(
+        request,
+        problem.graph,
+        problem.machine,
+        problem.costs,
+        outcome.placement,
+        problem.trace(outcome.placement),
+        placer=outcome.placer,
+        value=outcome.value,
+        lower_bound=bound.seconds,
+        bound_proof=bound.proof,
+        groups=problem.groups.count,
+        baselines=outcome.baselines,
+        found_seconds=outcome.found_seconds,
+        min_gain=request.resolved_gain,
+        **found,
+    )
 
 
 def to_plan(
@@ -383,7 +399,7 @@ def to_plan(
         graph_fingerprint=graph.fingerprint,
         machine=machine,
         placement=placement,
-        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+        orders=timeline.orders,
         compute_seconds=costs.compute_seconds,
         costs_source=costs.source,
         seed=request.seed,

@@ -16,6 +16,7 @@ call is a stage as well if it is measured to be faster than the updates by thems
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +40,19 @@ MOST_BYTES = 2**20
 """Updates wait until their gradients have so many bytes, which a core's own cache still holds."""
 
 
+class Segmented(NamedTuple):
+    """A plan op by op, and the same with those segments compiled that are faster so. Both are one
+    object if there are none, or if the plan with them does not fit into memory."""
+
+    by_ops: Plan
+    compiled: Plan
+
+
 def with_segments(
     plan: Plan, step: Captured, *, compile_seconds: float, progress: TellProgress
-) -> tuple[Plan, Plan]:
-    """(the plan with a note on its segments, the same with those compiled that are faster so).
-    Both are the same object if no segment is faster or the plan with them does not fit into memory,
-    and `plan` itself if it has stages already.
+) -> Segmented:
+    """The plan with a note on its segments, and with segments; `plan` itself for both if it has
+    stages already.
 
     compile_seconds   limit of compiling. What is compiled by then is used, and kept for next time
     """
@@ -52,7 +60,7 @@ def with_segments(
     # GPUs need no compiler of C++.
     compiles = has_compiler() or any(d.torch_device for d in devices)
     if plan.schedules or not compiles:
-        return plan, plan
+        return Segmented(plan, plan)
     captured = planned(plan, step)
     segments = [list(_segments(plan, captured, device)) for device in range(len(devices))]
     targets = [CompileTarget.of(device) for device in devices]
@@ -107,16 +115,17 @@ def with_segments(
     plan = plan.noted(told)
     compiled_ops = [s.ops for schedule in schedules for s in schedule.stages if s.compiled]
     if not compiled_ops:
-        return plan, plan
+        return Segmented(plan, plan)
     try:
         segmented = with_schedules(plan, captured.graph, schedules)
     except OutOfMemoryError as error:
         plan = plan.noted(f"no segment runs compiled: what segments hold does not fit ({error})")
-        return plan, plan
+        return Segmented(plan, plan)
     of_updates = [ops for ops in compiled_ops if captured.graph.phases[ops[0]] == Phase.UPDATE]
     count, updates = len(compiled_ops) - len(of_updates), sum(map(len, of_updates))
     told = f"{count} segments run compiled"
-    return plan, segmented.noted(told + f", and {updates} updates fused" * bool(updates))
+    told += f", and {updates} updates fused" * bool(updates)
+    return Segmented(plan, segmented.noted(told))
 
 
 def compiled_seconds(

@@ -20,7 +20,6 @@ without what they wait for. Then stages are dropped as long as the simulated pla
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -29,30 +28,23 @@ from numpy.typing import NDArray
 from dovetail.costs import CostCache, Costs
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
 from dovetail.errors import InfeasibleError, MachineError, OutOfMemoryError, UsageError
-from dovetail.executors import PlacedNetwork, Workers, run
+from dovetail.executors import Workers, run
 from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.measuring import CpuStages
-from dovetail.executors.stages.preparing import prepare
 from dovetail.executors.stages.targets import example_of
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.graph import Graph
-from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
+from dovetail.graph.kernels import Kernels, fuse
 from dovetail.machine import Device, Machine
-from dovetail.pipeline.opening import costs_in, planned, timeline_of, with_schedules
+from dovetail.pipeline.opening import planned, simulator_of, timeline_of, with_schedules
 from dovetail.pipeline.requests import ScheduleRequest
-from dovetail.pipeline.scheduling import check_repeats, works_of
-from dovetail.pipeline.searching import (
-    Searched,
-    budget_of,
-    placed,
-    problem_of,
-    with_shared_copies,
-)
+from dovetail.pipeline.scheduling import check_repeats, ops_of_kernels, prepared_kernels, works_of
+from dovetail.pipeline.searching import Searched, budget_of, placed, problem_of, with_shared_copies
 from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.placers import Budget, PlacementProblem, keeping_interrupts, permitted
-from dovetail.plans import Placement, Plan, Schedule, Stage, capacities_of, normalise
+from dovetail.plans import Placement, Plan, Schedule, Stage, normalise
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
 from dovetail.schedulers.records import OpSet, StageTiming, groups_of, members
@@ -140,9 +132,7 @@ def _measured_stages(
 ) -> DeviceStages:
     """Stage costs measured on cores of this process, as `dovetail schedule` measures them, and kept
     in the same cache. Kernels are not merged, because the plan's ops run as they were captured."""
-    # As `scheduling.target_of`: a network with convolutions is measured channels last.
-    images = any(kind == CONVOLUTION for kind in step.graph.kinds)
-    prepared = prepare(step, kernels, channels_last=images)
+    prepared = prepared_kernels(step, kernels)
     inputs, _ = example_values(step, 0)
     block, signatures = block_of(step.graph, kernels), signatures_of(step.graph, kernels)
     threads = len(device.cores)
@@ -193,8 +183,7 @@ class _Stager:
         if plan.copies not in self._contexts:
             step, machine = planned(plan, self._step), plan.machine
             kernels, costs = device_stages(step, machine, self._cache, self._progress, self._notes)
-            capacities = capacities_of(machine, dict(plan.caps))
-            simulator = Simulator(step.graph, machine, costs_in(plan), capacities=capacities)
+            simulator = simulator_of(plan, step.graph)
             stages = PlacedStages(step.graph, kernels, plan.compute_seconds, costs)
             self._contexts[plan.copies] = _Context(step.graph, simulator, stages)
         return self._contexts[plan.copies]
@@ -314,13 +303,14 @@ def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgr
             seen.add(placement.tobytes())
             if not allowed[running, placement[running]].all():
                 continue
-            timeline = searched.simulator.timeline(placement)
+            assert problem.trace is not None, "the problem is one of `problem_of`"
+            timeline = problem.trace(placement)
             if (timeline.peak_memory_bytes > problem.capacities).any():
                 continue
             plan = replace(
                 bare,
                 placement=placement,
-                orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+                orders=timeline.orders,
                 placer=name,
                 value=timeline.step_seconds,
                 peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
@@ -344,7 +334,7 @@ def with_stages(searched: Searched, bare: Plan, alone: Plan, progress: TellProgr
     for number in range(ROUNDS if (factors < 1).any() else 0):
         progress("planning with the costs of stages", number / ROUNDS, None)
         scaled = Costs(costs.compute_seconds * factors, costs.source, costs.sent_bytes)
-        again, _ = problem_of(request, machine, scaled, searched.groups, searched.kept)
+        again = problem_of(request, machine, scaled, searched.groups, searched.kept)
         whole = budget_of(request)
         budget = whole.slice(
             seconds=whole.seconds / ROUNDS, evaluations=max(1.0, whole.evaluations // ROUNDS)
@@ -463,16 +453,13 @@ def plan_of_stages(found: Scheduled, step: Captured, plan: Plan) -> Plan:
     chosen = found.best
     if not chosen.stages:
         chosen = min(staged, key=lambda c: c.step_seconds)
-    ops_of: list[list[int]] = [[] for _ in range(kernels.count)]
-    for op, kernel in enumerate(kernels.of_op.tolist()):
-        if kernel != FOLDED:
-            ops_of[kernel].append(op)
+    of_kernel = ops_of_kernels(kernels)
     alone = {stage.kernels: stage.seconds for stage in found.candidate(SEQUENTIAL).stages}
     stages = []
     for stage in chosen.stages:
         if len(stage.groups) < 2:
             continue
-        ops = sorted(op for kernel in stage.kernels for op in ops_of[kernel])
+        ops = sorted(op for kernel in stage.kernels for op in of_kernel[kernel])
         share = stage.seconds / max(sum(alone[kernel,] for kernel in stage.kernels), 1e-12)
         seconds = float(plan.compute_seconds[ops, 0].sum()) * share
         stages.append((0, Stage(tuple(ops), seconds)))
@@ -522,7 +509,7 @@ def quicker(
                 continue
             network = stack.enter_context(network)
             network.feed()
-            timers[name] = partial(_step_seconds, network)
+            timers[name] = lambda network=network: float(network.step_seconds(2)[0])
         if len(timers) < 2:
             return baseline, f"{_text(baseline)} as predicted; the others did not fit beside it"
         winner, seconds = fastest(
@@ -537,8 +524,3 @@ def quicker(
         f"{format_seconds(medians[best])} for the fastest other plan{doubt}"
     )
     return named[winner], told
-
-
-def _step_seconds(network: PlacedNetwork) -> float:
-    """Seconds of one step."""
-    return float(network.step_seconds(2)[0])

@@ -31,6 +31,7 @@ from dovetail.frontends import Captured
 from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
 from dovetail.pipeline.opening import planned, timeline_of
+from dovetail.pipeline.segmenting import Segmented
 from dovetail.pipeline.sources import (
     LONG_SECONDS,
     TellProgress,
@@ -82,11 +83,11 @@ class _Way:
 
 
 def fastest_way(
-    plans: tuple[Plan, Plan],
+    plans: Segmented,
     step: Captured,
     machine: Machine,
     *,
-    rivals: Mapping[str, tuple[Plan, Plan]] | None = None,
+    rivals: Mapping[str, Segmented] | None = None,
     whole: Plan | None = None,
     replaces: bool,
     compile_seconds: float,
@@ -96,8 +97,7 @@ def fastest_way(
     than all of them or `replaces` is False, a plan to run the fastest of these.
 
     machine          one device, whose cores the user's own ways have, or a GPU
-    plans            the plan op by op, and with compiled segments; the same object for both if no
-                     segment is compiled
+    plans            the plan op by op, and with compiled segments
     rivals           the same of other plans, by name: for `machine`, where `plans` use several
                      devices, or of the whole batch, where these share it. One is returned if it is
                      faster and `replaces`
@@ -109,7 +109,7 @@ def fastest_way(
     that was not compared. A step that has no such way keeps its plan op by op. Ctrl-C ends the
     comparison so, `interrupted`.
     """
-    plan = plans[0]
+    plan, _ = plans
     whole = whole or plan
     if step.plain is None:
         why = "the step has several towers, scales its gradients or writes over its inputs"
