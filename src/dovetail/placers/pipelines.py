@@ -495,45 +495,33 @@ _LAYER = re.compile(r".*?\.?\d+(?=\.|$)")
 """Finds a module's path up to its first index: "transformer.h.3", "cells_1"."""
 
 
-def layer_names(graph: Graph) -> list[str]:
-    """Return [ops] the layer of each forward op: its module's path up to the first index.
-
-    What is in no such module belongs to the layer before it, if there is one before it and one
-    behind it, and is else a layer by the first name of its path, such as an embedding.
-    """
-    indexed = {}
-    for module in set(graph.modules):
-        found = _LAYER.match(module)
-        indexed[module] = found[0] if found else ""
-    names = [indexed[module] for module in graph.modules]
-    forward = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
-    with_index = [op for op in forward if names[op]]
-    last, current = max(with_index, default=-1), ""
-    for op in forward:
-        current = names[op] or current
-        if not names[op]:
-            inside = current and op < last
-            names[op] = current if inside else graph.modules[op].split(".", 1)[0]
-    return names
-
-
 def _layers_of(problem: PipelineProblem) -> list[int]:
     """Return [elements] the number of each element's layer, in the order of forward passes.
 
-    The layer of most forward seconds counts; an element without forward ops is in the last layer of
-    those that come before it.
+    An op's layer is its module's path up to the first index. An op in no such module belongs to the
+    layer before it, if there is one before it and one behind it. Otherwise its layer is the first
+    name of its path, such as an embedding. Of an element the layer of most forward seconds counts;
+    an element without forward ops is in the last layer of those that come before it.
     """
     graph, elements = problem.graph, problem.elements
+    indexed: dict[str, str] = {}
+    for module in set(graph.modules):
+        found = _LAYER.match(module)
+        indexed[module] = found[0] if found else ""
     forward = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
-    names = layer_names(graph)
-    number: dict[str, int] = {}
-    for op in forward:
-        number.setdefault(names[op], len(number))
+    last = max((op for op in forward if indexed[graph.modules[op]]), default=-1)
     seconds = problem.costs.compute_seconds.min(axis=1)
+    number: dict[str, int] = {}
     votes: list[dict[int, float]] = [{} for _ in range(elements.count)]
+    current = ""
     for op in forward:
+        module = graph.modules[op]
+        name = indexed[module]
+        current = name or current
+        if not name:
+            name = current if current and op < last else module.split(".", 1)[0]
+        layer = number.setdefault(name, len(number))
         vote = votes[elements.of_op[op]]
-        layer = number[names[op]]
         vote[layer] = vote.get(layer, 0.0) + float(seconds[op]) + 1e-12
     layers = [max(vote, key=lambda k: (vote[k], -k)) if vote else -1 for vote in votes]
     before: list[list[int]] = [[] for _ in range(elements.count)]
@@ -878,15 +866,21 @@ def stage_devices(problem: PipelineProblem) -> list[int]:
 # --- The search ---
 
 
+class _OrderCut(NamedTuple):
+    """A cut, the order of elements that it cuts, and the places between its stages."""
+
+    cut: PipelineCut
+    cutting: _Cutting
+    places: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class _Search:
     """Collects cuts, the best first, and moves their places while that helps."""
 
     problem: PipelineProblem
     budget: Budget
-    found: dict[tuple[object, ...], tuple[PipelineCut, _Cutting, tuple[int, ...]]] = field(
-        default_factory=dict
-    )
+    found: dict[tuple[object, ...], _OrderCut] = field(default_factory=dict)
     seconds: dict[tuple[object, ...], float] = field(default_factory=dict)
     share: float = 1.0
 
@@ -921,7 +915,8 @@ class _Search:
         orders = orders_of(schedule, times, micro_batches, held)
         seconds = step_seconds(orders, times, micro_batches)
         if math.isfinite(seconds):
-            self.found.setdefault(cut.key, (replace(cut, seconds=seconds), cutting, cuts))
+            cut = replace(cut, seconds=seconds)
+            self.found.setdefault(cut.key, _OrderCut(cut, cutting, cuts))
         self.seconds[asked] = seconds
         return seconds
 
@@ -980,9 +975,8 @@ class _Search:
             ):
                 follow(forwards=True)
 
-    def move(self, entry: tuple[PipelineCut, _Cutting, tuple[int, ...]]) -> None:
+    def move(self, cut: PipelineCut, cutting: _Cutting, cuts: tuple[int, ...]) -> None:
         """Move single cuts while the step gets shorter."""
-        cut, cutting, cuts = entry
         best, places = cut.seconds, len(cutting.order)
         step = max(1, places // 32)
         while step >= 1 and not self.budget.exhausted:
@@ -1003,8 +997,8 @@ class _Search:
             if not improved:
                 step //= 2
 
-    def ranked(self) -> list[tuple[PipelineCut, _Cutting, tuple[int, ...]]]:
-        return sorted(self.found.values(), key=lambda entry: entry[0].seconds)
+    def ranked(self) -> list[_OrderCut]:
+        return sorted(self.found.values(), key=lambda found: found.cut.seconds)
 
 
 def stages_of_ops(problem: PipelineProblem, stages: Int64) -> Int32:
@@ -1052,8 +1046,12 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
     Raises `InfeasibleError` if no cut that was simulated fits.
     """
     tried = _TriedCuts(problem, budget, simulate)
+    baselines: dict[str, float | None] = {}
     for name, cut in usual_cuts(problem):
-        tried.baseline(name, cut)
+        outcome = tried.add(replace(cut, name=name))
+        known = baselines.setdefault(name, None)
+        if outcome.feasible and (known is None or outcome.value < known):
+            baselines[name] = outcome.value
     for share in SHARES:
         cuts = _by_search(problem, budget, share)
         over = not cuts
@@ -1083,7 +1081,7 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
             "the pins, the kinds of devices, their number or the format leave none; use fewer "
             "pins, another schedule, machine or number of micro-batches"
         )
-    return PipelineOutcome(*tried.best, tried.baselines, is_exact)
+    return PipelineOutcome(*tried.best, baselines, is_exact)
 
 
 class _TriedCuts:
@@ -1092,7 +1090,6 @@ class _TriedCuts:
     def __init__(self, problem: PipelineProblem, budget: Budget, simulate: Simulate) -> None:
         self.problem, self.budget, self.simulate = problem, budget, simulate
         self.best: tuple[PipelineCut, SimulatedCut] | None = None
-        self.baselines: dict[str, float | None] = {}
         self.peaks = np.full(len(problem.capacities), np.iinfo(np.int64).max)
         """[devices] of what came closest to fitting."""
         self.is_any = False
@@ -1151,12 +1148,6 @@ class _TriedCuts:
             self.peaks = outcome.peak_memory_bytes
         return outcome
 
-    def baseline(self, name: str, cut: PipelineCut) -> None:
-        outcome = self.add(replace(cut, name=name))
-        known = self.baselines.setdefault(name, None)
-        if outcome.feasible and (known is None or outcome.value < known):
-            self.baselines[name] = outcome.value
-
     def _lacking(self, peaks: Int64) -> int:
         return int(np.maximum(peaks - self.problem.capacities, 0).max())
 
@@ -1196,17 +1187,12 @@ def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[P
                     if len(sequence) > 1:
                         search.by_programme(cutting, sequence * chunks, schedule)
     for schedule in problem.schedules:
-        mine = [entry for entry in search.ranked() if entry[0].schedule == schedule]
-        for entry in mine[:3]:
-            search.move(entry)
-    ranked = [entry[0] for entry in search.ranked()]
-    firsts = [
-        next((cut for cut in ranked if cut.schedule == schedule), None)
-        for schedule in problem.schedules
-    ]
-    chosen = [cut for cut in ranked if any(cut is first for first in firsts)]
-    chosen += [cut for cut in ranked if all(cut is not first for first in firsts)]
-    return chosen[:FINALISTS]
+        of_schedule = [found for found in search.ranked() if found.cut.schedule == schedule]
+        for found in of_schedule[:3]:
+            search.move(*found)
+    ranked = [found.cut for found in search.ranked()]
+    firsts = {cut.schedule: cut for cut in reversed(ranked)}
+    return sorted(ranked, key=lambda cut: cut is not firsts[cut.schedule])[:FINALISTS]
 
 
 def _every_cut(problem: PipelineProblem, budget: Budget) -> list[PipelineCut] | None:
@@ -1241,19 +1227,18 @@ def _every_cut(problem: PipelineProblem, budget: Budget) -> list[PipelineCut] | 
     return None if len(cuts) > MOST_TRIED else cuts
 
 
-def _orders_of(kinds: list[list[int]], count: int) -> Iterator[tuple[int, ...]]:
-    """Orders of so many devices. Of like devices the first ones stand for all."""
-
-    def extend(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(done) == count:
-            yield done
-            return
-        for members in kinds:
-            device = next((d for d in members if d not in done), None)
-            if device is not None:
-                yield from extend((*done, device))
-
-    return extend(())
+def _orders_of(
+    kinds: list[list[int]], count: int, done: tuple[int, ...] = ()
+) -> Iterator[tuple[int, ...]]:
+    """Orders of so many devices that begin with `done`. Of like devices the first ones stand for
+    all."""
+    if len(done) == count:
+        yield done
+        return
+    for members in kinds:
+        device = next((d for d in members if d not in done), None)
+        if device is not None:
+            yield from _orders_of(kinds, count, (*done, device))
 
 
 def _are_alike(problem: PipelineProblem, one: int, other: int) -> bool:
@@ -1262,29 +1247,23 @@ def _are_alike(problem: PipelineProblem, one: int, other: int) -> bool:
     machine = problem.machine
     if machine.host_index in (one, other):
         return False
-    for column in (problem.costs.compute_seconds, problem.allowed):
-        if not np.array_equal(column[:, one], column[:, other]):
+    for table in (problem.costs.compute_seconds, problem.allowed, problem.capacities):
+        if not np.array_equal(table[..., one], table[..., other]):
             return False
-    if problem.capacities[one] != problem.capacities[other]:
-        return False
+    # [from, to, 3] bandwidth, latency, and the channel if other links share it; -1: no link.
     channels = [link.channel for link in machine.links]
-
-    def link(a: int, b: int) -> tuple[object, ...]:
-        index = int(machine.link_index[a, b])
-        if index < 0:
-            return ()
-        record = machine.links[index]
-        shared = record.channel if channels.count(record.channel) > 1 else ""
-        return record.bandwidth_bytes_per_second, record.latency_seconds, shared
-
-    swapped = {one: other, other: one}
-    return all(
-        link(a, b) == link(swapped.get(a, a), swapped.get(b, b))
-        for a in range(len(machine.devices))
-        for b in (one, other)
-        for a, b in ((a, b), (b, a))
-        if a != b
-    )
+    rows = [
+        (
+            link.bandwidth_bytes_per_second,
+            link.latency_seconds,
+            channels.index(link.channel) if channels.count(link.channel) > 1 else -1,
+        )
+        for link in machine.links
+    ]
+    links = np.array([*rows, (-1, -1, -1)])[machine.link_index]
+    swapped = np.arange(len(machine.devices))
+    swapped[[one, other]] = other, one
+    return np.array_equal(links, links[np.ix_(swapped, swapped)])
 
 
 def _runs(problem: PipelineProblem, stages: Int64, order: Sequence[int]) -> bool:
