@@ -187,31 +187,27 @@ def _ideals(elements: PipelineElements, counts: Bool) -> tuple[Int64, Bool] | No
             before[second] |= before[element]
     pairs = [(place[f], place[s]) for f in members.tolist() for s in following[f] if counts[s]]
 
-    # Layer by layer, from the empty ideal to that of all.
+    # From the empty ideal to that of all; `masks` grows while it is gone through. `ready` has what
+    # may be added to each.
     needs = [0] * len(members)
     after: list[list[int]] = [[] for _ in members]
     for first, second in pairs:
         needs[second] |= 1 << first
         after[first].append(second)
     roots = [node for node in range(len(members)) if not needs[node]]
-    seen = {0: frozenset(roots)}
-    layer = [0]
+    ready = {0: frozenset(roots)}
     masks = [0]
-    while layer:
-        next_layer: list[int] = []
-        for ideal in layer:
-            for node in seen[ideal]:
-                larger = ideal | 1 << node
-                if larger in seen:
-                    continue
-                free = set(seen[ideal]) - {node}
-                free.update(o for o in after[node] if needs[o] & larger == needs[o])
-                seen[larger] = frozenset(free)
-                next_layer.append(larger)
-        if len(masks) + len(next_layer) > MOST_IDEALS:
-            return None
-        masks += next_layer
-        layer = next_layer
+    for ideal in masks:
+        for node in ready[ideal]:
+            larger = ideal | 1 << node
+            if larger in ready:
+                continue
+            free = set(ready[ideal]) - {node}
+            free.update(other for other in after[node] if needs[other] & larger == needs[other])
+            ready[larger] = frozenset(free)
+            masks.append(larger)
+            if len(masks) > MOST_IDEALS:
+                return None
     return members, _bits(masks, len(members))
 
 
