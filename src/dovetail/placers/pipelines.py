@@ -1052,10 +1052,29 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
         known = baselines.setdefault(name, None)
         if outcome.feasible and (known is None or outcome.value < known):
             baselines[name] = outcome.value
+    cuttings = [_Cutting(problem, order) for order in element_orders(problem)]
+    sequences = device_sequences(problem)
     for share in SHARES:
-        cuts = _by_search(problem, budget, share)
-        over = not cuts
-        for cut in cuts:
+        # Cuts of the programmes. The best of each schedule are moved, task by task.
+        by_tasks = _Search(problem, budget, share=share)
+        for devices, schedule, cutting in itertools.product(sequences, problem.schedules, cuttings):
+            if budget.exhausted and by_tasks.found:
+                break
+            turns: Sequence[int] = (1,)
+            if schedule == "interleaved":
+                turns = CHUNKS if len(devices) > 1 else ()
+            for chunks in turns:
+                by_tasks.by_programme(cutting, devices * chunks, schedule)
+        for schedule in problem.schedules:
+            of_schedule = [found for found in by_tasks.ranked() if found.cut.schedule == schedule]
+            for found in of_schedule[:3]:
+                by_tasks.move(*found)
+        # The best are simulated op by op, first those of each schedule in turn.
+        ranked = [found.cut for found in by_tasks.ranked()]
+        firsts = {cut.schedule: cut for cut in reversed(ranked)}
+        finalists = sorted(ranked, key=lambda cut: cut is not firsts[cut.schedule])[:FINALISTS]
+        over = not finalists
+        for cut in finalists:
             over |= not tried.add(cut).feasible
             if budget.exhausted and tried.best is not None:
                 break
@@ -1169,30 +1188,6 @@ def _room_of(problem: PipelineProblem, cut: PipelineCut) -> Float64:
     each = saved + np.bincount(arrived[:, 1], weights=sizes, minlength=count)
     room = problem.capacities[np.array(cut.devices)] - kept
     return np.asarray(room / np.maximum(each, 1.0))
-
-
-def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[PipelineCut]:
-    """Return the best cuts, first those of each schedule in turn."""
-    search = _Search(problem, budget, share=share)
-    cuttings = [_Cutting(problem, order) for order in element_orders(problem)]
-    for sequence in device_sequences(problem):
-        for schedule in problem.schedules:
-            for cutting in cuttings:
-                if budget.exhausted and search.found:
-                    break
-                if schedule != "interleaved":
-                    search.by_programme(cutting, sequence, schedule)
-                    continue
-                for chunks in CHUNKS:
-                    if len(sequence) > 1:
-                        search.by_programme(cutting, sequence * chunks, schedule)
-    for schedule in problem.schedules:
-        of_schedule = [found for found in search.ranked() if found.cut.schedule == schedule]
-        for found in of_schedule[:3]:
-            search.move(*found)
-    ranked = [found.cut for found in search.ranked()]
-    firsts = {cut.schedule: cut for cut in reversed(ranked)}
-    return sorted(ranked, key=lambda cut: cut is not firsts[cut.schedule])[:FINALISTS]
 
 
 def _every_cut(problem: PipelineProblem, budget: Budget) -> list[PipelineCut] | None:
