@@ -18,9 +18,9 @@ stage's tasks for one micro-batch and C those of sending its activations, 1F1B t
 (Narayanan et al., SC 2021, https://arxiv.org/abs/2104.04473, section 2.2, for equal stages). For
 each of several limits of max T_i the programme finds the least sum over cuts and devices, such that
 each stage fits its device's memory. A second programme takes into account that a stage waits only
-for those before it, so that earlier stages may have more work: `_fill`. The step of each solution
-is simulated task by task, and cuts are moved while that helps. The best are simulated op by op,
-which gives the plan's value.
+for those before it, so that earlier stages may have more work. Both are `_solve`. The step of each
+solution is simulated task by task, and cuts are moved while that helps. The best are simulated op
+by op, which gives the plan's value.
 
 If a graph has at most `MOST_TRIED` cuts, all are simulated op by op, and the result is exact.
 """
@@ -747,73 +747,62 @@ def _stage_seconds(tables: _CutTables, turn: int, begin: int, end: int, may_agai
 
 
 @kernel
-def _cut(
-    tables: _CutTables, limit: float, may_again: bool, best: Float64, choice: Int64, repeats: Bool
-) -> float:
-    """Least sum of (T + 2 C) over cuts of cells into one run for each device of the sequence, or
-    none, such that no run takes more than `limit` and each fits.
-
-    best, choice, repeats   [sequence + 1, cells + 1] by the number of devices and the end of their
-                            cells: the sum, where the last run begins, and whether it recomputes
-    """
-    cells, turns = len(tables.kept) - 1, len(tables.devices)
-    best[:] = np.inf
-    best[0, 0] = 0.0
-    for turn in range(turns):
-        for end in range(cells + 1):
-            # The device may be left out.
-            best[turn + 1, end], choice[turn + 1, end] = best[turn, end], end
-            repeats[turn + 1, end] = False
-        for begin in range(cells):
-            if best[turn, begin] == np.inf:
-                continue
-            for end in range(begin + 1, cells + 1):
-                seconds, repeat = _stage_seconds(tables, turn, begin, end, may_again)
-                if seconds > limit:
-                    continue
-                value = best[turn, begin] + seconds
-                value += 0.0 if end == cells else 2 * tables.send[end]
-                if value < best[turn + 1, end]:
-                    best[turn + 1, end], choice[turn + 1, end] = value, begin
-                    repeats[turn + 1, end] = repeat
-    return float(best[turns, cells])
-
-
-@kernel
-def _fill(
+def _solve(
     tables: _CutTables,
+    limit: float,
     micro_batches: float,
     may_again: bool,
     best: Float64,
     choice: Int64,
     repeats: Bool,
 ) -> float:
-    """Least max over stages of what fills the stages before, and their own work:
+    """Least cost of cutting cells into one run for each device of the sequence, or none, such that
+    each run fits. There are two programmes:
 
-        V(begin) = min over end of max(M T, T + 2 C + V(end))
+        micro_batches 0      the sum of T + 2 C over runs, none of which takes more than `limit`;
+                             from the first device on
+        micro_batches M      the max over runs of what fills the ones before, and their own work;
+                             from the last device back:
+                             V(begin) = min over end of max(M T, T + 2 C + V(end))
 
-    best, choice, repeats   [sequence + 1, cells + 1] by the number of devices that are used and the
-                            first cell of the others: V, where the next run ends, and whether it
-                            recomputes
+    best, choice, repeats   [sequence + 1, cells + 1] by a number of devices and a cell: the cost of
+                            runs on these devices that end at the cell, or on the others that begin
+                            there; the other end of the run at the cell; and whether it recomputes
     """
     cells, turns = len(tables.kept) - 1, len(tables.devices)
+    backwards = micro_batches > 0
     best[:] = np.inf
-    best[turns, cells] = 0.0
-    for back in range(turns):
-        turn = turns - 1 - back
-        for begin in range(cells + 1):
-            best[turn, begin], choice[turn, begin] = best[turn + 1, begin], begin
-            repeats[turn, begin] = False
+    if backwards:
+        best[turns, cells] = 0.0
+    else:
+        best[0, 0] = 0.0
+    for step in range(turns):
+        turn = turns - 1 - step if backwards else step
+        # The row that is known, and the one to fill.
+        old, new = (turn + 1, turn) if backwards else (turn, turn + 1)
+        for cell in range(cells + 1):
+            # The device may be left out.
+            best[new, cell], choice[new, cell] = best[old, cell], cell
+            repeats[new, cell] = False
+        for begin in range(cells):
+            if not backwards and best[old, begin] == np.inf:
+                continue
             for end in range(begin + 1, cells + 1):
-                if best[turn + 1, end] == np.inf:
+                beside, at = (end, begin) if backwards else (begin, end)
+                if best[old, beside] == np.inf:
                     continue
                 seconds, repeat = _stage_seconds(tables, turn, begin, end, may_again)
+                if seconds > limit:
+                    continue
                 send = 0.0 if end == cells else 2 * tables.send[end]
-                value = max(micro_batches * seconds, seconds + send + best[turn + 1, end])
-                if value < best[turn, begin]:
-                    best[turn, begin], choice[turn, begin] = value, end
-                    repeats[turn, begin] = repeat
-    return float(best[0, 0])
+                if backwards:
+                    value = max(micro_batches * seconds, seconds + send + best[old, beside])
+                else:
+                    value = best[old, beside] + seconds + send
+                if value < best[new, at]:
+                    best[new, at], choice[new, at] = value, beside
+                    repeats[new, at] = repeat
+    return float(best[0, 0] if backwards else best[turns, cells])
 
 
 def device_sequences(problem: PipelineProblem) -> list[tuple[int, ...]]:
@@ -936,8 +925,10 @@ class _Search:
         best, choice = np.empty(shape), np.zeros(shape, dtype=np.int64)
         repeats = np.zeros(shape, dtype=bool)
 
-        def solve(limit: float) -> bool:
-            return math.isfinite(_cut(tables, limit, problem.recompute, best, choice, repeats))
+        def solve(limit: float, micro_batches: float = 0.0) -> bool:
+            again = problem.recompute
+            cost = _solve(tables, limit, micro_batches, again, best, choice, repeats)
+            return math.isfinite(cost)
 
         def follow(*, forwards: bool) -> None:
             """Consider the cuts that a programme chose."""
@@ -969,10 +960,7 @@ class _Search:
             if solve(limit):
                 follow(forwards=False)
         for more in FILLS:
-            micro_batches = problem.micro_batches + more * stages
-            if math.isfinite(
-                _fill(tables, micro_batches, problem.recompute, best, choice, repeats)
-            ):
+            if solve(math.inf, problem.micro_batches + more * stages):
                 follow(forwards=True)
 
     def move(self, cut: PipelineCut, cutting: _Cutting, cuts: tuple[int, ...]) -> None:
