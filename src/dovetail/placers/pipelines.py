@@ -785,22 +785,26 @@ def _solve(
             best[new, cell], choice[new, cell] = best[old, cell], cell
             repeats[new, cell] = False
         for begin in range(cells):
-            if not backwards and best[old, begin] == np.inf:
+            beside = best[old, begin]
+            if not backwards and beside == np.inf:
                 continue
             for end in range(begin + 1, cells + 1):
-                beside, at = (end, begin) if backwards else (begin, end)
-                if best[old, beside] == np.inf:
-                    continue
+                if backwards:
+                    beside = best[old, end]
+                    if beside == np.inf:
+                        continue
                 seconds, repeat = _stage_seconds(tables, turn, begin, end, may_again)
                 if seconds > limit:
                     continue
                 send = 0.0 if end == cells else 2 * tables.send[end]
                 if backwards:
-                    value = max(micro_batches * seconds, seconds + send + best[old, beside])
+                    at, other = begin, end
+                    value = max(micro_batches * seconds, seconds + send + beside)
                 else:
-                    value = best[old, beside] + seconds + send
+                    at, other = end, begin
+                    value = beside + seconds + send
                 if value < best[new, at]:
-                    best[new, at], choice[new, at] = value, beside
+                    best[new, at], choice[new, at] = value, other
                     repeats[new, at] = repeat
     return float(best[0, 0] if backwards else best[turns, cells])
 
