@@ -86,6 +86,11 @@ class SearchLedger:
         """The number of placements whose scores are known."""
         return len(self.entries)
 
+    @property
+    def value(self) -> float:
+        """The best value of a placement that fits; inf if none is known."""
+        return np.inf if self.best is None or self.best[0].lacking_bytes else self.best[0].value
+
     def peaks(self, placement: GroupPlacement) -> NDArray[np.int64]:
         """Return [devices] the peak bytes of a placement that was evaluated; else `KeyError`."""
         return self.entries[_digest(placement)][1]
@@ -184,11 +189,8 @@ class Budget:
 
     def share(self, share: float, *, apart: bool = False) -> "Budget":
         """Return a slice with that share of this budget's limits, and at least one evaluation."""
-        evaluations = self.evaluations
-        # A budget of seconds has infinitely many evaluations, of which no share is a whole number.
-        if np.isfinite(evaluations):
-            evaluations = max(1.0, float(int(share * evaluations)))
-        return self.slice(seconds=share * self.seconds, evaluations=evaluations, apart=apart)
+        part = Limits(self.seconds, self.evaluations).share(share)
+        return self.slice(seconds=part.seconds, evaluations=part.evaluations, apart=apart)
 
     @property
     def whole(self) -> "Budget":
@@ -242,10 +244,8 @@ class Budget:
     @property
     def closed(self) -> bool:
         """True if the best placement fits and its value is within `gap` of the bound."""
-        best, bound = self.ledger.best, self.ledger.bound
-        if best is None or bound is None or best[0].lacking_bytes:
-            return False
-        return best[0].value <= bound.seconds * (1 + self.gap)
+        value, bound = self.ledger.value, self.ledger.bound
+        return bound is not None and value < np.inf and value <= bound.seconds * (1 + self.gap)
 
     def charge(self, evaluations: float, evaluated: int = 0) -> None:
         """Spend evaluations, or a fraction of one, on this budget and on all budgets around it.
@@ -310,9 +310,9 @@ class Budget:
 
     def report(self) -> None:
         """Call `progress` of the whole budget with the share that is spent and the best value."""
-        whole, best = self.whole, self.ledger.best
-        if whole.progress is not None and best is not None:
-            whole.progress(whole.fraction, np.inf if best[0].lacking_bytes else best[0].value)
+        whole = self.whole
+        if whole.progress is not None and self.ledger.best is not None:
+            whole.progress(whole.fraction, self.ledger.value)
 
 
 class Limits(NamedTuple):
@@ -323,15 +323,18 @@ class Limits(NamedTuple):
 
     def share(self, share: float) -> "Limits":
         """Return that share of the limits. It has an evaluation at least."""
-        if np.isfinite(self.evaluations):
-            return Limits(evaluations=float(max(1, int(share * self.evaluations))))
-        return Limits(seconds=share * self.seconds)
+        evaluations = self.evaluations
+        # A budget of seconds has infinitely many evaluations, of which no share is a whole number.
+        if np.isfinite(evaluations):
+            evaluations = float(max(1, int(share * evaluations)))
+        return Limits(share * self.seconds, evaluations)
 
     def divided(self, parts: int) -> "Limits":
         """Return one of so many equal parts. A part has an evaluation at least."""
-        if np.isfinite(self.evaluations):
-            return Limits(evaluations=float(max(1, int(self.evaluations) // parts)))
-        return Limits(seconds=self.seconds / parts)
+        evaluations = self.evaluations
+        if np.isfinite(evaluations):
+            evaluations = float(max(1, int(evaluations) // parts))
+        return Limits(self.seconds / parts, evaluations)
 
 
 def parse_limits(text: str) -> Limits:

@@ -487,13 +487,7 @@ def push(  # noqa: C901  one walk, at which each step either adds an element or 
         walk.next_add[0] = lattice.add_offsets[bottom]
         lower = bottom
         while lower > 0:
-            element = lattice.lasts[lower]
-            for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
-                touch = elements.touches[i]
-                if touch < 0:
-                    walk.homes[~touch] = 2
-                else:
-                    walk.below[touch] += 1
+            _mark(elements, walk, lattice.lasts[lower], 2, walk.below, 1)
             lower = lattice.parents[lower]
 
         # 3. The ideals above, depth first.
@@ -504,13 +498,7 @@ def push(  # noqa: C901  one walk, at which each step either adds an element or 
                 # All are done from here, so the element that was added last is taken back. Loads
                 # and bytes need no undoing: each depth has its own.
                 if depth > 0:
-                    last = walk.added[depth]
-                    for i in range(elements.touch_offsets[last], elements.touch_offsets[last + 1]):
-                        touch = elements.touches[i]
-                        if touch < 0:
-                            walk.homes[~touch] = 0
-                        else:
-                            walk.inside[touch] -= 1
+                    _mark(elements, walk, walk.added[depth], 0, walk.inside, -1)
                 depth -= 1
                 continue
             walk.next_add[depth] += 1
@@ -562,6 +550,20 @@ def push(  # noqa: C901  one walk, at which each step either adds an element or 
             if not grows:
                 walk.next_add[depth] = lattice.add_offsets[above + 1]
     return ideal
+
+
+@inlined
+def _mark(
+    elements: Elements, walk: Climb, element: int, home: int, readers: Int32, change: int
+) -> None:
+    """Note for the nets that an element makes where it is, and change the readers, below or in the
+    stage, of the nets that it reads."""
+    for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
+        touch = elements.touches[i]
+        if touch < 0:
+            walk.homes[~touch] = home
+        else:
+            readers[touch] += change
 
 
 @inlined

@@ -624,7 +624,8 @@ def share_bound(problem: PlacementProblem, budget: Budget) -> None:
         return
     weights = shares.seconds / shares.sum_seconds
     _prove(budget, shares.least_load(weights, budget))
-    low, high = _interval(budget)
+    bound, high = budget.ledger.bound, budget.ledger.value
+    low = 0.0 if bound is None else bound.seconds
     pool: list[tuple[float, list[Float64]]] = []
     # Bisection between the best bound and the best value. `target` is the load to refute; `best` is
     # the least share of it so far, by `best_weights`; `pool` has the sets found, with the largest
@@ -651,19 +652,11 @@ def share_bound(problem: PlacementProblem, budget: Budget) -> None:
 
 
 def _prove(budget: Budget, seconds: float) -> None:
-    """Note a lower bound, less `MARGIN`, if it is better than the one before."""
-    low, high = _interval(budget)
+    """Note a lower bound, less `MARGIN`, if it says something."""
     # No true bound is above the value of a plan.
-    seconds = min(seconds * (1 - MARGIN), high)
-    if seconds > low:
+    seconds = min(seconds * (1 - MARGIN), budget.ledger.value)
+    if seconds > 0:
         budget.ledger.prove(seconds, "share of one device (MILP)")
-
-
-def _interval(budget: Budget) -> tuple[float, float]:
-    """Return the best bound (0 if none) and the best value (inf if nothing fits yet)."""
-    best, bound = budget.ledger.best, budget.ledger.bound
-    high = np.inf if best is None or best[0].lacking_bytes else best[0].value
-    return 0.0 if bound is None else bound.seconds, high
 
 
 class _ShareModel:
@@ -1158,29 +1151,23 @@ class _ExactSearch:
         """True if the best placement is proven to be optimal, up to the model's resolution."""
         if self.closed or self.budget.closed:
             return True
-        bound = self.budget.ledger.bound
-        if self.master is None or bound is None or not np.isfinite(self.limit_seconds):
+        bound, value = self.budget.ledger.bound, self.budget.ledger.value
+        if self.master is None or bound is None or not np.isfinite(value):
             return False
-        gap_seconds = self.limit_seconds - bound.seconds
-        return gap_seconds <= self.master.resolution_seconds + ROUNDING * self.limit_seconds
+        return value - bound.seconds <= self.master.resolution_seconds + ROUNDING * value
 
     def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
         """Build the model, or build it again if the best value is more than twice or less than half
         of what it was built for. The units of the old one are then too coarse or too fine."""
-        fastest_value = self.budget.score(self.problem, self.problem.fastest[None])[0].value
-        scale_seconds = self.limit_seconds if np.isfinite(self.limit_seconds) else fastest_value
+        scale_seconds = self.budget.ledger.value
+        if not np.isfinite(scale_seconds):
+            scale_seconds = self.budget.score(self.problem, self.problem.fastest[None])[0].value
         far = max(scale_seconds, self.scale_seconds) > 2 * min(scale_seconds, self.scale_seconds)
         if self.master is None or far:
             self.scale_seconds = scale_seconds
             self.master = build(self.problem, scale_seconds)
             for placement in self.ruled_out:
                 self.master.forbid(placement)
-
-    @property
-    def limit_seconds(self) -> float:
-        """The best value so far; inf where nothing fits yet."""
-        best = self.budget.ledger.best
-        return np.inf if best is None or best[0].lacking_bytes else best[0].value
 
     def answer(self) -> GroupPlacement:
         """Return the best placement. Raises `NoPlanFitsError` if it is proven that none fits."""
@@ -1203,8 +1190,9 @@ class _ExactSearch:
         """Note that nothing is better than the best so far by more than a tolerance, or, if nothing
         fits so far, that no placement fits."""
         self.closed = True
-        if np.isfinite(self.limit_seconds):
-            self.budget.ledger.prove(self.limit_seconds - tolerance_seconds, proof)
+        ledger = self.budget.ledger
+        if np.isfinite(ledger.value):
+            ledger.prove(ledger.value - tolerance_seconds, proof)
         else:
             self.proof = proof
 
@@ -1218,11 +1206,12 @@ class _ExactSearch:
         assert self.master is not None, "built before the first round"
         master, budget = self.master, self.budget
         model, bound, best = master.model, budget.ledger.bound, budget.ledger.best
+        value = budget.ledger.value
         # The model searches only for what beats the best so far, and starts from that. Objectives
         # are short of the truth by up to the resolution. So this also leaves out plans that are
         # better by less than the resolution, for which the conclusion below allows.
-        if np.isfinite(self.limit_seconds):
-            less_seconds = self.limit_seconds * (1 - ROUNDING) - master.resolution_seconds
+        if np.isfinite(value):
+            less_seconds = value * (1 - ROUNDING) - master.resolution_seconds
             model.add(master.objective <= int(less_seconds / master.unit_seconds))
         if bound is not None:
             model.add(master.objective >= master.units(bound.seconds * (1 - ROUNDING)))
@@ -1251,12 +1240,12 @@ class _ExactSearch:
         if not budget.timed:
             budget.charge(solver.deterministic_time / DETERMINISTIC_SECONDS)
         if status[0] == cp_model.INFEASIBLE:
-            self._conclude("CP-SAT", master.resolution_seconds + ROUNDING * self.limit_seconds)
+            self._conclude("CP-SAT", master.resolution_seconds + ROUNDING * value)
             return False
         assert status[0] != cp_model.MODEL_INVALID, model.validate()
         bound_seconds = solver.best_objective_bound * master.unit_seconds * (1 - ROUNDING)
         if bound_seconds > 0:
-            budget.ledger.prove(min(bound_seconds, self.limit_seconds), "CP-SAT")
+            budget.ledger.prove(min(bound_seconds, value), "CP-SAT")
         # Placements that the budget pays for are evaluated and ruled out.
         placements = collector.placements
         scores = budget.score(self.problem, np.array(placements)) if placements else []

@@ -51,8 +51,7 @@ Each takes O(ideals^2 x sets of devices), and is left out with more than `MOST_I
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,7 +136,7 @@ def pipeline_bound(
             table = _BoundTable(problem, ideals, kinds)
             filled = max(table.fill(drain=True, value=value), table.fill(drain=False, value=value))
             bounds.append(LowerBound(filled, "fill, work and drain (dynamic programme)"))
-            if table.backward.in_order:
+            if table.in_order:
                 trip = table.round_trip(value)
                 bounds.append(LowerBound(trip, "round trip (dynamic programmes)"))
     return max(bounds, key=lambda bound: bound.seconds)
@@ -188,31 +187,27 @@ def _ideals(elements: PipelineElements, counts: Bool) -> tuple[Int64, Bool] | No
             before[second] |= before[element]
     pairs = [(place[f], place[s]) for f in members.tolist() for s in following[f] if counts[s]]
 
-    # Layer by layer, from the empty ideal to that of all.
+    # From the empty ideal to that of all; `masks` grows while it is gone through. `ready` has what
+    # may be added to each.
     needs = [0] * len(members)
     after: list[list[int]] = [[] for _ in members]
     for first, second in pairs:
         needs[second] |= 1 << first
         after[first].append(second)
     roots = [node for node in range(len(members)) if not needs[node]]
-    seen = {0: frozenset(roots)}
-    layer = [0]
+    ready = {0: frozenset(roots)}
     masks = [0]
-    while layer:
-        next_layer: list[int] = []
-        for ideal in layer:
-            for node in seen[ideal]:
-                larger = ideal | 1 << node
-                if larger in seen:
-                    continue
-                free = set(seen[ideal]) - {node}
-                free.update(o for o in after[node] if needs[o] & larger == needs[o])
-                seen[larger] = frozenset(free)
-                next_layer.append(larger)
-        if len(masks) + len(next_layer) > MOST_IDEALS:
-            return None
-        masks += next_layer
-        layer = next_layer
+    for ideal in masks:
+        for node in ready[ideal]:
+            larger = ideal | 1 << node
+            if larger in ready:
+                continue
+            free = set(ready[ideal]) - {node}
+            free.update(other for other in after[node] if needs[other] & larger == needs[other])
+            ready[larger] = frozenset(free)
+            masks.append(larger)
+            if len(masks) > MOST_IDEALS:
+                return None
     return members, _bits(masks, len(members))
 
 
@@ -231,15 +226,18 @@ class _Passage(NamedTuple):
     For gradients time runs backwards: op 0 is the last one of the step, and a value "comes" from
     the op that reads it.
 
+    There is one for the ends of the step and one for its middle. In the middle, nothing limits how
+    long before a value comes the step has begun, and the first micro-batch has no sums of gradients
+    behind its ops.
+
     in_order    True: a device runs the ops of a task by their numbers
     exits       [ideals] the exit p(I), a place in `exit_places`; -1: none
     exit_places [exits] the element of each
     exit_ranks  [exits] the number of each exit's op
     starts      [ideals] number of the first op outside that reads p(I)'s value; -1: none
     start_places  [ideals] the element of that op
-    upto        [ideals, points, kinds] seconds of the ideal's ops with numbers up to a point's, and
-                of the sums of gradients that the last micro-batch has behind them
-    upto_bare   the same without sums, of which the first micro-batch has none
+    upto        [ideals, points, kinds] seconds of the ideal's ops with numbers up to a point's; at
+                the ends also of the sums of gradients that the last micro-batch has behind them
     exit_points, start_points   [exits], [ideals] the points of an exit, and right before a start
     total       [ideals, kinds] seconds of the ideal's ops
     behind      [ideals, exits, kinds] seconds of those that come after an exit
@@ -247,8 +245,9 @@ class _Passage(NamedTuple):
                 the last row is of what lies up to the second at all
     send        [exits] least seconds of sending the value
     updates     [ideals, kinds] seconds of the ideal's updates, which come behind all gradients: 0
-                for values
-    most        [ideals] no head (or tail) that the programme adds up for an ideal is longer
+                for values, and in the middle
+    most        [ideals] no head (or tail) that the programme adds up for an ideal is longer;
+                `UNKNOWN` in the middle
     """
 
     in_order: bool
@@ -258,7 +257,6 @@ class _Passage(NamedTuple):
     starts: Int64
     start_places: Int64
     upto: Float64
-    upto_bare: Float64
     exit_points: Int64
     start_points: Int64
     total: Float64
@@ -269,25 +267,67 @@ class _Passage(NamedTuple):
     most: Float64
 
 
-@dataclass(frozen=True, eq=False)
 class _BoundTable:
-    problem: PipelineProblem
-    ideals: tuple[Int64, Bool]
-    kinds: list[list[int]]
+    """The ideals of a problem, what passes from each to the rest, and the programmes over them.
 
-    @cached_property
-    def devices(self) -> list[int]:
-        return [members[0] for members in self.kinds]
+    rows         [ideals, members] the elements of each, of those that count
+    devices      [kinds] a device of each kind
+    place        [ops] the place of the op's element among the members; -1: none
+    last_sums    [ops, devices] seconds of the last sum of an op's gradients, for ops that make
+                 nothing but gradients of parameters: the sum comes right behind such an op
+    seconds      name -> [members, kinds] seconds of the elements, 0 where they may not be
+    in_order     True: a device runs the ops of a backward task by their numbers
+    forward, backward   what passes at the ends of the step, and in its middle
+    """
 
-    @cached_property
-    def place(self) -> Int64:
-        """[ops] the place of the op's element among those in stages; -1: none."""
-        elements, (members, _) = self.problem.elements, self.ideals
+    def __init__(
+        self, problem: PipelineProblem, ideals: tuple[Int64, Bool], kinds: list[list[int]]
+    ) -> None:
+        graph, elements = problem.graph, problem.elements
+        self.problem = problem
+        members, self.rows = ideals
+        self.devices = [kind[0] for kind in kinds]
         place = np.full(elements.count, -1, dtype=np.int64)
         place[members] = np.arange(len(members))
-        return place[elements.of_op]
+        self.place = place[elements.of_op]
 
-    def passage(self, phase: Phase, *, in_order: bool) -> _Passage:
+        self.last_sums, sums = sum_seconds(problem), elements.sums
+        if problem.costs.source == "analytic":
+            elsewhere = graph.phases[graph.readers] != Phase.UPDATE
+            self.last_sums[graph.producers[graph.input_tensors[elsewhere]]] = 0.0
+        else:
+            # Sums that were measured are not known here.
+            self.last_sums, sums = np.zeros_like(self.last_sums), np.zeros_like(sums)
+        last = np.zeros((elements.count, len(problem.machine.devices)))
+        np.add.at(last, elements.of_op, self.last_sums)
+        columns = {
+            "forward": elements.forward, "backward": elements.backward, "sums": sums,
+            "updates": elements.updates, "last": last,
+        }  # fmt: skip
+        finite = elements.runs[members][:, self.devices]
+        self.seconds = {
+            name: np.where(finite, column[members][:, self.devices], 0)
+            for name, column in columns.items()
+        }
+
+        packed = np.packbits(self.rows, axis=1, bitorder="little")
+        padded = np.zeros((len(self.rows), -(-packed.shape[1] // 8) * 8), dtype=np.uint8)
+        padded[:, : packed.shape[1]] = packed
+        counts = np.array([len(kind) for kind in kinds], dtype=np.int64)
+        self.lattice = _Lattice(
+            words=padded.view(np.uint64),
+            order=np.argsort(-self.rows.sum(axis=1), kind="stable"),
+            barred=self._sums((~finite).astype(np.float64)),
+            counts=counts,
+            strides=np.concatenate([[1], np.cumprod(counts + 1)[:-1]]).astype(np.int64),
+        )
+        self.in_order = "zero-bubble" not in problem.schedules
+        self.forward = self._passages(Phase.FORWARD, in_order=True)
+        self.backward = self._passages(Phase.BACKWARD, in_order=self.in_order)
+
+    def _passages(self, phase: Phase, *, in_order: bool) -> tuple[_Passage, _Passage]:
+        """Return what passes of forward or of backward ops at the ends of the step, and in its
+        middle."""
         graph = self.problem.graph
         ops = np.flatnonzero(graph.phases == phase)
         index = np.full(len(graph), -1, dtype=np.int64)
@@ -312,35 +352,49 @@ class _BoundTable:
         if phase == Phase.BACKWARD and in_order:
             last = np.where(place[:, None] >= 0, self.last_sums[ops][:, self.devices], 0.0)
             seconds = bare + last
-        reaching = np.concatenate([_through(makers, readers, place), [makers, readers]], axis=1)
+
+        # By their readers, whose numbers are above their makers': the op of each and all before it;
+        # and the values that reach an op through ops of elements that are left out alone.
+        upto_of = [1 << op for op in range(len(ops))]
+        passing: dict[int, int] = {}
+        passed: dict[int, int] = {}
+        for maker, reader in zip(makers.tolist(), readers.tolist(), strict=True):
+            upto_of[reader] |= upto_of[maker]
+            comes = passing.get(maker, 0) if place[maker] < 0 else 1 << maker
+            if place[reader] < 0:
+                passing[reader] = passing.get(reader, 0) | comes
+            elif place[maker] < 0 and comes:
+                passed[reader] = passed.get(reader, 0) | comes
+        through = [
+            np.stack([(sources := np.flatnonzero(row)), np.full(len(sources), reader)])
+            for reader, row in zip(passed, _bits(passed.values(), len(ops)), strict=True)
+        ]
+        pairs = np.concatenate([*through, np.stack([makers, readers])], axis=1)
 
         # An ideal's exit is the deepest op whose value is read outside; ties: the last. Its start
         # is the first op outside that reads this value.
-        outer = place[reaching]
-        from_ops, to_ops = reaching[:, (outer >= 0).all(axis=0) & (outer[0] != outer[1])]
-        _, rows = self.ideals
-        exits = np.full(len(rows), -1, dtype=np.int64)
-        starts = np.full(len(rows), -1, dtype=np.int64)
-        for ideal, row in enumerate(rows):
+        outer = place[pairs]
+        from_ops, to_ops = pairs[:, (outer >= 0).all(axis=0) & (outer[0] != outer[1])]
+        exits = np.full(len(self.rows), -1, dtype=np.int64)
+        starts = np.full(len(self.rows), -1, dtype=np.int64)
+        for ideal, row in enumerate(self.rows):
             leaves = row[place[from_ops]] & ~row[place[to_ops]]
             if leaves.any():
                 leaving = np.unique(from_ops[leaves])
                 deepest = depth[leaving]
                 exits[ideal] = leaving[np.flatnonzero(deepest == deepest.max())[-1]]
                 starts[ideal] = to_ops[leaves & (from_ops == exits[ideal])].min()
-        through = np.unique(exits[exits >= 0])
-        position = np.where(exits < 0, -1, np.searchsorted(through, exits))
-        points = np.unique(np.concatenate([through, starts - 1]))
+        ranks = np.unique(exits[exits >= 0])
+        position = np.where(exits < 0, -1, np.searchsorted(ranks, exits))
+        points = np.unique(np.concatenate([ranks, starts - 1]))
         # [exits, ops] The op of an exit and all before it, and all after it. Reads are taken by
         # their readers, last first, so that a reader's own readers are known.
-        upto_of, behind_of = [1 << op for op in range(len(ops))], [0] * len(ops)
-        for maker, reader in zip(makers.tolist(), readers.tolist(), strict=True):
-            upto_of[reader] |= upto_of[maker]
+        behind_of = [0] * len(ops)
         for at in np.argsort(-readers, kind="stable").tolist():
             maker, reader = int(makers[at]), int(readers[at])
             behind_of[maker] |= behind_of[reader] | 1 << reader
-        before = _bits([upto_of[op] for op in through.tolist()], len(ops))
-        behind = _bits([behind_of[op] for op in through.tolist()], len(ops))
+        before = _bits([upto_of[op] for op in ranks.tolist()], len(ops))
+        behind = _bits([behind_of[op] for op in ranks.tolist()], len(ops))
         # The last row stands for the beginning, which everything comes after.
         after = np.concatenate([behind, np.ones((1, len(ops)), dtype=bool)]).astype(np.float64)
         between = np.stack([after @ (before * column).T for column in seconds.T], axis=2)
@@ -354,28 +408,27 @@ class _BoundTable:
         links = problem.machine.links
         rate = max((link.bandwidth_bytes_per_second for link in links), default=np.inf)
         latency = min((link.latency_seconds for link in links), default=0.0)
-        send = latency + smallest[through] / rate
-        stages = sum(map(len, self.kinds))
+        send = latency + smallest[ranks] / rate
+        stages = int(self.lattice.counts.sum())
         every = np.arange(len(ops))
-        late = self._columns["updates"] * (phase == Phase.BACKWARD)
+        late = self.seconds["updates"] * (phase == Phase.BACKWARD)
         updates = self._sums(late)
 
         # The ops that may count on the way to an exit, on the slowest device.
-        counted = every[None] <= through[:, None] if in_order else before
+        counted = every[None] <= ranks[:, None] if in_order else before
         most = np.zeros(len(position))
-        if len(through):
+        if len(ranks):
             sums = self._within(counted, place, seconds.max(axis=1, keepdims=True))[:, :, 0]
             most = sums[np.arange(len(position)), np.maximum(position, 0)]
-        return _Passage(
+        way = _Passage(
             in_order=in_order,
             exits=position,
-            exit_places=place[through],
-            exit_ranks=through,
+            exit_places=place[ranks],
+            exit_ranks=ranks,
             starts=starts,
             start_places=np.where(starts < 0, -1, place[starts]),
             upto=self._within(every[None] <= points[:, None], place, seconds),
-            upto_bare=self._within(every[None] <= points[:, None], place, bare),
-            exit_points=np.searchsorted(points, through),
+            exit_points=np.searchsorted(points, ranks),
             start_points=np.searchsorted(points, starts - 1),
             total=self._within(np.ones((1, len(ops)), dtype=bool), place, seconds)[:, 0],
             behind=self._within(behind, place, seconds),
@@ -383,95 +436,44 @@ class _BoundTable:
             send=send,
             updates=updates,
             most=most
-            + stages * np.where(self.ideals[1][:, place[through]], send, 0).max(axis=1, initial=0)
+            + stages * np.where(self.rows[:, place[ranks]], send, 0).max(axis=1, initial=0)
             + self._sums(late.max(axis=1)),
         )
-
-    @cached_property
-    def last_sums(self) -> Float64:
-        """[ops, devices] seconds of the last sum of an op's gradients, for ops that make nothing
-        but gradients of parameters: the sum comes right behind such an op."""
-        graph, seconds = self.problem.graph, sum_seconds(self.problem)
-        if self.problem.costs.source != "analytic":
-            return np.zeros_like(seconds)
-        elsewhere = graph.phases[graph.readers] != Phase.UPDATE
-        seconds[graph.producers[graph.input_tensors[elsewhere]]] = 0.0
-        return seconds
+        middle = way._replace(
+            upto=self._within(every[None] <= points[:, None], place, bare),
+            updates=np.zeros_like(updates),
+            most=np.full_like(way.most, UNKNOWN),
+        )
+        return way, middle
 
     def _within(self, masks: Bool, place: Int64, seconds: Float64) -> Float64:
         """[ideals, masks, kinds] seconds of the ops of each ideal that a mask [masks, ops] has."""
-        members, _ = self.ideals
         there = place >= 0
         sums = []
         for column in seconds.T:
-            weights = np.zeros((len(members), len(masks)))
+            weights = np.zeros((self.rows.shape[1], len(masks)))
             np.add.at(weights, place[there], (masks * column)[:, there].T)
             sums.append(self._sums(weights))
         return np.stack(sums, axis=2)
 
-    @cached_property
-    def forward(self) -> _Passage:
-        return self.passage(Phase.FORWARD, in_order=True)
-
-    @cached_property
-    def backward(self) -> _Passage:
-        in_order = "zero-bubble" not in self.problem.schedules
-        return self.passage(Phase.BACKWARD, in_order=in_order)
-
     def _sums(self, values: Float64) -> Float64:
-        """[ideals, ...] sums over each ideal's elements, of values [elements in stages, ...]."""
-        _, rows = self.ideals
+        """[ideals, ...] sums over each ideal's elements, of values [members, ...]."""
         flat = values.reshape(len(values), -1)
-        return np.asarray((rows.astype(np.float64) @ flat).reshape(len(rows), *values.shape[1:]))
-
-    @cached_property
-    def _columns(self) -> dict[str, Float64]:
-        """Name -> [elements, kinds] seconds of the elements that count, 0 where they may not be."""
-        problem, elements = self.problem, self.problem.elements
-        members, _ = self.ideals
-        finite = elements.runs[members][:, self.devices]
-        last = np.zeros((elements.count, len(problem.machine.devices)))
-        np.add.at(last, elements.of_op, self.last_sums)
-        # Sums that were measured are not known here.
-        sums = elements.sums if problem.costs.source == "analytic" else np.zeros_like(last)
-        columns = {
-            "forward": elements.forward, "backward": elements.backward, "sums": sums,
-            "updates": elements.updates, "last": last,
-        }  # fmt: skip
-        taken = {
-            name: np.where(finite, column[members][:, self.devices], 0)
-            for name, column in columns.items()
-        }
-        return {**taken, "barred": (~finite).astype(np.float64)}
-
-    @cached_property
-    def lattice(self) -> "_Lattice":
-        _, rows = self.ideals
-        packed = np.packbits(rows, axis=1, bitorder="little")
-        padded = np.zeros((len(rows), -(-packed.shape[1] // 8) * 8), dtype=np.uint8)
-        padded[:, : packed.shape[1]] = packed
-        counts = np.array([len(kind) for kind in self.kinds], dtype=np.int64)
-        return _Lattice(
-            words=padded.view(np.uint64),
-            order=np.argsort(-rows.sum(axis=1), kind="stable"),
-            barred=self._sums(self._columns["barred"]),
-            counts=counts,
-            strides=np.concatenate([[1], np.cumprod(counts + 1)[:-1]]).astype(np.int64),
-        )
+        sums = self.rows.astype(np.float64) @ flat
+        return np.asarray(sums.reshape(len(self.rows), *values.shape[1:]))
 
     def fill(self, *, drain: bool, value: float) -> float:
         """The least over all stages of the longest of head, work and, with `drain`, tail; without,
         the updates count as work."""
-        of, count = self._columns, self.problem.micro_batches
-        in_order = self.backward.in_order
+        of, count = self.seconds, self.problem.micro_batches
         work = count * (of["forward"] + of["backward"])
         if drain:
             # The last sum may come after the last gradient was sent.
-            work = work + (max(0, count - 2) * of["sums"] + of["last"] if in_order else 0)
+            work = work + (max(0, count - 2) * of["sums"] + of["last"] if self.in_order else 0)
         else:
             work = work + (count - 1) * of["sums"] + of["updates"]
         sums = self._sums(work)
-        free = 1 if in_order else count
+        free = 1 if self.in_order else count
         return self._solve(_Terms(FILL, sums, sums, sums, 0, 0.0, np.inf, free, drain, value))
 
     def round_trip(self, value: float) -> float:
@@ -483,7 +485,7 @@ class _BoundTable:
         the largest second part lies in an interval take at least its lower end, and the shortest
         way of such stages. The interval with the least sum is halved, again and again.
         """
-        of, count = self._columns, self.problem.micro_batches
+        of, count = self.seconds, self.problem.micro_batches
         second = (count - 1) * (of["forward"] + of["backward"]) + max(0, count - 2) * of["sums"]
         terms = _Terms(
             PEAK,
@@ -523,33 +525,12 @@ class _BoundTable:
         least = np.full((int(np.prod(counts + 1)), len(order)), np.inf)
         first = least.copy()
         least[:, order[0]] = 0.0
-        _solve(self.lattice, self.forward, self.backward, terms, least, first)
+        _solve(self.lattice, *self.forward, *self.backward, terms, least, first)
         if terms.programme == ROUND_TRIP:
             # The second part alone is work of one device.
             return max(0.0, float(first[0, order[-1]])) * (1 - ROUNDING)
         seconds = float(least[0, order[-1]])
         return seconds * (1 - ROUNDING) if np.isfinite(seconds) else 0.0
-
-
-def _through(makers: Int64, readers: Int64, place: Int64) -> Int64:
-    """[2, pairs] (maker, reader) of ops between whose values only ops of elements lie that are left
-    out. The reads are in order of their readers, whose numbers are above their makers'.
-
-    place   [ops] -1 for an op of an element that is left out
-    """
-    from_of: dict[int, int] = {}
-    pairs: dict[int, int] = {}
-    for maker, reader in zip(makers.tolist(), readers.tolist(), strict=True):
-        comes = from_of.get(maker, 0) if place[maker] < 0 else 1 << maker
-        if place[reader] < 0:
-            from_of[reader] = from_of.get(reader, 0) | comes
-        elif place[maker] < 0 and comes:
-            pairs[reader] = pairs.get(reader, 0) | comes
-    found = [
-        np.stack([(members := np.flatnonzero(row)), np.full(len(members), reader)])
-        for reader, row in zip(pairs, _bits(pairs.values(), len(place)), strict=True)
-    ]
-    return np.concatenate([np.zeros((2, 0), dtype=np.int64), *found], axis=1)
 
 
 FILL, PEAK, ROUND_TRIP = range(3)
@@ -602,10 +583,12 @@ class _Terms(NamedTuple):
 
 
 @kernel
-def _solve(  # noqa: C901  the programmes share one loop
+def _solve(  # noqa: C901, PLR0917  the programmes share one loop
     lattice: _Lattice,
     forward: _Passage,
+    forward_middle: _Passage,
     backward: _Passage,
+    backward_middle: _Passage,
     terms: _Terms,
     least: Float64,
     first: Float64,
@@ -648,10 +631,10 @@ def _solve(  # noqa: C901  the programmes share one loop
                 if terms.programme == ROUND_TRIP:
                     # In the middle of the step: the stage's own tasks, one after the other whatever
                     # is between them, and the ways to the next stage and back.
-                    term = work - _free_between(forward, words, ideal, larger, kind)
-                    term = max(0.0, term - _free_between(backward, words, ideal, larger, kind))
-                    added = _passed_between(forward, words, ideal, larger, kind)
-                    added += _passed_between(backward, words, ideal, larger, kind)
+                    term = work - _free(forward_middle, words, ideal, larger, kind, 1)
+                    term = max(0.0, term - _free(backward_middle, words, ideal, larger, kind, 1))
+                    added = _passed(forward_middle, words, ideal, larger, kind)
+                    added += _passed(backward_middle, words, ideal, larger, kind)
                     if turn == len(order) - 1:
                         # The first stage's updates come behind all its tasks.
                         updates = backward.updates[larger, kind]
@@ -712,44 +695,6 @@ def _free(
         return way.most[ideal]
     before = way.total[larger, kind] - way.total[ideal, kind] - behind
     return min(times * before, way.most[ideal])
-
-
-@inlined
-def _free_between(
-    way: _Passage, words: NDArray[np.uint64], ideal: int, larger: int, kind: int
-) -> Any:
-    """As `_free`, of one task in the middle of the step: nothing limits how long before the value
-    comes the step has begun."""
-    at = way.exits[ideal]
-    if at < 0:
-        return 0.0
-    if not _holds(words, larger, way.start_places[ideal]):
-        return UNKNOWN
-    point = way.start_points[ideal]
-    return way.upto_bare[larger, point, kind] - way.upto_bare[ideal, point, kind]
-
-
-@inlined
-def _passed_between(
-    way: _Passage, words: NDArray[np.uint64], ideal: int, larger: int, kind: int
-) -> Any:
-    """As `_passed`, in the middle of the step: -`UNKNOWN` where the next value does not wait for
-    the first."""
-    at, following = way.exits[ideal], way.exits[larger]
-    if at == following:
-        return 0.0
-    if following < 0 or _holds(words, ideal, way.exit_places[following]):
-        return -UNKNOWN
-    last = way.exit_points[following]
-    before = way.upto_bare[larger, last, kind] - way.upto_bare[ideal, last, kind]
-    if at < 0:
-        return before + way.send[following]
-    start = way.starts[ideal]
-    if start > way.exit_ranks[following] or not _holds(words, larger, way.start_places[ideal]):
-        return -UNKNOWN
-    first = way.start_points[ideal]
-    ahead = way.upto_bare[larger, first, kind] - way.upto_bare[ideal, first, kind]
-    return before - ahead + way.send[following]
 
 
 @inlined

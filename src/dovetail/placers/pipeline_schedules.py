@@ -215,34 +215,24 @@ def _filled(
         if missing[kind][stage, micro] == 0:
             arrived[kind][stage, micro] = latest[kind][stage, micro]
 
-    def send(source: int, target: int, seconds: float, at: float) -> float:
-        channel = int(times.channels[source, target])
-        if channel < 0:
-            return at
-        channels[channel] = max(channels.get(channel, 0.0), at) + seconds
-        return channels[channel]
-
-    def candidates(device: int) -> list[tuple[float, int, int]]:
-        """(start, preference, stage) of what a device may do next, by kind."""
-        found = []
-        for stage in np.flatnonzero(times.devices == device).tolist():
-            forward, inputs, weights = (int(done[kind][stage]) for kind in (F, I, W))
-            if inputs < micro_batches and arrived[I][stage, inputs] < np.inf:
-                found.append((max(free[device], arrived[I][stage, inputs]), I, stage))
-            may = forward < micro_batches
-            may &= forward - inputs < count - stage + ahead and forward - weights < held[stage]
-            if may and arrived[F][stage, forward] < np.inf:
-                found.append((max(free[device], arrived[F][stage, forward]), F, stage))
-            if weights < inputs:
-                found.append((float(free[device]), W, stage))
-        return found
-
     for _ in range(3 * count * micro_batches):
-        options = [
-            (start, preference[kind], device, kind, stage)
-            for device in set(times.devices.tolist())
-            for start, kind, stage in candidates(device)
-        ]
+        # What may come next: (start, preference, device, kind, stage).
+        options: list[tuple[float, int, int, int, int]] = []
+        for stage, device in enumerate(times.devices.tolist()):
+            forward, inputs, weights = (int(done[kind][stage]) for kind in (F, I, W))
+            since: dict[int, float] = {}
+            if inputs < micro_batches:
+                since[I] = arrived[I][stage, inputs]
+            within = forward - inputs < count - stage + ahead and forward - weights < held[stage]
+            if forward < micro_batches and within:
+                since[F] = arrived[F][stage, forward]
+            if weights < inputs:
+                since[W] = 0.0
+            options += [
+                (max(free[device], at), preference[kind], device, kind, stage)
+                for kind, at in since.items()
+                if at < np.inf
+            ]
         if not options:
             break
         start, _, device, kind, stage = min(options)
@@ -251,13 +241,16 @@ def _filled(
         orders[device].append(Task(kind, stage, micro))
         seconds = {F: times.forward, I: times.inputs, W: times.weights}[kind][stage]
         end = free[device] = start + seconds
+        if kind == W:
+            continue
         if kind == F:
             arrive(I, stage, micro, end)
-            for target in np.flatnonzero(~np.isnan(times.sends[stage])).tolist():
-                arrive(F, target, micro, send(stage, target, times.sends[stage, target], end))
-        elif kind == I:
-            for target in np.flatnonzero(~np.isnan(times.returns[stage])).tolist():
-                arrive(I, target, micro, send(stage, target, times.returns[stage, target], end))
+        sent = (times.sends if kind == F else times.returns)[stage]
+        for target in np.flatnonzero(~np.isnan(sent)).tolist():
+            at, channel = end, int(times.channels[stage, target])
+            if channel >= 0:
+                at = channels[channel] = max(channels.get(channel, 0.0), end) + sent[target]
+            arrive(kind, target, micro, at)
     return orders
 
 

@@ -18,9 +18,9 @@ stage's tasks for one micro-batch and C those of sending its activations, 1F1B t
 (Narayanan et al., SC 2021, https://arxiv.org/abs/2104.04473, section 2.2, for equal stages). For
 each of several limits of max T_i the programme finds the least sum over cuts and devices, such that
 each stage fits its device's memory. A second programme takes into account that a stage waits only
-for those before it, so that earlier stages may have more work: `_fill`. The step of each solution
-is simulated task by task, and cuts are moved while that helps. The best are simulated op by op,
-which gives the plan's value.
+for those before it, so that earlier stages may have more work. Both are `_solve`. The step of each
+solution is simulated task by task, and cuts are moved while that helps. The best are simulated op
+by op, which gives the plan's value.
 
 If a graph has at most `MOST_TRIED` cuts, all are simulated op by op, and the result is exact.
 """
@@ -495,45 +495,33 @@ _LAYER = re.compile(r".*?\.?\d+(?=\.|$)")
 """Finds a module's path up to its first index: "transformer.h.3", "cells_1"."""
 
 
-def layer_names(graph: Graph) -> list[str]:
-    """Return [ops] the layer of each forward op: its module's path up to the first index.
-
-    What is in no such module belongs to the layer before it, if there is one before it and one
-    behind it, and is else a layer by the first name of its path, such as an embedding.
-    """
-    indexed = {}
-    for module in set(graph.modules):
-        found = _LAYER.match(module)
-        indexed[module] = found[0] if found else ""
-    names = [indexed[module] for module in graph.modules]
-    forward = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
-    with_index = [op for op in forward if names[op]]
-    last, current = max(with_index, default=-1), ""
-    for op in forward:
-        current = names[op] or current
-        if not names[op]:
-            inside = current and op < last
-            names[op] = current if inside else graph.modules[op].split(".", 1)[0]
-    return names
-
-
 def _layers_of(problem: PipelineProblem) -> list[int]:
     """Return [elements] the number of each element's layer, in the order of forward passes.
 
-    The layer of most forward seconds counts; an element without forward ops is in the last layer of
-    those that come before it.
+    An op's layer is its module's path up to the first index. An op in no such module belongs to the
+    layer before it, if there is one before it and one behind it. Otherwise its layer is the first
+    name of its path, such as an embedding. Of an element the layer of most forward seconds counts;
+    an element without forward ops is in the last layer of those that come before it.
     """
     graph, elements = problem.graph, problem.elements
+    indexed: dict[str, str] = {}
+    for module in set(graph.modules):
+        found = _LAYER.match(module)
+        indexed[module] = found[0] if found else ""
     forward = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
-    names = layer_names(graph)
-    number: dict[str, int] = {}
-    for op in forward:
-        number.setdefault(names[op], len(number))
+    last = max((op for op in forward if indexed[graph.modules[op]]), default=-1)
     seconds = problem.costs.compute_seconds.min(axis=1)
+    number: dict[str, int] = {}
     votes: list[dict[int, float]] = [{} for _ in range(elements.count)]
+    current = ""
     for op in forward:
+        module = graph.modules[op]
+        name = indexed[module]
+        current = name or current
+        if not name:
+            name = current if current and op < last else module.split(".", 1)[0]
+        layer = number.setdefault(name, len(number))
         vote = votes[elements.of_op[op]]
-        layer = number[names[op]]
         vote[layer] = vote.get(layer, 0.0) + float(seconds[op]) + 1e-12
     layers = [max(vote, key=lambda k: (vote[k], -k)) if vote else -1 for vote in votes]
     before: list[list[int]] = [[] for _ in range(elements.count)]
@@ -759,73 +747,66 @@ def _stage_seconds(tables: _CutTables, turn: int, begin: int, end: int, may_agai
 
 
 @kernel
-def _cut(
-    tables: _CutTables, limit: float, may_again: bool, best: Float64, choice: Int64, repeats: Bool
-) -> float:
-    """Least sum of (T + 2 C) over cuts of cells into one run for each device of the sequence, or
-    none, such that no run takes more than `limit` and each fits.
-
-    best, choice, repeats   [sequence + 1, cells + 1] by the number of devices and the end of their
-                            cells: the sum, where the last run begins, and whether it recomputes
-    """
-    cells, turns = len(tables.kept) - 1, len(tables.devices)
-    best[:] = np.inf
-    best[0, 0] = 0.0
-    for turn in range(turns):
-        for end in range(cells + 1):
-            # The device may be left out.
-            best[turn + 1, end], choice[turn + 1, end] = best[turn, end], end
-            repeats[turn + 1, end] = False
-        for begin in range(cells):
-            if best[turn, begin] == np.inf:
-                continue
-            for end in range(begin + 1, cells + 1):
-                seconds, repeat = _stage_seconds(tables, turn, begin, end, may_again)
-                if seconds > limit:
-                    continue
-                value = best[turn, begin] + seconds
-                value += 0.0 if end == cells else 2 * tables.send[end]
-                if value < best[turn + 1, end]:
-                    best[turn + 1, end], choice[turn + 1, end] = value, begin
-                    repeats[turn + 1, end] = repeat
-    return float(best[turns, cells])
-
-
-@kernel
-def _fill(
+def _solve(
     tables: _CutTables,
+    limit: float,
     micro_batches: float,
     may_again: bool,
     best: Float64,
     choice: Int64,
     repeats: Bool,
 ) -> float:
-    """Least max over stages of what fills the stages before, and their own work:
+    """Least cost of cutting cells into one run for each device of the sequence, or none, such that
+    each run fits. There are two programmes:
 
-        V(begin) = min over end of max(M T, T + 2 C + V(end))
+        micro_batches 0      the sum of T + 2 C over runs, none of which takes more than `limit`;
+                             from the first device on
+        micro_batches M      the max over runs of what fills the ones before, and their own work;
+                             from the last device back:
+                             V(begin) = min over end of max(M T, T + 2 C + V(end))
 
-    best, choice, repeats   [sequence + 1, cells + 1] by the number of devices that are used and the
-                            first cell of the others: V, where the next run ends, and whether it
-                            recomputes
+    best, choice, repeats   [sequence + 1, cells + 1] by a number of devices and a cell: the cost of
+                            runs on these devices that end at the cell, or on the others that begin
+                            there; the other end of the run at the cell; and whether it recomputes
     """
     cells, turns = len(tables.kept) - 1, len(tables.devices)
+    backwards = micro_batches > 0
     best[:] = np.inf
-    best[turns, cells] = 0.0
-    for back in range(turns):
-        turn = turns - 1 - back
-        for begin in range(cells + 1):
-            best[turn, begin], choice[turn, begin] = best[turn + 1, begin], begin
-            repeats[turn, begin] = False
+    if backwards:
+        best[turns, cells] = 0.0
+    else:
+        best[0, 0] = 0.0
+    for step in range(turns):
+        turn = turns - 1 - step if backwards else step
+        # The row that is known, and the one to fill.
+        old, new = (turn + 1, turn) if backwards else (turn, turn + 1)
+        for cell in range(cells + 1):
+            # The device may be left out.
+            best[new, cell], choice[new, cell] = best[old, cell], cell
+            repeats[new, cell] = False
+        for begin in range(cells):
+            beside = best[old, begin]
+            if not backwards and beside == np.inf:
+                continue
             for end in range(begin + 1, cells + 1):
-                if best[turn + 1, end] == np.inf:
-                    continue
+                if backwards:
+                    beside = best[old, end]
+                    if beside == np.inf:
+                        continue
                 seconds, repeat = _stage_seconds(tables, turn, begin, end, may_again)
+                if seconds > limit:
+                    continue
                 send = 0.0 if end == cells else 2 * tables.send[end]
-                value = max(micro_batches * seconds, seconds + send + best[turn + 1, end])
-                if value < best[turn, begin]:
-                    best[turn, begin], choice[turn, begin] = value, end
-                    repeats[turn, begin] = repeat
-    return float(best[0, 0])
+                if backwards:
+                    at, other = begin, end
+                    value = max(micro_batches * seconds, seconds + send + beside)
+                else:
+                    at, other = end, begin
+                    value = beside + seconds + send
+                if value < best[new, at]:
+                    best[new, at], choice[new, at] = value, other
+                    repeats[new, at] = repeat
+    return float(best[0, 0] if backwards else best[turns, cells])
 
 
 def device_sequences(problem: PipelineProblem) -> list[tuple[int, ...]]:
@@ -878,15 +859,21 @@ def stage_devices(problem: PipelineProblem) -> list[int]:
 # --- The search ---
 
 
+class _OrderCut(NamedTuple):
+    """A cut, the order of elements that it cuts, and the places between its stages."""
+
+    cut: PipelineCut
+    cutting: _Cutting
+    places: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class _Search:
     """Collects cuts, the best first, and moves their places while that helps."""
 
     problem: PipelineProblem
     budget: Budget
-    found: dict[tuple[object, ...], tuple[PipelineCut, _Cutting, tuple[int, ...]]] = field(
-        default_factory=dict
-    )
+    found: dict[tuple[object, ...], _OrderCut] = field(default_factory=dict)
     seconds: dict[tuple[object, ...], float] = field(default_factory=dict)
     share: float = 1.0
 
@@ -921,7 +908,8 @@ class _Search:
         orders = orders_of(schedule, times, micro_batches, held)
         seconds = step_seconds(orders, times, micro_batches)
         if math.isfinite(seconds):
-            self.found.setdefault(cut.key, (replace(cut, seconds=seconds), cutting, cuts))
+            cut = replace(cut, seconds=seconds)
+            self.found.setdefault(cut.key, _OrderCut(cut, cutting, cuts))
         self.seconds[asked] = seconds
         return seconds
 
@@ -941,8 +929,10 @@ class _Search:
         best, choice = np.empty(shape), np.zeros(shape, dtype=np.int64)
         repeats = np.zeros(shape, dtype=bool)
 
-        def solve(limit: float) -> bool:
-            return math.isfinite(_cut(tables, limit, problem.recompute, best, choice, repeats))
+        def solve(limit: float, micro_batches: float = 0.0) -> bool:
+            again = problem.recompute
+            cost = _solve(tables, limit, micro_batches, again, best, choice, repeats)
+            return math.isfinite(cost)
 
         def follow(*, forwards: bool) -> None:
             """Consider the cuts that a programme chose."""
@@ -974,15 +964,11 @@ class _Search:
             if solve(limit):
                 follow(forwards=False)
         for more in FILLS:
-            micro_batches = problem.micro_batches + more * stages
-            if math.isfinite(
-                _fill(tables, micro_batches, problem.recompute, best, choice, repeats)
-            ):
+            if solve(math.inf, problem.micro_batches + more * stages):
                 follow(forwards=True)
 
-    def move(self, entry: tuple[PipelineCut, _Cutting, tuple[int, ...]]) -> None:
+    def move(self, cut: PipelineCut, cutting: _Cutting, cuts: tuple[int, ...]) -> None:
         """Move single cuts while the step gets shorter."""
-        cut, cutting, cuts = entry
         best, places = cut.seconds, len(cutting.order)
         step = max(1, places // 32)
         while step >= 1 and not self.budget.exhausted:
@@ -1003,8 +989,8 @@ class _Search:
             if not improved:
                 step //= 2
 
-    def ranked(self) -> list[tuple[PipelineCut, _Cutting, tuple[int, ...]]]:
-        return sorted(self.found.values(), key=lambda entry: entry[0].seconds)
+    def ranked(self) -> list[_OrderCut]:
+        return sorted(self.found.values(), key=lambda found: found.cut.seconds)
 
 
 def stages_of_ops(problem: PipelineProblem, stages: Int64) -> Int32:
@@ -1052,12 +1038,35 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
     Raises `InfeasibleError` if no cut that was simulated fits.
     """
     tried = _TriedCuts(problem, budget, simulate)
+    baselines: dict[str, float | None] = {}
     for name, cut in usual_cuts(problem):
-        tried.baseline(name, cut)
+        outcome = tried.add(replace(cut, name=name))
+        known = baselines.setdefault(name, None)
+        if outcome.feasible and (known is None or outcome.value < known):
+            baselines[name] = outcome.value
+    cuttings = [_Cutting(problem, order) for order in element_orders(problem)]
+    sequences = device_sequences(problem)
     for share in SHARES:
-        cuts = _by_search(problem, budget, share)
-        over = not cuts
-        for cut in cuts:
+        # Cuts of the programmes. The best of each schedule are moved, task by task.
+        by_tasks = _Search(problem, budget, share=share)
+        for devices, schedule, cutting in itertools.product(sequences, problem.schedules, cuttings):
+            if budget.exhausted and by_tasks.found:
+                break
+            turns: Sequence[int] = (1,)
+            if schedule == "interleaved":
+                turns = CHUNKS if len(devices) > 1 else ()
+            for chunks in turns:
+                by_tasks.by_programme(cutting, devices * chunks, schedule)
+        for schedule in problem.schedules:
+            of_schedule = [found for found in by_tasks.ranked() if found.cut.schedule == schedule]
+            for found in of_schedule[:3]:
+                by_tasks.move(*found)
+        # The best are simulated op by op, first those of each schedule in turn.
+        ranked = [found.cut for found in by_tasks.ranked()]
+        firsts = {cut.schedule: cut for cut in reversed(ranked)}
+        finalists = sorted(ranked, key=lambda cut: cut is not firsts[cut.schedule])[:FINALISTS]
+        over = not finalists
+        for cut in finalists:
             over |= not tried.add(cut).feasible
             if budget.exhausted and tried.best is not None:
                 break
@@ -1083,7 +1092,7 @@ def search(problem: PipelineProblem, budget: Budget, simulate: Simulate) -> Pipe
             "the pins, the kinds of devices, their number or the format leave none; use fewer "
             "pins, another schedule, machine or number of micro-batches"
         )
-    return PipelineOutcome(*tried.best, tried.baselines, is_exact)
+    return PipelineOutcome(*tried.best, baselines, is_exact)
 
 
 class _TriedCuts:
@@ -1092,7 +1101,6 @@ class _TriedCuts:
     def __init__(self, problem: PipelineProblem, budget: Budget, simulate: Simulate) -> None:
         self.problem, self.budget, self.simulate = problem, budget, simulate
         self.best: tuple[PipelineCut, SimulatedCut] | None = None
-        self.baselines: dict[str, float | None] = {}
         self.peaks = np.full(len(problem.capacities), np.iinfo(np.int64).max)
         """[devices] of what came closest to fitting."""
         self.is_any = False
@@ -1151,12 +1159,6 @@ class _TriedCuts:
             self.peaks = outcome.peak_memory_bytes
         return outcome
 
-    def baseline(self, name: str, cut: PipelineCut) -> None:
-        outcome = self.add(replace(cut, name=name))
-        known = self.baselines.setdefault(name, None)
-        if outcome.feasible and (known is None or outcome.value < known):
-            self.baselines[name] = outcome.value
-
     def _lacking(self, peaks: Int64) -> int:
         return int(np.maximum(peaks - self.problem.capacities, 0).max())
 
@@ -1178,35 +1180,6 @@ def _room_of(problem: PipelineProblem, cut: PipelineCut) -> Float64:
     each = saved + np.bincount(arrived[:, 1], weights=sizes, minlength=count)
     room = problem.capacities[np.array(cut.devices)] - kept
     return np.asarray(room / np.maximum(each, 1.0))
-
-
-def _by_search(problem: PipelineProblem, budget: Budget, share: float) -> list[PipelineCut]:
-    """Return the best cuts, first those of each schedule in turn."""
-    search = _Search(problem, budget, share=share)
-    cuttings = [_Cutting(problem, order) for order in element_orders(problem)]
-    for sequence in device_sequences(problem):
-        for schedule in problem.schedules:
-            for cutting in cuttings:
-                if budget.exhausted and search.found:
-                    break
-                if schedule != "interleaved":
-                    search.by_programme(cutting, sequence, schedule)
-                    continue
-                for chunks in CHUNKS:
-                    if len(sequence) > 1:
-                        search.by_programme(cutting, sequence * chunks, schedule)
-    for schedule in problem.schedules:
-        mine = [entry for entry in search.ranked() if entry[0].schedule == schedule]
-        for entry in mine[:3]:
-            search.move(entry)
-    ranked = [entry[0] for entry in search.ranked()]
-    firsts = [
-        next((cut for cut in ranked if cut.schedule == schedule), None)
-        for schedule in problem.schedules
-    ]
-    chosen = [cut for cut in ranked if any(cut is first for first in firsts)]
-    chosen += [cut for cut in ranked if all(cut is not first for first in firsts)]
-    return chosen[:FINALISTS]
 
 
 def _every_cut(problem: PipelineProblem, budget: Budget) -> list[PipelineCut] | None:
@@ -1241,19 +1214,18 @@ def _every_cut(problem: PipelineProblem, budget: Budget) -> list[PipelineCut] | 
     return None if len(cuts) > MOST_TRIED else cuts
 
 
-def _orders_of(kinds: list[list[int]], count: int) -> Iterator[tuple[int, ...]]:
-    """Orders of so many devices. Of like devices the first ones stand for all."""
-
-    def extend(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(done) == count:
-            yield done
-            return
-        for members in kinds:
-            device = next((d for d in members if d not in done), None)
-            if device is not None:
-                yield from extend((*done, device))
-
-    return extend(())
+def _orders_of(
+    kinds: list[list[int]], count: int, done: tuple[int, ...] = ()
+) -> Iterator[tuple[int, ...]]:
+    """Orders of so many devices that begin with `done`. Of like devices the first ones stand for
+    all."""
+    if len(done) == count:
+        yield done
+        return
+    for members in kinds:
+        device = next((d for d in members if d not in done), None)
+        if device is not None:
+            yield from _orders_of(kinds, count, (*done, device))
 
 
 def _are_alike(problem: PipelineProblem, one: int, other: int) -> bool:
@@ -1262,29 +1234,23 @@ def _are_alike(problem: PipelineProblem, one: int, other: int) -> bool:
     machine = problem.machine
     if machine.host_index in (one, other):
         return False
-    for column in (problem.costs.compute_seconds, problem.allowed):
-        if not np.array_equal(column[:, one], column[:, other]):
+    for table in (problem.costs.compute_seconds, problem.allowed, problem.capacities):
+        if not np.array_equal(table[..., one], table[..., other]):
             return False
-    if problem.capacities[one] != problem.capacities[other]:
-        return False
+    # [from, to, 3] bandwidth, latency, and the channel if other links share it; -1: no link.
     channels = [link.channel for link in machine.links]
-
-    def link(a: int, b: int) -> tuple[object, ...]:
-        index = int(machine.link_index[a, b])
-        if index < 0:
-            return ()
-        record = machine.links[index]
-        shared = record.channel if channels.count(record.channel) > 1 else ""
-        return record.bandwidth_bytes_per_second, record.latency_seconds, shared
-
-    swapped = {one: other, other: one}
-    return all(
-        link(a, b) == link(swapped.get(a, a), swapped.get(b, b))
-        for a in range(len(machine.devices))
-        for b in (one, other)
-        for a, b in ((a, b), (b, a))
-        if a != b
-    )
+    rows = [
+        (
+            link.bandwidth_bytes_per_second,
+            link.latency_seconds,
+            channels.index(link.channel) if channels.count(link.channel) > 1 else -1,
+        )
+        for link in machine.links
+    ]
+    links = np.array([*rows, (-1, -1, -1)])[machine.link_index]
+    swapped = np.arange(len(machine.devices))
+    swapped[[one, other]] = other, one
+    return np.array_equal(links, links[np.ix_(swapped, swapped)])
 
 
 def _runs(problem: PipelineProblem, stages: Int64, order: Sequence[int]) -> bool:
