@@ -246,9 +246,8 @@ def searches_as_compiled(request: PlanRequest) -> bool:
     """True if a placement is searched for with the costs of compiled segments too: by `auto` for
     several devices of this machine, where segments are compiled."""
     step = request.step
-    by_auto = request.placer == "auto" and request.method is None and not request.contiguous
     return (
-        by_auto
+        request.is_by_auto
         and isinstance(step, Captured)
         and is_here(request)
         and len(request.asked_machine.devices) > 1

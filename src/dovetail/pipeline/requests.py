@@ -282,6 +282,12 @@ class PlanRequest:
         return not self.replicas and self.resolved_objective == "pipeline"
 
     @property
+    def is_by_auto(self) -> bool:
+        """True if `auto` itself places groups, which it may split where that is better: no method
+        runs in its place, and plans need not be contiguous."""
+        return self.placer == AUTO and self.method is None and not self.contiguous
+
+    @property
     def asked_machine(self) -> "Machine":
         """The machine that the request names, without the rates that are measured."""
         from dovetail.machine import parse_machine

@@ -234,8 +234,7 @@ def search_plan(
     # Only `auto` splits groups while it searches, down to the kernels of compiled code if that is
     # what runs. An instance has only one kind of groups, and what a format keeps together is small
     # already.
-    splits = request.placer == "auto" and request.method is None and not request.contiguous
-    splits &= request.grouping == "rule" and objective != "latency"
+    splits = request.is_by_auto and request.grouping == "rule" and objective != "latency"
     splits &= not isinstance(step, Instance) and len(graph) <= MOST_SPLIT_OPS
     if splits:
         units = kept.units
