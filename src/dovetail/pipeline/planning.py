@@ -16,6 +16,8 @@ import numpy as np
 from dovetail.costs import Costs
 from dovetail.errors import InfeasibleError
 from dovetail.frontends import Captured
+from dovetail.graph.cells import cells_of
+from dovetail.graph.kernels import compiled_ties
 from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.candidates import (
     WHOLE,
@@ -225,7 +227,7 @@ def with_compiled(
             replace(request, machine=plan.machine, budget=limits),
             prefixed("with the costs of compiled segments: ", progress),
             Costs(compiled, plan.costs_source, None),
-            compiled=True,
+            ties=compiled_ties(graph, cells_of(graph)),
         )
     except InfeasibleError:
         return plans
