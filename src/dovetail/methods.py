@@ -19,6 +19,11 @@ OBJECTIVES = (*PLACED_OBJECTIVES, "pipeline")
 """What a plan may be made for."""
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """The orders of work in a pipeline of micro-batches: `placers.pipeline_schedules`."""
+KEEP_ORDER = ("single", "auto")
+"""The placers that can keep an order of stages, which some formats ask for: each device has one run
+of it."""
+NO_ORDER = "{placer!r} keeps no order of stages; leave it out, or use single"
+"""What is said of any other placer."""
 Grouping = Literal["rule", "ops", "cells"]
 
 

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.errors import MachineError, UsageError
-from dovetail.methods import OBJECTIVES, PIPELINE_SCHEDULES, PLACERS, SCHEDULERS, Grouping
+from dovetail.methods import (
+    KEEP_ORDER,
+    NO_ORDER,
+    OBJECTIVES,
+    PIPELINE_SCHEDULES,
+    PLACERS,
+    SCHEDULERS,
+    Grouping,
+)
 from dovetail.request_fields import (
     documented,
     option,
@@ -207,6 +215,7 @@ class PlanRequest:
     model: str = ""
 
     def __post_init__(self) -> None:
+        from dovetail.exports.rules import check_format
         from dovetail.placers import Limits, parse_limits
 
         for name in ("pins", "caps", "whole"):
@@ -216,6 +225,7 @@ class PlanRequest:
             check_name("objective", self.objective, OBJECTIVES)
         check_name("schedule", self.schedule, (AUTO, *PIPELINE_SCHEDULES))
         check_name("recompute", self.recompute, (AUTO, "never"))
+        check_format(self.format)
         if self.replicas and self.replicas != AUTO:
             raise UsageError(
                 "replicas",
@@ -288,6 +298,13 @@ class PlanRequest:
         return self.placer == AUTO and self.method is None and not self.contiguous
 
     @property
+    def is_for_stages(self) -> bool:
+        """True if the plan is for a format that has stages."""
+        from dovetail.exports.rules import FORMATS
+
+        return bool(self.format) and FORMATS[self.format].staged
+
+    @property
     def asked_machine(self) -> "Machine":
         """The machine that the request names, without the rates that are measured."""
         from dovetail.machine import parse_machine
@@ -334,10 +351,7 @@ class PlanRequest:
             raise UsageError("for" if name == "format" else name, told)
 
     def _check_step(self) -> None:
-        """Raise `UsageError` where the objective or the format does not suit the step."""
-        from dovetail.exports.rules import check_format
-
-        check_format(self.format)
+        """Raise `UsageError` where the objective does not suit the step."""
         if self.objective == "latency" and not self._is_instance:
             raise UsageError(
                 "objective",
@@ -374,8 +388,6 @@ class PlanRequest:
                 f"is {self.micro_batches}; objective pipeline takes 2 or more, each as large as "
                 "MODEL's batch",
             )
-        if self.format == "device-map":
-            raise UsageError("for", "a device-map has no stages; use split-points or torchtitan")
         if self._is_instance:
             raise UsageError(
                 "objective", "pipeline is for training steps; for an instance use load"
@@ -535,6 +547,16 @@ EXCLUSIONS = (
         lambda request: bool(request.format),
         ("stages",),
         "a {format} cannot say them; leave one of the two out",
+    ),
+    Exclusion(
+        lambda request: request.is_pipeline and not request.is_for_stages,
+        ("format",),
+        "a {format} has no stages; use split-points or torchtitan",
+    ),
+    Exclusion(
+        lambda request: request.is_for_stages and request.placer not in KEEP_ORDER,
+        ("placer",),
+        NO_ORDER,
     ),
     Exclusion(
         lambda request: request.method is None and request.placer not in POLICY_PLACERS,
