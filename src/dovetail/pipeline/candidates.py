@@ -28,7 +28,7 @@ from dovetail.graph.kernels import CONVOLUTION
 from dovetail.graph.source import Transform
 from dovetail.machine import Machine, names_here
 from dovetail.methods import imported
-from dovetail.pipeline.pipelining import computing_devices, plan_pipeline, towers_devices
+from dovetail.pipeline.pipelining import gpus_or_cpus, plan_pipeline, towers_devices
 from dovetail.pipeline.requests import AUTO, CANDIDATES, PlanRequest
 from dovetail.pipeline.searching import has_gpus, prefixed, search_to_fit
 from dovetail.pipeline.sources import TellProgress, replicated
@@ -344,7 +344,7 @@ def sharings(step: Captured, batch: int, machine: Machine) -> Iterator[Sharing]:
     number of like devices, two or more. A step that writes buffers has no several towers of several
     micro-batches: micro-batches write them one after another, and towers at once.
     """
-    devices = len(computing_devices(machine))
+    devices = len(gpus_or_cpus(machine))
     writes = bool(Replica(step.graph).buffer_updates.any())
 
     def splits(towers: int) -> bool:
@@ -393,7 +393,7 @@ def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
         plan, fits = tried.plan(str(sharing)), False
         if plan is not None and plan.graph is not None:
             forward = plan.graph.phases == Phase.FORWARD
-            fits = bool(np.isin(plan.placement[forward], computing_devices(plan.machine)).all())
+            fits = bool(np.isin(plan.placement[forward], gpus_or_cpus(plan.machine)).all())
         if not fits:
             counts = [count for count in ON_ONE_DEVICE if batch % (most_towers * count) == 0]
             waiting += [Sharing(most_towers, count) for count in counts]
