@@ -20,12 +20,13 @@ from dovetail.graph.cells import cells_of
 from dovetail.graph.kernels import compiled_ties
 from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.candidates import (
+    AS_COMPILED,
     WHOLE,
-    BudgetShares,
     Tried,
     candidates,
     is_here,
     searches_as_compiled,
+    shares,
 )
 from dovetail.pipeline.opening import bound_of, costs_in, planned, timeline_of
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
@@ -151,7 +152,7 @@ def _measured(
     limit_seconds, pair = request.compile_seconds, (plan, plan)
     if limit_seconds and plan.objective == "step":
         began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
-        pair = with_compiled(plan, asked, share, progress, limits=BudgetShares.of(request).compiled)
+        pair = with_compiled(plan, asked, share, progress, limits=shares(request)[AS_COMPILED])
         limit_seconds -= min(time.perf_counter() - began, share)
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))

@@ -25,6 +25,7 @@ from dovetail.methods import (
     PLACERS,
     SCHEDULERS,
     Grouping,
+    imported,
 )
 from dovetail.request_fields import (
     documented,
@@ -448,17 +449,24 @@ class CandidateKind:
     """A kind of what can be planned for a request: an entry of `CANDIDATES`.
 
     makes    (request, what was tried so far) -> yields `Candidate`s. "module:function" is imported
-             when it is called, so that a help text does not wait for what it imports
+             when it is called, so that a help text does not wait for what it imports. The request
+             that it is given has this kind's share of the budget
     takes    the fields of a request that it goes with
     asked    True for a request that asks for this kind
     refusal  what is said of an option that is given and not taken. "": where one is given, there
              are no candidates of this kind
+    parts    (request) -> the parts of the budget that its candidates want together, for a request
+             that it applies to; 0: there are none, or they need no search. `candidates.shares`
+             divides the budget by the parts of all kinds
+    last     its candidates follow from the best of all others, so they are made after these
     """
 
     makes: str | Callable[..., Any]
     takes: frozenset[str] = PLAN_FIELDS
     asked: Callable[[PlanRequest], bool] = lambda _request: True
     refusal: str = ""
+    parts: Callable[[PlanRequest], int] = lambda _request: 1
+    last: bool = False
 
     def untaken(self, request: PlanRequest) -> list[str]:
         """The options that the request gives and this kind does not take."""
@@ -481,6 +489,7 @@ CANDIDATES = {
                   "policy", "per_op", "place", "stages"},
         lambda request: not request.replicas and not request.is_pipeline,
         "is for objective pipeline; leave it out",
+        parts=lambda _request: 2,
     ),
     "pipeline": CandidateKind(
         "pipeline.candidates:in_micro_batches",
@@ -493,22 +502,31 @@ CANDIDATES = {
         OF_ALL | {"replicas", "gap", "min_gain", "schedule", "recompute"},
         lambda request: bool(request.replicas),
         "does not go with replicas auto; leave it out",
+        parts=lambda _request: 2,
     ),
     # Plans of another placer, for a format, with stages or beside a given placement are of the step
     # as it was captured.
     "other forms": CandidateKind(
         "pipeline.candidates:in_other_forms",
         PLAN_FIELDS - {"placer", "method", "contiguous", "stages", "format", "place", "per_op"},
+        lambda request: not request.is_pipeline,
+        parts=lambda request: int(bool(imported("pipeline.candidates:forms_of")(request))),
     ),
-    # Pins and caps name the devices of the machine.
+    # Pins and caps name the devices of the machine. There is nothing to search for: everything is
+    # on one device.
     "all cores": CandidateKind(
         "pipeline.candidates:on_all_cores",
         PLAN_FIELDS - {"pins", "caps"},
         lambda request: not request.is_pipeline,
+        parts=lambda _request: 0,
+        last=True,
     ),
 }  # fmt: skip
 """What can be planned, in the order in which it is tried. Which options exclude each other follows:
-a request asks for one of the first three kinds, which refuses what it does not take."""
+a request asks for one of the first three kinds, which refuses what it does not take.
+
+A kind that looks at what was tried stands behind it, as other forms do behind the first three. The
+order has no other meaning, but that of equal plans the first is taken."""
 
 
 @dataclass(frozen=True)

@@ -321,17 +321,11 @@ class Limits(NamedTuple):
     seconds: float = np.inf
     evaluations: float = np.inf
 
-    def share(self, share: float) -> "Limits":
-        """Return that share of the limits. It has an evaluation at least."""
+    def divided(self, parts: int, taken: int = 1) -> "Limits":
+        """Return `taken` of so many equal parts. They have an evaluation at least."""
         if np.isfinite(self.evaluations):
-            return Limits(evaluations=float(max(1, int(share * self.evaluations))))
-        return Limits(seconds=share * self.seconds)
-
-    def divided(self, parts: int) -> "Limits":
-        """Return one of so many equal parts. A part has an evaluation at least."""
-        if np.isfinite(self.evaluations):
-            return Limits(evaluations=float(max(1, int(self.evaluations) // parts)))
-        return Limits(seconds=self.seconds / parts)
+            return Limits(evaluations=float(max(1, int(self.evaluations) * taken // parts)))
+        return Limits(seconds=self.seconds * taken / parts)
 
 
 def parse_limits(text: str) -> Limits:
