@@ -31,7 +31,7 @@ from dovetail.methods import imported
 from dovetail.pipeline.pipelining import gpus_or_cpus, plan_pipeline, towers_devices
 from dovetail.pipeline.requests import AUTO, CANDIDATES, PlanRequest
 from dovetail.pipeline.searching import has_gpus, prefixed, search_to_fit
-from dovetail.pipeline.sources import TellProgress, replicated
+from dovetail.pipeline.sources import TellProgress, notes_of_machine, replicated
 from dovetail.placers import Limits
 from dovetail.plans import Plan
 from dovetail.transforms import Form, Parts, applied, batch_of, the
@@ -61,8 +61,12 @@ class Candidate:
     request   makes the request that is searched. It may capture the step again, and raise
     search    finds the plan of that request: its ops are placed, or it is cut into a pipeline's
               stages
-    parts     the number of parts of the batch: of nearly equal plans that with fewest is taken
+    parts     the number of parts of the batch: of nearly equal plans that with fewest is taken, of
+              equal ones the first
     rival     it stands beside the best of the others, and is not among them
+
+    With the costs of compiled code (`planning.with_compiled`) the best one's `request` is searched
+    again, by `searching.search_plan` and not by its `search`.
     """
 
     name: str
@@ -300,15 +304,21 @@ def in_other_forms(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
         return
     if request.replicas:
         request = replace(request, replicas="", schedule=AUTO, recompute=AUTO)
-    # On one device the number of threads is chosen for each form.
-    machine = plan.machine if len(plan.machine.devices) > 1 else request.machine
+    # On one device the number of threads is chosen for each form. Several are measured once, and
+    # what there is to say of that holds for all forms.
+    several = len(plan.machine.devices) > 1
+    machine = plan.machine if several else request.machine
+    told = notes_of_machine(plan.notes) if several else ()
     share, step = request.limits.divided(len(forms)), request.planned_step
 
     def in_form(form: Transform) -> PlanRequest:
         return replace(request, step=form.apply(step), machine=machine, budget=share)
 
+    def search(asked: PlanRequest, progress: TellProgress) -> Plan:
+        return search_to_fit(asked, progress).noted(*told)
+
     for of_form, form in forms.items():
-        yield Candidate(of_form, partial(in_form, form))
+        yield Candidate(of_form, partial(in_form, form), search)
 
 
 # --- Ways to share a batch ---
