@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS, Method, imported
+from dovetail.methods import (
+    PIPELINE_SCHEDULES,
+    PLACED_OBJECTIVES,
+    PLACERS,
+    SCHEDULERS,
+    Method,
+    imported,
+)
 from dovetail.placers.auto import methods_of
+from dovetail.placers.pipeline_schedules import SCHEDULES
 from dovetail.plans import OBJECTIVES
 
 EVERY = [*PLACERS.values(), *SCHEDULERS.values()]
@@ -34,8 +42,12 @@ def test_the_page_of_methods_lists_the_tables():
 
 
 def test_placers_search_for_all_objectives_of_plans_but_pipelines():
-    assert (*ALL_OBJECTIVES, "pipeline") == OBJECTIVES
-    assert {name for m in PLACERS.values() for name in m.objectives} == set(ALL_OBJECTIVES)
+    assert (*PLACED_OBJECTIVES, "pipeline") == OBJECTIVES
+    assert {name for m in PLACERS.values() for name in m.objectives} == set(PLACED_OBJECTIVES)
+
+
+def test_the_schedules_of_pipelines_are_those_that_have_a_function():
+    assert tuple(SCHEDULES) == PIPELINE_SCHEDULES
 
 
 def test_the_tables_import_nothing_heavy():

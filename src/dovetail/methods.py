@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
-ALL_OBJECTIVES = ("step", "load", "latency")
-"""What placers search for."""
-OBJECTIVES = (*ALL_OBJECTIVES, "pipeline")
+PLACED_OBJECTIVES = ("step", "load", "latency")
+"""What placers of groups search for. The stages of a pipeline are sought by `placers/pipelines.py`,
+and `--placer` is refused there."""
+OBJECTIVES = (*PLACED_OBJECTIVES, "pipeline")
 """What a plan may be made for."""
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """The orders of work in a pipeline of micro-batches: `placers.pipeline_schedules`."""
+KEEP_ORDER = ("single", "auto")
+"""The placers that can keep an order of stages, which some formats ask for: each device has one run
+of it."""
+NO_ORDER = "{placer!r} keeps no order of stages; leave it out, or use single"
+"""What is said of any other placer."""
 Grouping = Literal["rule", "ops", "cells"]
 
 
@@ -25,8 +31,9 @@ Grouping = Literal["rule", "ops", "cells"]
 class Method:
     """One method: an entry of `PLACERS` or `SCHEDULERS`. Calling it runs its function.
 
-    run          "module:function", or the function itself. A placer takes (problem, budget) and
-                 returns a device for each group; a scheduler takes a problem and returns a schedule
+    run          "module:function", or the function itself. Every placer takes a `PlacementProblem`
+                 and a `Budget`, and returns a device for each group; every scheduler takes a
+                 `StageProblem`, and returns a `SchedulerResult`
     objectives   those that the method searches for. Another objective is allowed where the method
                  is named; `auto` does not try it there
     help         one sentence for the command line and the documents
@@ -81,20 +88,20 @@ def table(*methods: Method) -> dict[str, Method]:
 # The order counts: `auto` tries the methods of a role in it, and of equally good plans the first
 # found is kept.
 PLACERS: dict[str, Method] = table(
-    Method("single", "placers.baselines:single", ALL_OBJECTIVES,
+    Method("single", "placers.baselines:single", PLACED_OBJECTIVES,
            "everything on the one device where that is best", role="baseline"),
-    Method("expert", "placers.expert:expert", ALL_OBJECTIVES,
+    Method("expert", "placers.expert:expert", PLACED_OBJECTIVES,
            "layers of an RNN on devices of their own, other networks in runs of layers",
            role="baseline"),
-    Method("balanced", "placers.baselines:balanced", ALL_OBJECTIVES,
+    Method("balanced", "placers.baselines:balanced", PLACED_OBJECTIVES,
            "contiguous runs of equal work", role="baseline"),
-    Method("etf", "placers.etf:etf", ALL_OBJECTIVES,
+    Method("etf", "placers.etf:etf", PLACED_OBJECTIVES,
            "list scheduling: the op that can start earliest goes first", role="baseline"),
-    Method("m_topo", "placers.m_topo:m_topo", ALL_OBJECTIVES,
+    Method("m_topo", "placers.m_topo:m_topo", PLACED_OBJECTIVES,
            "contiguous runs that share memory evenly", role="constructive"),
     Method("heft", "placers.heft:heft", ("step",),
            "list scheduling by upward rank, each op where it ends earliest", role="constructive"),
-    Method("linear_dp", "placers.linear_dp:linear_dp", ALL_OBJECTIVES,
+    Method("linear_dp", "placers.linear_dp:linear_dp", PLACED_OBJECTIVES,
            "the best contiguous stages along each of several orders", role="constructive",
            first_for=("load", "latency")),
     Method("ideal_dp", "placers.ideal_dp:ideal_dp", ("load",),
@@ -118,28 +125,28 @@ PLACERS: dict[str, Method] = table(
            "moves of groups, accepted by simulated annealing", role="improving"),
     Method("latency_search", "placers.latency_search:latency_search", ("latency",),
            "fills accelerators greedily, then anneals", role="improving"),
-    Method("exact", "placers.exact:exact", ALL_OBJECTIVES,
+    Method("exact", "placers.exact:exact", PLACED_OBJECTIVES,
            "CP-SAT: the best plan with its proof, where the budget is enough", role="improving",
            slices=4),
-    Method("seq2seq", "placers.learned.placing:seq2seq", ALL_OBJECTIVES,
+    Method("seq2seq", "placers.learned.placing:seq2seq", PLACED_OBJECTIVES,
            "RL17's policy, trained on this graph", learns=True),
-    Method("seq2seq-paper", "placers.learned.placing:seq2seq_paper", ALL_OBJECTIVES,
+    Method("seq2seq-paper", "placers.learned.placing:seq2seq_paper", PLACED_OBJECTIVES,
            "RL17's policy as published, trained on this graph", learns=True, grouping="cells"),
-    Method("hdp", "placers.learned.placing:hdp", ALL_OBJECTIVES,
+    Method("hdp", "placers.learned.placing:hdp", PLACED_OBJECTIVES,
            "HDP's hierarchical policy, trained on this graph", learns=True),
-    Method("hdp-paper", "placers.learned.placing:hdp_paper", ALL_OBJECTIVES,
+    Method("hdp-paper", "placers.learned.placing:hdp_paper", PLACED_OBJECTIVES,
            "HDP's policy as published, trained on this graph op by op", learns=True,
            grouping="ops"),
-    Method("gdp", "placers.learned.placing:gdp", ALL_OBJECTIVES,
+    Method("gdp", "placers.learned.placing:gdp", PLACED_OBJECTIVES,
            "proposals of a GDP policy that was trained on other graphs", learns=True, carries=True,
            with_policy="placers.learned.placing:make_gdp"),
-    Method("gdp-paper", "placers.learned.placing:gdp_paper", ALL_OBJECTIVES,
+    Method("gdp-paper", "placers.learned.placing:gdp_paper", PLACED_OBJECTIVES,
            "GDP's policy as published, trained on this graph op by op", learns=True, carries=True,
            grouping="ops"),
-    Method("gdp+search", "placers.learned.placing:gdp_search", ALL_OBJECTIVES,
+    Method("gdp+search", "placers.learned.placing:gdp_search", PLACED_OBJECTIVES,
            "the same proposals, improved by local search",
            with_policy="placers.learned.placing:make_gdp_search"),
-    Method("auto", "placers.auto:auto", ALL_OBJECTIVES, "all that suit, within one budget"),
+    Method("auto", "placers.auto:auto", PLACED_OBJECTIVES, "all that suit, within one budget"),
 )  # fmt: skip
 
 SCHEDULERS: dict[str, Method] = table(

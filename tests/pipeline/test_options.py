@@ -93,6 +93,12 @@ def test_every_exclusion_is_of_fields_and_names_the_option_that_it_refuses():
         PlanRequest(machine="2 x p100", replicas="auto", format="device-map")
     with pytest.raises(UsageError, match=r"finetune: is for gdp and gdp\+search, not for etf"):
         PlanRequest(machine="2 x p100", placer="etf", finetune=3)
+    # What a format cannot say is known before anything is measured.
+    with pytest.raises(UsageError, match="for: a device-map has no stages; use split-points or"):
+        PlanRequest(machine="2 x p100", micro_batches=4, format="device-map")
+    with pytest.raises(UsageError, match="placer: 'etf' keeps no order of stages; leave it out"):
+        PlanRequest(machine="2 x p100", placer="etf", format="torchtitan")
+    PlanRequest(machine="2 x p100", placer="etf", format="device-map")
     PlanRequest(machine="2 x p100", replicas="auto", objective="step", budget="5e", gap=0.1)
 
 

@@ -23,6 +23,8 @@ from dovetail.frontends import SGD, capture, resolve
 from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.frontends.optimizers import update_sgd
 from dovetail.graph import Phase
+from dovetail.graph.cells import cells_of
+from dovetail.graph.kernels import compiled_ties
 from dovetail.machine import local_machine
 from dovetail.pipeline import planning, searching, segmenting
 from dovetail.pipeline.opening import verify
@@ -363,7 +365,8 @@ def placed_again(step, monkeypatch, placement):
     before = segmented(chosen, step)
     asked = []
 
-    def search_plan(_request, _progress, costs, *, compiled):
+    def search_plan(_request, _progress, costs, *, ties):
+        assert ties.shape[1] == 2
         asked.append(costs.compute_seconds)
         found = plan_for(step, placement, machine=machine)
         return replace(found, compute_seconds=costs.compute_seconds)
@@ -428,7 +431,8 @@ def test_ops_that_are_pinned_apart_are_no_kernel():
     pins = [("left", "cpu0"), ("right", "cpu1")]
     request = PlanRequest(step, "here/2", budget="20e", pins=pins)
     costs = searching.costs_of(step, local_machine("here/2"))
-    found = searching.search_plan(request, lambda *_: None, costs, compiled=True)
+    ties = compiled_ties(step.graph, cells_of(step.graph))
+    found = searching.search_plan(request, lambda *_: None, costs, ties=ties)
     for name, device in pins:
         of_module = [op for op, module in enumerate(step.graph.modules) if module.startswith(name)]
         assert of_module

@@ -94,14 +94,16 @@ class Format:
     rules    (graph, machine, modules to keep whole, aliases) -> its rules
     export   (plan, graph) -> the plan in that format. It raises an error if the format cannot say
              the plan
+    staged   it has stages: its rules have a `chain`
     """
 
     rules: Callable[[Graph, Machine, Sequence[str], Mapping[str, str]], FormatRules]
     export: Callable[[Plan, Graph], object]
+    staged: bool = True
 
 
 FORMATS = {
-    "device-map": Format(_device_map_rules, device_map),
+    "device-map": Format(_device_map_rules, device_map, staged=False),
     "split-points": Format(partial(_chain_rules, stage_units), split_points),
     "torchtitan": Format(partial(_chain_rules, torchtitan_units), torchtitan),
 }

@@ -41,7 +41,8 @@ POINTWISE = ACTIVATIONS | frozenset(
      "aten.rsqrt", "aten.pow", "aten.where", "aten.maximum", "aten.minimum", "aten.clamp",
      "aten.constant_pad_nd"}
 )  # fmt: skip
-
+"""The kinds of ops that a kernel takes in, by rule 5 and in `compiled_ties`. Padding counts as one.
+Torch has more pointwise ops, such as `aten.sin`, which no kernel takes in."""
 REDUCTIONS = NORMALISATIONS | {
     "aten._native_batch_norm_legit_functional", "aten.native_layer_norm", "aten._softmax",
     "aten._log_softmax", "aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var_mean",

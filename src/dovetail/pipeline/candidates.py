@@ -11,7 +11,7 @@
 The table of kinds, `requests.CANDIDATES`, says which options each takes, and so which options
 exclude each other. Each candidate is found by one search: of places (`searching`), of places and
 stages together (`staging`), or of a pipeline's stages (`pipelining`). All have one budget together
-(`BudgetShares`). What the step takes in compiled code, and what its user would run without a plan,
+(`shares`). What the step takes in compiled code, and what its user would run without a plan,
 is known only where it is measured: see `planning`.
 """
 
@@ -29,10 +29,10 @@ from dovetail.graph.kernels import CONVOLUTION
 from dovetail.graph.source import Transform
 from dovetail.machine import Machine, names_here
 from dovetail.methods import imported
-from dovetail.pipeline.pipelining import computing_devices, plan_pipeline, towers_devices
+from dovetail.pipeline.pipelining import gpus_or_cpus, plan_pipeline, towers_devices
 from dovetail.pipeline.requests import AUTO, CANDIDATES, PlanRequest
 from dovetail.pipeline.searching import has_gpus, prefixed, search_to_fit
-from dovetail.pipeline.sources import TellProgress, replicated
+from dovetail.pipeline.sources import TellProgress, notes_of_machine, replicated
 from dovetail.placers import Limits
 from dovetail.plans import Plan
 from dovetail.transforms import Form, Parts, applied, batch_of, the
@@ -40,6 +40,9 @@ from dovetail.transforms.copying import Replica
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
 AS_IT_IS = "as it is"
+AS_COMPILED = "as compiled"
+"""The name of the budget's share for the search with the costs of compiled code, which is made for
+the best candidate: `planning.with_compiled`."""
 CHUNKS = (1, 4, 8)
 """The numbers of chunks of time steps in which fused recurrent kernels are tried on several
 devices. On one device a layer is one kernel."""
@@ -59,8 +62,12 @@ class Candidate:
     request   makes the request that is searched. It may capture the step again, and raise
     search    finds the plan of that request: its ops are placed, or it is cut into a pipeline's
               stages
-    parts     the number of parts of the batch: of nearly equal plans that with fewest is taken
+    parts     the number of parts of the batch: of nearly equal plans that with fewest is taken, of
+              equal ones the first
     rival     it stands beside the best of the others, and is not among them
+
+    With the costs of compiled code (`planning.with_compiled`) the best one's `request` is searched
+    again, by `searching.search_plan` and not by its `search`.
     """
 
     name: str
@@ -207,16 +214,31 @@ def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     Raises `UsageError` for a batch that is to be shared and cannot be split, and the first error if
     a later candidate would follow from a plan and there is none.
     """
-    for kind in CANDIDATES.values():
+    limits = shares(request)
+    for name, kind in sorted(CANDIDATES.items(), key=lambda entry: entry[1].last):
         if kind.applies(request):
             makes = imported(kind.makes) if isinstance(kind.makes, str) else kind.makes
-            yield from makes(request, tried)
+            yield from makes(replace(request, budget=limits[name]), tried)
+
+
+def shares(request: PlanRequest) -> dict[str, Limits]:
+    """Divide the budget of a request: kind of candidates, or `AS_COMPILED` -> its share, in
+    proportion to the parts that it wants. What alone wants some has all of it."""
+    parts = {
+        name: kind.parts(request) if kind.applies(request) else 0
+        for name, kind in CANDIDATES.items()
+    }
+    parts[AS_COMPILED] = int(searches_as_compiled(request))
+    every = sum(parts.values())
+    return {
+        name: request.limits if taken == every else request.limits.divided(every, taken)
+        for name, taken in parts.items()
+    }
 
 
 def as_it_is(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
     """Yield the step as it was captured."""
-    first = replace(request, budget=BudgetShares.of(request).first)
-    yield Candidate(AS_IT_IS, lambda: first, _search_of(request))
+    yield Candidate(AS_IT_IS, lambda: request, _search_of(request))
 
 
 def in_micro_batches(request: PlanRequest, _tried: Tried) -> Iterator[Candidate]:
@@ -240,33 +262,12 @@ def is_here(request: PlanRequest) -> bool:
     return isinstance(request.machine, str) and names_here(request.machine or HERE)
 
 
-@dataclass(frozen=True)
-class BudgetShares:
-    """How one budget is divided: of the step as it is, of each other form, and of the search with
-    the costs of compiled code. Where there is nothing else, the first has all of it."""
-
-    first: Limits
-    form: Limits
-    compiled: Limits
-
-    @classmethod
-    def of(cls, request: PlanRequest) -> "BudgetShares":
-        """The shares of a request: the first search has two parts, what else there is one each."""
-        forms, limits = forms_of(request), request.limits
-        parts = 2 + bool(forms) + searches_as_compiled(request)
-        if parts == 2:
-            return cls(limits, limits, limits)
-        form = limits.divided(parts * max(1, len(forms)))
-        return cls(limits.share(2 / parts), form, limits.divided(parts))
-
-
 def searches_as_compiled(request: PlanRequest) -> bool:
     """True if a placement is searched for with the costs of compiled segments too: by `auto` for
     several devices of this machine, where segments are compiled."""
     step = request.step
-    by_auto = request.placer == "auto" and request.method is None and not request.contiguous
     return (
-        by_auto
+        request.is_by_auto
         and isinstance(step, Captured)
         and is_here(request)
         and len(request.asked_machine.devices) > 1
@@ -313,22 +314,29 @@ def forms_of(request: PlanRequest) -> dict[str, Form]:
 
 
 def in_other_forms(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
-    """Yield the other forms of a step, whose batch is not shared."""
-    name = AS_IT_IS if tried.plan(AS_IT_IS) is not None else str(WHOLE)
-    plan = tried.plan(name)
-    if plan is None or tried.best(request.resolved_gain) != name:
+    """Yield the other forms of a step, if no way to share its batch was better."""
+    forms, plan = forms_of(request), tried.plan(AS_IT_IS) or tried.plan(str(WHOLE))
+    if not forms or plan is None:
+        return
+    if tried.candidates[tried.best(request.resolved_gain)].parts > 1:
         return
     if request.replicas:
         request = replace(request, replicas="", schedule=AUTO, recompute=AUTO)
-    # On one device the number of threads is chosen for each form.
-    machine = plan.machine if len(plan.machine.devices) > 1 else request.machine
-    share, step = BudgetShares.of(request).form, request.planned_step
+    # On one device the number of threads is chosen for each form. Several are measured once, and
+    # what there is to say of that holds for all forms.
+    several = len(plan.machine.devices) > 1
+    machine = plan.machine if several else request.machine
+    told = notes_of_machine(plan.notes) if several else ()
+    share, step = request.limits.divided(len(forms)), request.planned_step
 
     def in_form(form: Transform) -> PlanRequest:
         return replace(request, step=form.apply(step), machine=machine, budget=share)
 
-    for of_form, form in forms_of(request).items():
-        yield Candidate(of_form, partial(in_form, form))
+    def search(asked: PlanRequest, progress: TellProgress) -> Plan:
+        return search_to_fit(asked, progress).noted(*told)
+
+    for of_form, form in forms.items():
+        yield Candidate(of_form, partial(in_form, form), search)
 
 
 # --- Ways to share a batch ---
@@ -363,7 +371,7 @@ def sharings(step: Captured, batch: int, machine: Machine) -> Iterator[Sharing]:
     number of like devices, two or more. A step that writes buffers has no several towers of several
     micro-batches: micro-batches write them one after another, and towers at once.
     """
-    devices = len(computing_devices(machine))
+    devices = len(gpus_or_cpus(machine))
     writes = bool(Replica(step.graph).buffer_updates.any())
 
     def splits(towers: int) -> bool:
@@ -387,7 +395,8 @@ def sharings(step: Captured, batch: int, machine: Machine) -> Iterator[Sharing]:
 
 def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     """Yield all ways to share the batch, which have half of the budget together; then the best of
-    them again, with the other half.
+    them again, with the other half. Ways that are tried besides, where memory is short, take half
+    of that other half.
 
     All plans are of the same examples, so their seconds of a step compare. What differs from the
     whole batch: the loss is the mean of the parts' losses, batch norm takes the statistics of a
@@ -396,15 +405,17 @@ def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     step = request.planned_step
     assert isinstance(step, Captured), "the request has checked that"
     machine, batch = request.asked_machine, batch_of(step)
-    waiting = list(sharings(step, batch, machine))
-    most_towers = waiting[-1].towers
-    if len(waiting) > 1:
+    ways = list(sharings(step, batch, machine))
+    most_towers = ways[-1].towers
+    if len(ways) > 1:
         # A step that cannot be split is refused before anything is searched.
-        _part_of(step, waiting[1].parts)
-    share, again = request.limits.divided(2 * len(waiting)), request.limits.divided(2)
+        _part_of(step, ways[1].parts)
+    share, again = request.limits.divided(2 * len(ways)), request.limits.divided(2)
+    waiting = [(sharing, share) for sharing in ways]
     named: dict[str, Sharing] = {}
     while waiting:
-        sharing = named.setdefault(str(waiting[0]), waiting.pop(0))
+        sharing, share = waiting.pop(0)
+        named[str(sharing)] = sharing
         yield _sharing_candidate(request, step, sharing, share)
         if sharing != Sharing(most_towers):
             continue
@@ -412,10 +423,12 @@ def shared(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
         plan, fits = tried.plan(str(sharing)), False
         if plan is not None and plan.graph is not None:
             forward = plan.graph.phases == Phase.FORWARD
-            fits = bool(np.isin(plan.placement[forward], computing_devices(plan.machine)).all())
+            fits = bool(np.isin(plan.placement[forward], gpus_or_cpus(plan.machine)).all())
         if not fits:
             counts = [count for count in ON_ONE_DEVICE if batch % (most_towers * count) == 0]
-            waiting += [Sharing(most_towers, count) for count in counts]
+            if counts:
+                share, again = request.limits.divided(4 * len(counts)), request.limits.divided(4)
+            waiting += [(Sharing(most_towers, count), share) for count in counts]
     best = named[tried.best(request.resolved_gain)]
     yield _sharing_candidate(request, step, best, again)
 

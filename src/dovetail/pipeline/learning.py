@@ -23,7 +23,7 @@ from dovetail.frontends import Captured
 from dovetail.graph.source import Source
 from dovetail.instances import Instance
 from dovetail.machine import Machine
-from dovetail.methods import ALL_OBJECTIVES, PLACERS
+from dovetail.methods import PLACED_OBJECTIVES, PLACERS
 from dovetail.pipeline.planning import find_plan
 from dovetail.pipeline.requests import (
     LearnRequest,
@@ -201,7 +201,7 @@ def task_of(request: TaskRequest, method: str, tell: TellProgress = silent) -> P
     graph, machine = graph_of(step), machine_of(step, request.machine, tell)
     permitted(graph, machine, request.pins)
     objective = request.objective or default_objective(step)
-    check_name("objective", objective, ALL_OBJECTIVES)
+    check_name("objective", objective, PLACED_OBJECTIVES)
     return PlacementTask(
         request.name,
         graph,

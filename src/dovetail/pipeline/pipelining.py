@@ -229,7 +229,7 @@ def towers_devices(machine: Machine, replicas: int) -> TowersDevices:
     if replicas == 1:
         return TowersDevices(everything[None], tuple(everything.tolist()))
     kinds: dict[tuple[object, ...], list[int]] = {}
-    for index in computing_devices(machine):
+    for index in gpus_or_cpus(machine):
         device = machine.devices[index]
         like = (device.model, device.memory_bytes, device.threads, len(device.cores))
         kinds.setdefault(like, []).append(index)
@@ -248,7 +248,7 @@ def towers_devices(machine: Machine, replicas: int) -> TowersDevices:
     return TowersDevices(of, tuple(sorted(firsts)))
 
 
-def computing_devices(machine: Machine) -> list[int]:
+def gpus_or_cpus(machine: Machine) -> list[int]:
     """The machine's GPUs, or without GPUs its CPUs."""
     kinds = [device.kind for device in machine.devices]
     wanted = "gpu" if "gpu" in kinds else "cpu"

@@ -16,14 +16,17 @@ import numpy as np
 from dovetail.costs import Costs
 from dovetail.errors import InfeasibleError
 from dovetail.frontends import Captured
+from dovetail.graph.cells import cells_of
+from dovetail.graph.kernels import compiled_ties
 from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.candidates import (
+    AS_COMPILED,
     WHOLE,
-    BudgetShares,
     Tried,
     candidates,
     is_here,
     searches_as_compiled,
+    shares,
 )
 from dovetail.pipeline.opening import planned, timeline_of, with_promises
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
@@ -152,7 +155,7 @@ def _measured(
     limit_seconds, pair = request.compile_seconds, Segmented(plan, plan)
     if limit_seconds and plan.objective == "step":
         began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
-        pair = with_compiled(plan, asked, share, progress, limits=BudgetShares.of(request).compiled)
+        pair = with_compiled(plan, asked, share, progress, limits=shares(request)[AS_COMPILED])
         limit_seconds -= min(time.perf_counter() - began, share)
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))
@@ -227,7 +230,7 @@ def with_compiled(
             replace(request, machine=plan.machine, budget=limits),
             prefixed("with the costs of compiled segments: ", progress),
             Costs(compiled, plan.costs_source, None),
-            compiled=True,
+            ties=compiled_ties(graph, cells_of(graph)),
         )
     except InfeasibleError:
         return plans

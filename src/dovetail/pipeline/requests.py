@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.errors import MachineError, UsageError
-from dovetail.methods import OBJECTIVES, PIPELINE_SCHEDULES, PLACERS, SCHEDULERS, Grouping
+from dovetail.methods import (
+    KEEP_ORDER,
+    NO_ORDER,
+    OBJECTIVES,
+    PIPELINE_SCHEDULES,
+    PLACERS,
+    SCHEDULERS,
+    Grouping,
+    imported,
+)
 from dovetail.request_fields import (
     documented,
     option,
@@ -207,6 +216,7 @@ class PlanRequest:
     model: str = ""
 
     def __post_init__(self) -> None:
+        from dovetail.exports.rules import check_format
         from dovetail.placers import Limits, parse_limits
 
         for name in ("pins", "caps", "whole"):
@@ -216,6 +226,7 @@ class PlanRequest:
             check_name("objective", self.objective, OBJECTIVES)
         check_name("schedule", self.schedule, (AUTO, *PIPELINE_SCHEDULES))
         check_name("recompute", self.recompute, (AUTO, "never"))
+        check_format(self.format)
         if self.replicas and self.replicas != AUTO:
             raise UsageError(
                 "replicas",
@@ -282,6 +293,19 @@ class PlanRequest:
         return not self.replicas and self.resolved_objective == "pipeline"
 
     @property
+    def is_by_auto(self) -> bool:
+        """True if `auto` itself places groups, which it may split where that is better: no method
+        runs in its place, and plans need not be contiguous."""
+        return self.placer == AUTO and self.method is None and not self.contiguous
+
+    @property
+    def is_for_stages(self) -> bool:
+        """True if the plan is for a format that has stages."""
+        from dovetail.exports.rules import FORMATS
+
+        return bool(self.format) and FORMATS[self.format].staged
+
+    @property
     def asked_machine(self) -> "Machine":
         """The machine that the request names, without the rates that are measured."""
         from dovetail.machine import parse_machine
@@ -328,10 +352,7 @@ class PlanRequest:
             raise UsageError("for" if name == "format" else name, told)
 
     def _check_step(self) -> None:
-        """Raise `UsageError` where the objective or the format does not suit the step."""
-        from dovetail.exports.rules import check_format
-
-        check_format(self.format)
+        """Raise `UsageError` where the objective does not suit the step."""
         if self.objective == "latency" and not self._is_instance:
             raise UsageError(
                 "objective",
@@ -368,8 +389,6 @@ class PlanRequest:
                 f"is {self.micro_batches}; objective pipeline takes 2 or more, each as large as "
                 "MODEL's batch",
             )
-        if self.format == "device-map":
-            raise UsageError("for", "a device-map has no stages; use split-points or torchtitan")
         if self._is_instance:
             raise UsageError(
                 "objective", "pipeline is for training steps; for an instance use load"
@@ -430,17 +449,24 @@ class CandidateKind:
     """A kind of what can be planned for a request: an entry of `CANDIDATES`.
 
     makes    (request, what was tried so far) -> yields `Candidate`s. "module:function" is imported
-             when it is called, so that a help text does not wait for what it imports
+             when it is called, so that a help text does not wait for what it imports. The request
+             that it is given has this kind's share of the budget
     takes    the fields of a request that it goes with
     asked    True for a request that asks for this kind
     refusal  what is said of an option that is given and not taken. "": where one is given, there
              are no candidates of this kind
+    parts    (request) -> the parts of the budget that its candidates want together, for a request
+             that it applies to; 0: there are none, or they need no search. `candidates.shares`
+             divides the budget by the parts of all kinds
+    last     its candidates follow from the best of all others, so they are made after these
     """
 
     makes: str | Callable[..., Any]
     takes: frozenset[str] = PLAN_FIELDS
     asked: Callable[[PlanRequest], bool] = lambda _request: True
     refusal: str = ""
+    parts: Callable[[PlanRequest], int] = lambda _request: 1
+    last: bool = False
 
     def untaken(self, request: PlanRequest) -> list[str]:
         """The options that the request gives and this kind does not take."""
@@ -463,6 +489,7 @@ CANDIDATES = {
                   "policy", "per_op", "place", "stages"},
         lambda request: not request.replicas and not request.is_pipeline,
         "is for objective pipeline; leave it out",
+        parts=lambda _request: 2,
     ),
     "pipeline": CandidateKind(
         "pipeline.candidates:in_micro_batches",
@@ -475,22 +502,31 @@ CANDIDATES = {
         OF_ALL | {"replicas", "gap", "min_gain", "schedule", "recompute"},
         lambda request: bool(request.replicas),
         "does not go with replicas auto; leave it out",
+        parts=lambda _request: 2,
     ),
     # Plans of another placer, for a format, with stages or beside a given placement are of the step
     # as it was captured.
     "other forms": CandidateKind(
         "pipeline.candidates:in_other_forms",
         PLAN_FIELDS - {"placer", "method", "contiguous", "stages", "format", "place", "per_op"},
+        lambda request: not request.is_pipeline,
+        parts=lambda request: int(bool(imported("pipeline.candidates:forms_of")(request))),
     ),
-    # Pins and caps name the devices of the machine.
+    # Pins and caps name the devices of the machine. There is nothing to search for: everything is
+    # on one device.
     "all cores": CandidateKind(
         "pipeline.candidates:on_all_cores",
         PLAN_FIELDS - {"pins", "caps"},
         lambda request: not request.is_pipeline,
+        parts=lambda _request: 0,
+        last=True,
     ),
 }  # fmt: skip
 """What can be planned, in the order in which it is tried. Which options exclude each other follows:
-a request asks for one of the first three kinds, which refuses what it does not take."""
+a request asks for one of the first three kinds, which refuses what it does not take.
+
+A kind that looks at what was tried stands behind it, as other forms do behind the first three. The
+order has no other meaning, but that of equal plans the first is taken."""
 
 
 @dataclass(frozen=True)
@@ -529,6 +565,16 @@ EXCLUSIONS = (
         lambda request: bool(request.format),
         ("stages",),
         "a {format} cannot say them; leave one of the two out",
+    ),
+    Exclusion(
+        lambda request: request.is_pipeline and not request.is_for_stages,
+        ("format",),
+        "a {format} has no stages; use split-points or torchtitan",
+    ),
+    Exclusion(
+        lambda request: request.is_for_stages and request.placer not in KEEP_ORDER,
+        ("placer",),
+        NO_ORDER,
     ),
     Exclusion(
         lambda request: request.method is None and request.placer not in POLICY_PLACERS,

@@ -23,8 +23,7 @@ from dovetail.errors import InfeasibleError, UsageError
 from dovetail.exports.rules import FORMATS, rules_for
 from dovetail.frontends import Captured
 from dovetail.graph import Graph, GroupLevels, group_levels
-from dovetail.graph.cells import cells_of
-from dovetail.graph.kernels import compiled_ties
+from dovetail.graph.records import Int32
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine
@@ -205,14 +204,15 @@ def search_plan(
     progress: TellProgress,
     costs: Costs | None = None,
     *,
-    compiled: bool = False,
+    ties: Int32 | None = None,
     choose_stages: ChooseStages | None = None,
 ) -> Plan:
     """The plan of a request, not yet compared with the step on all cores.
 
     costs           of the step's ops on the machine; None: they are found as the step and machine
                     ask for
-    compiled        they are those that ops have in compiled code, so what is placed are its kernels
+    ties            [ties, 2] pairs of ops that stay together where groups are split, unless their
+                    pins differ. For costs of compiled code, `graph.kernels.compiled_ties`
     choose_stages   chooses them for a request with stages
     """
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
@@ -230,16 +230,13 @@ def search_plan(
     kept = kept_modules(request, machine)
     costs = costs or costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
-    # Only `auto` splits groups while it searches, down to the kernels of compiled code if that is
-    # what runs. An instance has only one kind of groups, and what a format keeps together is small
-    # already.
-    splits = request.placer == "auto" and request.method is None and not request.contiguous
-    splits &= request.grouping == "rule" and objective != "latency"
+    # Only `auto` splits groups while it searches, down to what is tied. An instance has only one
+    # kind of groups, and what a format keeps together is small already.
+    splits = request.is_by_auto and request.grouping == "rule" and objective != "latency"
     splits &= not isinstance(step, Instance) and len(graph) <= MOST_SPLIT_OPS
     if splits:
         units = kept.units
-        if compiled:
-            ties = compiled_ties(graph, cells_of(graph))
+        if ties is not None:
             # Ops that are pinned otherwise stay apart.
             may_run = permitted(graph, machine, request.pins)
             ties = ties[(may_run[ties[:, 0]] == may_run[ties[:, 1]]).all(axis=1)]

@@ -417,7 +417,22 @@ def machine_of(
         if disturbs(choice.others_cores):
             notes.disturbed("threads", choice.others_cores)
     progress("measuring the machine", 0.0, None)
-    return probed_machine(where, cache, beside=partial(notes.disturbed, "the machine"))
+    return probed_machine(where, cache, beside=partial(notes.disturbed, THE_MACHINE))
+
+
+FROM_PYTHON = "calls are made from Python, which is slower"
+BESIDE_OTHERS = "other programs used"
+THE_MACHINE = "the machine"
+
+
+def notes_of_machine(notes: Sequence[str]) -> tuple[str, ...]:
+    """Those of a plan's notes that say how its machine was measured."""
+    return tuple(
+        note
+        for note in notes
+        if note.startswith(FROM_PYTHON)
+        or (note.startswith(BESIDE_OTHERS) and THE_MACHINE in note.split(" were measured")[0])
+    )
 
 
 class Notes:
@@ -444,7 +459,7 @@ class Notes:
         most = max(self._disturbed.values())
         return (
             *self._said,
-            f"other programs used up to {most:.1f} cores while {what} were measured, so what was "
+            f"{BESIDE_OTHERS} up to {most:.1f} cores while {what} were measured, so what was "
             "measured may be too slow and was not kept; plan again when the machine is quiet",
         )
 
@@ -470,7 +485,7 @@ def resolve_machine(
     _prepare_runner(progress, notes)
     progress("measuring the machine", 0.0, None)
     return probed_machine(
-        where, CostCache(), fresh=fresh, beside=partial(notes.disturbed, "the machine")
+        where, CostCache(), fresh=fresh, beside=partial(notes.disturbed, THE_MACHINE)
     )
 
 
@@ -492,7 +507,7 @@ def _prepare_runner(progress: TellProgress, notes: "Notes") -> None:
 
     reason = build_native(lambda doing: progress(doing, 0.0, None), compile_search)
     if reason:
-        notes.say(f"calls are made from Python, which is slower: {reason}")
+        notes.say(f"{FROM_PYTHON}: {reason}")
 
 
 _SMALL_OPS, _SMALL_EVALUATIONS = 300, 40

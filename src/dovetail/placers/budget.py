@@ -329,12 +329,12 @@ class Limits(NamedTuple):
             evaluations = float(max(1, int(share * evaluations)))
         return Limits(share * self.seconds, evaluations)
 
-    def divided(self, parts: int) -> "Limits":
-        """Return one of so many equal parts. A part has an evaluation at least."""
+    def divided(self, parts: int, taken: int = 1) -> "Limits":
+        """Return `taken` of so many equal parts. They have an evaluation at least."""
         evaluations = self.evaluations
         if np.isfinite(evaluations):
-            evaluations = float(max(1, int(evaluations) // parts))
-        return Limits(self.seconds / parts, evaluations)
+            evaluations = float(max(1, int(evaluations) * taken // parts))
+        return Limits(self.seconds * taken / parts, evaluations)
 
 
 def parse_limits(text: str) -> Limits:

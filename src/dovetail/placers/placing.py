@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import InfeasibleError, OutOfMemoryError, UsageError
-from dovetail.methods import PLACERS
+from dovetail.methods import KEEP_ORDER, NO_ORDER, PLACERS
 from dovetail.placers.auto import auto
 from dovetail.placers.baselines import BASELINES, Placer, attempt, single, try_baselines
 from dovetail.placers.budget import CLOSED_GAP, Budget, Score
@@ -94,9 +94,8 @@ def place(  # noqa: C901  three steps, each of which depends on what was asked f
         min_gain = 0.0
     # 1. What the baselines and the method return is entered into the ledger.
     if problem.chain is not None:
-        if placer_name not in ("single", "auto"):
-            detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
-            raise UsageError("placer", detail)
+        if placer_name not in KEEP_ORDER:
+            raise UsageError("placer", NO_ORDER.format(placer=placer_name))
         methods = dict(CHAIN_METHODS)
         if method is not None and placer_name == "auto":
             methods["auto"] = method

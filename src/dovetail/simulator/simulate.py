@@ -13,7 +13,7 @@ from dovetail.costs import Costs
 from dovetail.errors import OrderError, UnplacedOpError, UsageError
 from dovetail.graph import Graph
 from dovetail.machine import Machine
-from dovetail.methods import ALL_OBJECTIVES
+from dovetail.methods import PLACED_OBJECTIVES
 from dovetail.plans import Placement, Schedule
 from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import (
@@ -96,8 +96,8 @@ class Simulator:
         `UnplacedOpError` for a device that the machine lacks, and `UsageError` for an objective
         that is not defined for the graph and the machine.
         """
-        if objective not in ALL_OBJECTIVES:
-            raise UsageError("objective", f"is {objective!r}; use {' or '.join(ALL_OBJECTIVES)}")
+        if objective not in PLACED_OBJECTIVES:
+            raise UsageError("objective", f"is {objective!r}; use {' or '.join(PLACED_OBJECTIVES)}")
         if objective == "latency" and self._latency is None:
             self._latency = latency_model(self.graph, self.machine, self.costs)
         batch = np.ascontiguousarray(np.atleast_2d(placements), dtype=np.int32)
