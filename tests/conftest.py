@@ -15,18 +15,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What takes longest begins first, so that no worker is left with it at the end. A capture that is
-# refused looks through all objects of Python several times (`frontends.leftovers`), so tests of
-# refusals come before others have imported and kept ten times as many.
+# refused looks through all objects of Python several times (`frontends.leftovers`), so that tests
+# of refusals come before others have kept many more of them.
 LONGEST = (
     "training/ray_cluster",
     "training/processes/test_processes_faults.py",
     "frontends/test_checks.py",
-    "frontends/test_capture_errors.py",
     "frontends/test_known_numbers.py",
-    "frontends/test_capture_leftovers.py",
-    "frontends/test_capture_hidden_state.py",
+    "frontends/test_capture",
     "executors/test_random_modules.py",
-    "frontends/test_capture_transparency.py",
     "frontends/test_onnx_exports.py",
     "reproductions/test_learning.py",
     "executors/test_transparency.py",
