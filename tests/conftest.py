@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,11 +14,16 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What takes longest begins first, so that no worker is left with it at the end.
+# What takes longest begins first, so that no worker is left with it at the end. A capture that is
+# refused looks through all objects of Python several times (`frontends.leftovers`), so that tests
+# of refusals come before others have kept many more of them.
 LONGEST = (
     "training/ray_cluster",
     "training/processes/test_processes_faults.py",
-    "frontends/test_capture_transparency.py",
+    "frontends/test_checks.py",
+    "frontends/test_known_numbers.py",
+    "frontends/test_capture",
+    "executors/test_random_modules.py",
     "frontends/test_onnx_exports.py",
     "reproductions/test_learning.py",
     "executors/test_transparency.py",
@@ -80,12 +86,21 @@ settings.load_profile("suite")
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
     """Tests measure for themselves and leave the user's cache alone. Only the C++ runner, which
-    takes half a minute to build, stays there from run to run."""
+    takes half a minute to build, stays there from run to run.
+
+    Inductor has one folder for all tests, also for those with a cache of their own: in an empty one
+    it compiles several programs to find out which vector instructions the compiler knows. That its
+    folder is in our cache where nobody names one is shown by security/test_caches.py and
+    executors/test_local_steps.py."""
     from dovetail.runtime.files import cache_folder
     from dovetail.runtime.native import SWITCH
 
     os.environ.setdefault(SWITCH, str(cache_folder() / "native"))
     os.environ["DOVETAIL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each has a folder of its own in there
+        shared = shared.parent
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(shared / "inductor")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -97,6 +112,19 @@ def _undisturbed():
     quiet, neighbours.BUSY_CORES = neighbours.BUSY_CORES, float("inf")
     yield
     neighbours.BUSY_CORES = quiet
+
+
+@pytest.fixture(scope="module")
+def forked_workers():
+    """Processes of one thread are forked by a server that has imported torch, as those of commands
+    are. By itself each would import it, for seconds. Not for modules that share processes with
+    others, as the fixture `workers` of executors/ does: what it has forked ends with the server."""
+    from dovetail.runtime.forking import end_fork_server, start_fork_server
+
+    # The first optimizer of a process imports the second.
+    start_fork_server(("torch", "torch._dynamo", "dovetail.executors.worker"))
+    yield
+    end_fork_server()
 
 
 @pytest.fixture
@@ -121,7 +149,10 @@ def _placed_only(request, monkeypatch):
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections():
     """Leaves what earlier modules have kept, such as captured graphs, out of garbage collections:
-    going through all of it takes seconds."""
+    going through all of it takes seconds. What torch remembers of each call on fake tensors, of
+    each shape anew, is forgotten before."""
+    if "torch._subclasses.fake_tensor" in sys.modules:
+        sys.modules["torch._subclasses.fake_tensor"].FakeTensorMode.cache_clear()
     gc.collect()
     gc.freeze()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
 """Files that users would have in their current folder."""
-OF_THE_SUITE = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+OF_THE_SUITE = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")
 """Variables by which several tests run side by side, and which a user has not set."""
 LIMIT_SECONDS = 300
 DOVETAIL = ("-m", "dovetail")

@@ -12,6 +12,8 @@ from dovetail.frontends import SGD, Call, Ref, capture
 from dovetail.machine import local_machine
 from dovetail.runtime import neighbours
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 class Layers(torch.nn.Module):
     def __init__(self):

@@ -15,6 +15,8 @@ from dovetail.runtime.processes import Worker
 from tests.support.checked_models import Wrapped, asserted
 from tests.support.setting_up import check_set_up
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture(scope="module")
 def step():

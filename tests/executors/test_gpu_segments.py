@@ -18,7 +18,7 @@ from tests.executors.test_gpus import close, random_plan
 from tests.support.played_cuda import PlayedCuda
 from tests.support.played_gpus import HOST, cpu, gpu, linked
 
-pytestmark = pytest.mark.usefixtures("played_gpus")
+pytestmark = pytest.mark.usefixtures("forked_workers", "played_gpus")
 STEPS = 5
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
 
@@ -45,14 +45,8 @@ def step():
     return capture(Layers(), inputs, targets=targets, loss=squared, train=optimizer)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("code"))
-
-
 @pytest.fixture
-def everything_is_faster(monkeypatch, folder):
-    monkeypatch.setenv("DOVETAIL_CACHE", folder)
+def everything_is_faster(monkeypatch):
     monkeypatch.setattr(compiling, "FASTER", float("inf"))
 
 
@@ -64,7 +58,7 @@ def segmented(plan, step):
 @pytest.mark.parametrize(
     "machine",
     [
-        linked("box", HOST, gpu(0)),
+        # With a CPU, so that there is code of both kinds; the next test has GPUs alone.
         linked("box", cpu(0), gpu(0)),
         *(pytest.param(text, marks=pytest.mark.gpu) for text in ("here/gpu", "here")),
     ],

@@ -21,6 +21,7 @@ from tests.support.placing import plan_for, random_order, random_placement, rand
 from tests.support.played_cuda import played
 from tests.support.played_gpus import MACHINES, cpu, gpu, linked
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 STEPS = 5
 NETWORKS = {
     "rnnlm": ("zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50", Adam(lr=1e-3)),

@@ -175,8 +175,10 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, 3])
 def compared(request, checkpoints):
     """What each rank found to differ from one process, over random placements; and of two ranks
-    also what differs after going on from a checkpoint."""
+    also what differs after going on from a checkpoint, and the machine that both are."""
     text = program(
+        "from dovetail.machine.files import machine_to_dict\n"
+        "from dovetail.pipeline.hosts import machine_of_hosts\n"
         "with join(f'box{rank}') as ranks:\n"
         f"  machine = machine_of(*core_devices({request.param}))\n"
         "  result = {'lstm': differing(an_lstm(), machine, range(2), ranks)}\n"
@@ -184,6 +186,7 @@ def compared(request, checkpoints):
         "  result['tied'] = differing(tied, machine, range(2), ranks)\n"
         "  result['pipelines'] = differing_pipelines(an_lstm(), ranks)\n"
         "  if ranks.ranks == 2:\n"
+        "    result['machine'] = machine_to_dict(machine_of_hosts('here', ranks))\n"
         f"    result['resumed'] = resumed(tied, ranks, {str(checkpoints)!r})\n"
         "    result['gpus'] = differing_on_gpus(tied, ranks)\n"
     )
@@ -401,15 +404,9 @@ def test_torchrun_measures_the_ranks_of_one_host_and_the_links_between_them(tmp_
     assert {link.channel for link in machine.links} == {"rank 0 -> rank 1", "rank 1 -> rank 0"}
 
 
-def test_a_machine_of_two_hosts_has_what_each_has_and_links_that_were_measured():
-    text = program(
-        "from dovetail.pipeline.hosts import machine_of_hosts\n"
-        "from dovetail.machine.files import machine_to_dict\n"
-        "with join(f'box{rank}') as ranks:\n"
-        "  result = machine_to_dict(machine_of_hosts('here', ranks))\n"
-    )
-    with Ranks(2, text) as ranks:
-        found, other = (machine_from_dict(result) for result in ranks.results())
+@pytest.mark.parametrize("compared", [2], indirect=True)
+def test_a_machine_of_two_hosts_has_what_each_has_and_links_that_were_measured(compared):
+    found, other = (machine_from_dict(result["machine"]) for result in compared)
     assert found == other
     assert [device.host for device in found.devices] == ["box0", "box1"]
     assert found.devices[0].cores == found.devices[1].cores == local_machine().devices[0].cores

@@ -19,6 +19,7 @@ from dovetail.machine import parse_machine
 from dovetail.runtime.native import has_compiler
 from dovetail.transforms import towers
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 HERE = parse_machine("here/1")
 STEPS = 3
 OPTIMIZERS = {
@@ -322,7 +323,7 @@ WIDTH = 4
 class Cells(nn.Module):
     def __init__(self):
         super().__init__()
-        self.cells = nn.ModuleList(nn.LSTMCell(WIDTH, WIDTH) for _ in range(2))
+        self.cells = nn.ModuleList([nn.LSTMCell(WIDTH, WIDTH)])
 
     def forward(self, inputs):
         zeros = torch.zeros(inputs.shape[1], WIDTH)
@@ -337,7 +338,7 @@ def squared(output, target):
     return ((output - target) ** 2).mean() / WIDTH
 
 if __name__ == "__main__":
-    x = torch.ones(2, 3, WIDTH)
+    x = torch.ones(1, 3, WIDTH)
     step = dt.capture(Cells(), x, targets=torch.zeros(1, 3, WIDTH), loss=squared,
                       train=dt.Adam())
     with PlainNetwork(step, parse_machine("here/1"), mode="default") as network:

@@ -4,7 +4,6 @@
 """
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -30,13 +29,6 @@ from tests.support.random_modules.parts import LEAVES
 from tests.support.random_modules.wrappers import WRAPPERS
 
 SEED, CASES, PLACED_EVERY = 15, 60, 10
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collectable():
-    """Capturing looks for caches of functions among what is collected, which frozen objects (see
-    `tests/conftest.py`) are not."""
-    gc.unfreeze()
 
 
 def placed(seed, workers):

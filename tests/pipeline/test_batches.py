@@ -27,6 +27,7 @@ from dovetail.plans import load_plan
 from dovetail.transforms import MicroBatches, Parts, Towers, applied, batch_of, the, without
 from tests.support.placing import plan_for
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 FOUR_GPUS = "4 x k80 + haswell"
 MODEL = "tests.support.small_models:trained"
 MANY = "tests.support.small_models:of_many_examples"

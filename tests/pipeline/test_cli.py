@@ -12,6 +12,7 @@ import pytest
 from dovetail import cli
 from dovetail.simulator import Simulator
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TWO_GPUS = ("--machine", "2 x p100 + haswell", "--budget", "200e")
 KEYS = {
     "model", "ops", "groups", "machine", "devices", "objective", "value", "lower_bound",

@@ -137,6 +137,7 @@ def test_plan_and_run_say_what_bounds_the_plan(dovetail, tmp_path):
     assert "critical chain" in out
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_killed_in_a_run_exits_with_1_and_names_device_and_op(
     dovetail, monkeypatch, tmp_path
 ):

@@ -21,7 +21,7 @@ from tests.executors.test_gpus import close
 from tests.executors.test_stage_runs import Branches
 from tests.support.played_gpus import HOST, cpu, gpu, linked
 
-pytestmark = pytest.mark.usefixtures("played_gpus")
+pytestmark = pytest.mark.usefixtures("forked_workers", "played_gpus")
 
 MODEL = "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50"
 
@@ -32,9 +32,15 @@ def machine(*devices):
     return linked("box", *(replace(d, model=model) if d.cores else d for d in devices))
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A cache of these tests alone: what other modules play is measured otherwise."""
+    return tmp_path_factory.mktemp("measured")
+
+
 @pytest.fixture
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path / "cache"))
+def cache(monkeypatch, tmp_path, measured):
+    monkeypatch.setenv("DOVETAIL_CACHE", str(measured))
     monkeypatch.setenv(SWITCH, "python")  # a C++ runner would have to be built there first
     return tmp_path
 

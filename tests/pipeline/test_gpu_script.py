@@ -119,7 +119,7 @@ def box():
     return linked("box", core, replace(gpu(0), flops_per_second=fast))
 
 
-@pytest.mark.usefixtures("played_gpus")
+@pytest.mark.usefixtures("forked_workers", "played_gpus")
 def test_a_model_larger_than_the_gpu_is_planned_for_both_and_runs(largest):
     rows = list(largest.rows_of(box(), TINY_CAP, [0.5, 4.0], 2, TINY, "100e"))
     small, large = (row["ways"]["planned"] for row in rows)

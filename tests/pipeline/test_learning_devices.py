@@ -60,7 +60,7 @@ def test_a_device_that_cannot_be_is_refused(options, told):
         learn(step(), "2 x p100 + haswell", **{"method": "gdp", "trials": 16} | options)
 
 
-@pytest.mark.usefixtures("played_gpus")
+@pytest.mark.usefixtures("forked_workers", "played_gpus")
 def test_gpus_judge_placements(monkeypatch, tmp_path):
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     box = machine(cpu(0), gpu(0))

@@ -35,6 +35,7 @@ from dovetail.transforms import MicroBatches, micro_batched
 from tests.support.builders import machine_of
 from tests.support.training_graphs import layered_step, micro_batches_of, random_step
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 MICRO = 4
 CASES = int(os.environ.get("DOVETAIL_EXACT_CASES", "60"))
 """benchmarks/pipelines/README.md tells of 200."""

@@ -91,6 +91,7 @@ def force_copies(monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_plan_with_copies_runs_bit_for_bit_and_opens_again(step, tmp_path, monkeypatch):
     force_copies(monkeypatch)
     pins = [("layers.0", "cpu0"), ("layers.1", "cpu0"), ("layers.[23]", "cpu1")]

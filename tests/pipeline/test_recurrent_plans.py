@@ -17,6 +17,7 @@ from dovetail.transforms import Form
 from tests.support.placing import plan_for, random_placement
 from tests.support.plain_steps import plain_steps
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 KERNEL = "aten.mkldnn_rnn_layer"
 BUDGET = "60e"
 

@@ -39,6 +39,7 @@ def test_a_plan_of_towers_keeps_how_it_was_made(dovetail, tmp_path, flags):
     assert "tower.2" in (tmp_path / "p.html").read_text()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_towers_run_here(dovetail, here, tmp_path):
     path = tmp_path / "plan.json"
     status, _, err = dovetail(

@@ -36,6 +36,7 @@ from dovetail.runtime.native import has_compiler
 from tests.support.placing import plan_for, random_order, random_placement
 from tests.support.small_models import branches
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 SHARE = 0.5
 
 

@@ -17,10 +17,6 @@ from dovetail.executors import Workers, run
 from dovetail.executors.hosts import deal, run_on_ranks
 from dovetail.frontends import Adam, example_values, initial_values, resolve, run_step
 from dovetail.machine import Device, Link, Machine
-from dovetail.methods import PIPELINE_SCHEDULES
-from dovetail.pipeline.opening import planned
-from dovetail.pipeline.pipelining import plan_pipeline
-from dovetail.pipeline.requests import PlanRequest
 from dovetail.runtime.ranks import Ranks, place_of_ranks
 from tests.support.listening import _bound, _inodes
 from tests.support.placing import plan_for, random_order, random_placement
@@ -128,6 +124,12 @@ def program(body):
 def differing_pipelines(captured, ranks):
     """Runs a pipeline of each schedule on the ranks, one that recomputes at random places, and
     towers of micro-batches, and returns what differs on this rank from one process, by name."""
+    # The ranks of most programs plan nothing, and start sooner without placers.
+    from dovetail.methods import PIPELINE_SCHEDULES
+    from dovetail.pipeline.opening import planned
+    from dovetail.pipeline.pipelining import plan_pipeline
+    from dovetail.pipeline.requests import PlanRequest
+
     torch.set_num_threads(1)
     machine = machine_of(*core_devices(ranks.ranks))
     # Nothing is measured for a machine without cores.
@@ -261,6 +263,8 @@ def until_hung(captured, ranks, stops):
     placement = np.zeros(len(graph), dtype=np.int32)
     placement[chosen] = 1
     plan = plan_for(captured, placement, "by index", machine)
+    # An op that hangs has the longer to end, the more seconds are predicted.
+    plan = replace(plan, compute_seconds=np.full_like(plan.compute_seconds, 0.05))
     with run_on_ranks(plan, captured, ranks) as network:
         print(json.dumps([os.getpid(), *children()]), flush=True)
         for number in itertools.count():
