@@ -9,7 +9,6 @@ from reproductions import cases, tasks
 from reproductions.methods import METHODS, PLAIN
 from tests.support.tiny_tables import CASES
 
-pytestmark = pytest.mark.usefixtures("forks")
 GDP = ("gdp", "--out", "benchmarks/gdp")
 
 

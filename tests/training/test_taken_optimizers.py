@@ -13,7 +13,6 @@ from dovetail.training.modules import flatten
 from dovetail.training.trainer import Trainer
 from tests.support.training_models import cross_entropy, perceptron, table
 
-pytestmark = pytest.mark.usefixtures("forks")
 DEFAULTS = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
