@@ -39,7 +39,8 @@ class Ended:
 class Shell:
     """A user's shell in `folder`, which holds copies of `PROGRAMS`.
 
-    by_default   OpenMP is as it comes; else its threads are those of the suite
+    by_default   processes import by themselves, and OpenMP is as it comes; else its threads are
+                 those of the suite
     """
 
     def __init__(self, folder, *, by_default=False):
