@@ -1,7 +1,7 @@
 import pytest
 
 from tests.contract.shell import Shell
-from tests.support.forked import forked_workers
+from tests.support.forked import workers_forked
 
 
 @pytest.fixture(autouse=True)
@@ -18,5 +18,5 @@ def shell(tmp_path):
 @pytest.fixture(scope="module")
 def forks():
     """What this process runs is run by processes that are forked, as those of a command are."""
-    with forked_workers("dovetail.executors.worker", "dovetail.costs.measured"):
+    with workers_forked("dovetail.executors.worker", "dovetail.costs.measured"):
         yield

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from reproductions.__main__ import main
-from tests.support.forked import forked_workers
+from tests.support.forked import workers_forked
 
 
 @pytest.fixture
@@ -26,5 +26,5 @@ def bench(monkeypatch, capsys, tmp_path):
 @pytest.fixture(scope="module")
 def forks():
     """Workers of tables are forked, as those of commands are."""
-    with forked_workers("reproductions.tasks"):
+    with workers_forked("reproductions.tasks"):
         yield

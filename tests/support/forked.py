@@ -169,7 +169,7 @@ def start(words, *, cwd, env):
 
 
 @contextlib.contextmanager
-def forked_workers(*modules):
+def workers_forked(*modules):
     """Within, workers of one thread that this process starts are forked, as those of a command are,
     so that none of them imports torch.
 

@@ -1,11 +1,11 @@
 import pytest
 
 from dovetail.cli import FORKING
-from tests.support.forked import forked_workers
+from tests.support.forked import workers_forked
 
 
 @pytest.fixture(scope="module")
 def forks():
     """Worker processes are forked, as those of `dovetail train` are."""
-    with forked_workers(*FORKING["train"]):
+    with workers_forked(*FORKING["train"]):
         yield
