@@ -18,5 +18,5 @@ def shell(tmp_path):
 @pytest.fixture(scope="module")
 def forks():
     """What this process runs is run by processes that are forked, as those of a command are."""
-    with workers_forked("dovetail.executors.worker", "dovetail.costs.measured"):
+    with workers_forked("torch", "dovetail.executors.worker", "dovetail.costs.measured"):
         yield

@@ -170,14 +170,13 @@ def start(words, *, cwd, env):
 
 @contextlib.contextmanager
 def workers_forked(*modules):
-    """Within, workers of one thread that this process starts are forked, as those of a command are,
-    so that none of them imports torch.
+    """Within, workers of one thread that this process starts are forked, as those of a command are.
 
-    modules   what the fork server imports beside torch
+    modules   what the fork server imports, so that none of them does
     """
     from dovetail.runtime.forking import end_fork_server, start_fork_server
 
-    start_fork_server(("torch", "torch._dynamo", *modules))
+    start_fork_server(modules)
     try:
         yield
     finally:
