@@ -1,13 +1,14 @@
 """What the documents show works as shown, and what they name is there."""
 
+import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
+
+from tests.support import forked
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -16,6 +17,13 @@ DOCUMENTS = sorted({*GUIDES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*/
 
 # The demo runs plans on this machine, and what it prints depends on that.
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
+
+QUICKLY = (
+    "__import__('dovetail').plan = "
+    "__import__('functools').partial(__import__('dovetail').plan, compile_budget='4s')\n"
+)
+"""What a document shows for this machine would compile for a minute. That the default flow compiles
+is shown by `tests/contract/test_defaults.py`."""
 
 
 def _name(path):
@@ -26,6 +34,14 @@ def _python_blocks(document):
     """The Python blocks of a document, each with the text block that follows it as its output."""
     pattern = r"^```python\n(.*?)^```(?:\n+[^\n]+\n*\n```text\n(.*?)^```)?"
     return re.findall(pattern, document.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def _printed(*words, folder):
+    """What `python WORDS` prints. The program is forked, so that it does not import by itself."""
+    process = forked.start(words, cwd=folder, env=dict(os.environ))
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return out
 
 
 def _commands(document):
@@ -40,8 +56,7 @@ def test_there_are_examples_to_run():
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_prints_what_stands_beside_it(script):
-    printed = subprocess.check_output([sys.executable, str(script)], text=True)
-    assert printed == script.with_suffix(".txt").read_text()
+    assert _printed(script, folder=ROOT) == script.with_suffix(".txt").read_text()
 
 
 def test_the_readme_has_python_with_its_output():
@@ -54,7 +69,7 @@ def test_the_readme_has_python_with_its_output():
 )
 def test_the_python_of_a_document_runs_and_prints_what_stands_below_it(document, tmp_path):
     for code, output in _python_blocks(document):
-        printed = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path)
+        printed = _printed("-c", QUICKLY + code, folder=tmp_path)
         if output:
             assert printed == output
 

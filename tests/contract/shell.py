@@ -1,4 +1,8 @@
-"""Runs `dovetail` as a user's shell does: in a process and a folder of its own."""
+"""Runs `dovetail` as a user's shell does: in a process and a folder of its own.
+
+The process is forked from one that has imported the package (`tests.support.forked`), but where a
+test is about what a user gets who sets nothing, or kills the command.
+"""
 
 import json
 import os
@@ -10,6 +14,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support import forked
 
 PROGRAMS = Path(__file__).parent / "programs"
 """Files that users would have in their current folder."""
@@ -33,7 +39,8 @@ class Ended:
 class Shell:
     """A user's shell in `folder`, which holds copies of `PROGRAMS`.
 
-    by_default   OpenMP is as it comes; else its threads are those of the suite
+    by_default   processes import by themselves, and OpenMP is as it comes; else its threads are
+                 those of the suite
     """
 
     def __init__(self, folder, *, by_default=False):
@@ -43,15 +50,14 @@ class Shell:
 
     def python(self, *words, **variables):
         """Run Python with these arguments, whatever its status."""
-        done = subprocess.run(
-            [sys.executable, *map(str, words)],
-            cwd=self.folder,
-            env=self._environment(variables),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-        )
-        return Ended(done.returncode, done.stdout, done.stderr)
+        start = _start if self._left_out else forked.start
+        process = start(words, cwd=self.folder, env=self._environment(variables))
+        try:
+            out, err = process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return Ended(process.returncode, out, err)
 
     def dovetail(self, *words, **variables):
         """Run a command, whatever its status."""
@@ -66,12 +72,11 @@ class Shell:
     def kills(self, *words, when, launcher=DOVETAIL, **variables):
         """Run a command, and kill it with all processes in its folder, as its own ones are, once
         `when()` is true. Returns whether it was still running then."""
-        process = subprocess.Popen(
-            [sys.executable, *map(str, launcher), *map(str, words)],
+        process = _start(
+            (*launcher, *words),
             cwd=self.folder,
             env=self._environment(variables),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            outputs=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + LIMIT_SECONDS
         while not when() and process.poll() is None and time.monotonic() < deadline:
@@ -98,3 +103,15 @@ class Shell:
     def _environment(self, variables):
         kept = {name: text for name, text in os.environ.items() if name not in self._left_out}
         return {**kept, **{name: str(value) for name, value in variables.items()}}
+
+
+def _start(words, *, cwd, env, outputs=subprocess.PIPE):
+    """Start `python WORDS` as a process that imports by itself."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=env,
+        stdout=outputs,
+        stderr=outputs,
+        text=True,
+    )

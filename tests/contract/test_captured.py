@@ -13,6 +13,7 @@ from torch import nn
 import dovetail as dt
 from tests.contract.shell import Shell
 
+pytestmark = pytest.mark.usefixtures("forks")
 STEPS = 4
 
 

@@ -1,18 +1,16 @@
-"""What a user gets who sets nothing: plans for `here`, compared with what runs without them."""
+"""What a user gets who sets nothing: plans for `here`, compared with what runs without them.
 
-import pytest
+One flow has a process that imports by itself, and the threads of OpenMP as they come; these spin on
+cores that other tests need, so that all takes long.
+"""
 
 from tests.contract.shell import Shell
 
 MODEL = "user_models:mlp"
 
 
-@pytest.fixture
-def shell(tmp_path):
-    return Shell(tmp_path, by_default=True)
-
-
-def test_python_s_default_flow_equals_plain_pytorch(shell):
+def test_python_s_default_flow_equals_plain_pytorch(tmp_path):
+    shell = Shell(tmp_path, by_default=True)
     ended = shell.python("as_a_user.py")
     assert ended.status == 0, ended.err
     assert ended.out == "done\n"

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.support.own_loops import Ranks, program
+from tests.support.forked_ranks import ForkedRanks
+from tests.support.own_loops import program
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -66,7 +67,7 @@ print(json.dumps({
                 greater_is_better=True),
 }))
 """
-    with Ranks(2, program(f"FOLDER = {json.dumps(folder)}\n{BODY}{cases}")) as ranks:
+    with ForkedRanks(2, program(f"FOLDER = {json.dumps(folder)}\n{BODY}{cases}")) as ranks:
         return ranks.results()
 
 

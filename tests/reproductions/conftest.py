@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from reproductions.__main__ import main
+from tests.support.forked import workers_forked
 
 
 @pytest.fixture
@@ -20,3 +21,10 @@ def bench(monkeypatch, capsys, tmp_path):
         return stop.value.code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Workers of tables are forked, as those of commands are."""
+    with workers_forked("reproductions.tasks"):
+        yield

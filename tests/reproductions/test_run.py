@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from reproductions import running
 from reproductions.methods import HYPOTHESIS, METHODS, PLAIN, lay_ground, run_method
 from reproductions.records import Case, Published
 from reproductions.tasks import matching, run_table
+from tests.support import forked
 from tests.support.tiny_tables import CASES, FEW, MACHINE, RNN, settings
 
 ROOT = Path(__file__).parents[2]
@@ -228,9 +227,10 @@ run_table(settings(Path(sys.argv[1])), CASES, jobs=0)
 
 def test_a_killed_run_continues_where_it_was(tmp_path, methods_run):
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}
+    killed = forked.start(
+        ["-c", KILLED, tmp_path], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}
     )
+    killed.communicate()
     assert killed.returncode == -signal.SIGKILL
     kept = {path.name for path in (tmp_path / "rows").glob("tiny-*.json")}
     assert "tiny-2gpu.plain.local_search.json" in kept

@@ -7,6 +7,8 @@ import pytest
 
 from reproductions.tasks import BenchTask, work_off
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def task(name, function, *arguments, after=(), alone=False):
     return BenchTask(

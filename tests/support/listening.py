@@ -1,12 +1,13 @@
 """What the processes of a command listen on, read from /proc while it runs."""
 
 import os
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support import forked
 
 LISTEN = "0A"
 """A TCP socket that listens, in /proc/net/tcp."""
@@ -30,23 +31,19 @@ class Watched:
 
 
 def watch(*command: object, folder: Path, **environment: str) -> Watched:
-    """Run `python COMMAND` in the folder, and watch its processes until it ends."""
+    """Run `python COMMAND` in the folder, forked, and watch its processes until it ends."""
     watched = Watched()
     paths = os.pathsep.join(filter(None, sys.path))
-    output = folder / "output.txt"
-    with output.open("w") as file:
-        running = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=folder, stdout=file, stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": paths} | environment,
-        )  # fmt: skip
-        while running.poll() is None:
-            tree = _tree(running.pid)
-            watched.processes = max(watched.processes, len(tree))
-            inodes = {inode for process in tree for inode in _inodes(process)}
-            watched.sockets |= {(kind, where) for kind, where, inode in _bound() if inode in inodes}
-            time.sleep(0.02)
-    watched.status, watched.output = running.returncode, output.read_text()
+    environment = os.environ | {"PYTHONPATH": paths} | environment
+    running = forked.start(command, cwd=folder, env=environment)
+    while running.poll() is None:
+        tree = _tree(running.pid)
+        watched.processes = max(watched.processes, len(tree))
+        inodes = {inode for process in tree for inode in _inodes(process)}
+        watched.sockets |= {(kind, where) for kind, where, inode in _bound() if inode in inodes}
+        time.sleep(0.02)
+    watched.output = "".join(running.communicate())
+    watched.status = running.returncode
     return watched
 
 

@@ -13,6 +13,8 @@ from dovetail.training.request import TrainRequest
 from dovetail.training.trainer import train
 from tests.support.training_models import SGD, Numbers, cross_entropy, perceptron, table
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 class Kept(dt.Callback):
     """Keeps all that it is told. Returns `answer` from the epoch, or the commit, of that number."""

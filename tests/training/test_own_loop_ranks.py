@@ -15,13 +15,14 @@ import pytest
 
 from dovetail.runtime.processes import Channel
 from dovetail.training import ranks
-from tests.support.own_loops import Ranks, environment, program
+from tests.support.forked_ranks import ForkedRanks
+from tests.support.own_loops import environment, program
 
 RULES = ["adag-agn", "downpour", "aeasgd", "eamsgd", "easgd", "diloco", "hogwild", "one-shot"]
 
 
 def run(body, ranks=2):
-    with Ranks(ranks, program(textwrap.dedent(body))) as started:
+    with ForkedRanks(ranks, program(textwrap.dedent(body))) as started:
         return started.results()
 
 
@@ -29,6 +30,9 @@ def run(body, ranks=2):
 def trained():
     """What two ranks get by sync, by DDP, and by each other rule."""
     return run(f"""
+        from dovetail.runtime.forking import start_fork_server
+        if rank == 0:  # each rule has a parameter server of its own
+            start_fork_server(("dovetail.training.backends.processes.server",))
         sgd = lambda network: torch.optim.SGD(groups(network), lr=0.1, momentum=0.9)
         torch.distributed.init_process_group("gloo")
         results = {{
@@ -116,7 +120,7 @@ DYING = """
 
 def dying(rule, dead):
     body = DYING.replace("RULE", repr(rule)).replace("DEAD", str(dead))
-    with Ranks(3, program(textwrap.dedent(body))) as started:
+    with ForkedRanks(3, program(textwrap.dedent(body))) as started:
         return started.ends()
 
 

@@ -20,6 +20,7 @@ from dovetail.training.records import Job
 from dovetail.training.trainer import Trainer
 from tests.support.training_models import Numbers
 
+pytestmark = pytest.mark.usefixtures("forks")
 SAMPLES, BATCH = 24, 4
 LABELS = torch.arange(SAMPLES) % 3  # mixed, eight of each
 STEP = functools.partial(torch.optim.SGD, lr=BATCH)

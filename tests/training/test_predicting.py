@@ -23,6 +23,7 @@ from dovetail.training.predicting import _FarPool, _in_order
 from dovetail.training.trainer import Trainer
 from tests.support.training_models import SGD, Numbers, cross_entropy, table
 
+pytestmark = pytest.mark.usefixtures("forks")
 ROWS, BATCH = 43, 8
 
 

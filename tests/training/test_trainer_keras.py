@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import forked
 
 SCRIPT = Path(__file__).parents[1] / "support" / "keras_training.py"
 
@@ -15,11 +15,10 @@ SCRIPT = Path(__file__).parents[1] / "support" / "keras_training.py"
 def found(tmp_path_factory):
     home = str(tmp_path_factory.mktemp("keras"))
     environment = os.environ | {"KERAS_BACKEND": "torch", "KERAS_HOME": home}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = forked.start([SCRIPT], cwd=home, env=environment)
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(out)
 
 
 def test_one_worker_trains_a_keras_model_as_torch_optim_does(found):

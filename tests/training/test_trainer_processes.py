@@ -19,6 +19,8 @@ from dovetail.training.request import TrainRequest
 from dovetail.training.trainer import Trainer
 from tests.support.training_models import SGD, cross_entropy, perceptron, relative, table
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def children():
     """Process ids below this one."""
@@ -88,14 +90,15 @@ def test_worker_processes_train_as_one_large_batch_and_are_gone_afterwards():
     assert history.outcome.samples == 128 == sum(row.samples for row in rows)
     assert history.backend == "processes"
     assert "accuracy" in history.outcome.evaluations[-1].figures
-    assert not [pid for pid in children() - before if _is_python(pid)]
+    assert not [pid for pid in children() - before if _is_worker(pid)]
 
 
-def _is_python(pid):
+def _is_worker(pid):
     try:
-        return b"child.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+    return b"child.py" in command or b"fork_server.py" in command
 
 
 class FailsAtSeven(nn.Module):

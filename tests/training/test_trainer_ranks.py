@@ -24,9 +24,10 @@ from dovetail.training.backends.ranks.meeting import RanksOptions
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.request import TrainRequest
 from tests.support.ending import gone
+from tests.support.forked_ranks import ForkedRanks
 from tests.support.hosts import LOOPBACK
 from tests.support.listening import _bound, _inodes, _tree
-from tests.support.own_loops import Ranks, environment, program
+from tests.support.own_loops import environment, program
 from tests.support.process_learners import assign
 from tests.support.trained_models import network
 
@@ -46,7 +47,7 @@ run = load_backend("ranks")
 def start(body, ranks=2, **values):
     """Ranks of a program in which `values` are there."""
     named = "".join(f"{name} = {value!r}\n" for name, value in values.items())
-    return Ranks(ranks, program(BACKEND + named + textwrap.dedent(body)))
+    return ForkedRanks(ranks, program(BACKEND + named + textwrap.dedent(body)))
 
 
 def results(body, ranks=2, **values):
@@ -57,7 +58,7 @@ def results(body, ranks=2, **values):
 def command(*arguments, ranks=2):
     """Ranks of the command line."""
     text = "import sys\nsys.argv = {!r}\nfrom dovetail.cli import main\nmain()\n"
-    return Ranks(ranks, text.format(["dovetail", *map(str, arguments)]))
+    return ForkedRanks(ranks, text.format(["dovetail", *map(str, arguments)]))
 
 
 def outputs(started):

@@ -26,6 +26,8 @@ from dovetail.training.rules import make_rule
 from dovetail.training.trainer import Trainer
 from tests.support.training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, table
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 class Killed(Exception):
     """Ends a run as if its process had been killed."""

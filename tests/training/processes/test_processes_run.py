@@ -15,6 +15,8 @@ from dovetail.training.server import Server
 from tests.support.doors import Doors
 from tests.support.process_learners import Counting, assign, count
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def numbers(outcome):
     """The rows, but for their times."""

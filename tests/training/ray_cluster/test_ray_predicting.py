@@ -13,9 +13,11 @@ from tests.training.test_predicting import ROWS, Dying, Failing, network, plainl
 
 def test_actors_predict_and_evaluate_as_threads_do(cluster):
     model, data = network(), table(ROWS)
-    options = {"backend": "ray", "workers": 2, "backend_options": SMALL}
-    assert torch.equal(trainer(model, **options).predict(data), plainly(model, data[0]))
-    assert trainer(model, **options).evaluate(data) == trainer(model, "threads").evaluate(data)
+    options = {"backend": "ray", "backend_options": SMALL}
+    found = trainer(model, workers=2, **options).predict(data)
+    assert torch.equal(found, plainly(model, data[0]))
+    figures = trainer(model, workers=1, **options).evaluate(data)
+    assert figures == trainer(model, "threads").evaluate(data)
 
 
 def test_a_batch_of_a_dead_actor_is_given_to_another(cluster, tmp_path):

@@ -16,7 +16,7 @@ simulate = load_backend("simulated")
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-@pytest.mark.parametrize("rule", ["downpour", "sync", "aeasgd", "adag"])
+@pytest.mark.parametrize("rule", ["downpour", "sync", "aeasgd"])
 def test_two_workers_train_each_sample_of_each_epoch_once_to_the_simulated_bits(rule):
     plain = assign(rule, run=rule)
     forced = replace(plain, order=in_turn(plain))
