@@ -28,6 +28,7 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from accelerate.utils.modeling import check_device_map
 from cases import REGISTRY, Batch, Case, Model
 from harness import parser_of, status_bytes
 from torch import Tensor, nn
@@ -279,6 +280,10 @@ def exported(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
         except DovetailError as error:
             row[name] = {"refused": one_line(error)}
             continue
+        if name == "device_map":
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                check_device_map(model.module, found)
         used = plan.placement[forward_ops(planned_graph(plan, graph))]
         row[name] = {"entries": len(found), "devices": len(set(used.tolist()))}
         if name == "split_points" and found:
