@@ -64,7 +64,7 @@ def random_plan(captured, machine, seed):
         placement=placement,
         orders=tuple(timeline.order_of(d) for d in range(len(machine.devices))),
         value=timeline.step_seconds,
-        copies=(),
+        transforms=captured.transforms,
         peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
     )
 
