@@ -5,6 +5,9 @@
     why       timeline, pipeline, what bounds it, measured beside predicted, memory, modules, graph
     how       methods, machine, facts
 
+Devices have two tables. The one below the timeline, "in figures" (`_times`), says what each does in
+a step, and the machine's says what each is.
+
 Scripts draw the timelines and the graph from JSON in the page (`pictures`). Every name is foreign
 text: the template escapes it, `pack` escapes it in the JSON, and the scripts write names with
 `textContent` or onto a canvas, never as markup.

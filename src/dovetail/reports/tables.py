@@ -1,4 +1,5 @@
 """Makes the tables of plans, machines, networks and graphs, for the terminal and for pages.
+`plan_table` is for the terminal alone.
 
 Each function returns what rich prints, and prints nothing. Every name in them is foreign text: a
 `Table` shows it character by character.
