@@ -36,8 +36,11 @@ def run(
 
     ranks   those that a launcher started, which run the plan together
     """
-    for name, value, kind in (("plan", plan, Plan), ("step", step, Captured)):
-        if not isinstance(value, kind):
+    for name, value, fits in (
+        ("plan", plan, isinstance(plan, Plan)),
+        ("step", step, hasattr(step, "graph")),
+    ):
+        if not fits:
             says = f"is a {type(value).__name__}; give dt.run a plan, then the step it is of"
             raise UsageError(name, says)
     check_seed(seed)

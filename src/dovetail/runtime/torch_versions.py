@@ -547,9 +547,10 @@ def dynamo_later() -> Iterator[None]:
             yield
     finally:
         # From now on torch asks the package.
+        name = "__dynamo_disable"
         for function in later.left:
-            if getattr(function, "__dynamo_disable", None) is function:
-                del function.__dynamo_disable
+            if getattr(function, name, None) is function:
+                delattr(function, name)
 
 
 def new_fake_mode() -> FakeTensorMode:
