@@ -40,6 +40,8 @@ def cluster():
         patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
         patch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
         patch.setenv("OMP_NUM_THREADS", "1")
+        # Ray would let whatever else runs on the cores, such as other tests, go before its actors.
+        patch.setenv("RAY_worker_niceness", "0")
         head = {"num_cpus": 2, "include_dashboard": False, "_system_config": FAST}
         shared = {"object_store_memory": STORE_BYTES, "node_ip_address": "127.0.0.1"}
         found = Cluster(initialize_head=True, head_node_args=head | shared)

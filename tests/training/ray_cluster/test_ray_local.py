@@ -20,7 +20,10 @@ def test_a_run_of_its_own_listens_on_the_loopback_interface_alone_and_leaves_not
 
     mark = f"mark-{uuid.uuid4().hex}"
     paths = os.pathsep.join(sys.path)
-    environment = os.environ | {"RAY_RUN_MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = os.environ | {
+        "RAY_RUN_MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths,
+        "RAY_worker_niceness": "0",
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
