@@ -119,12 +119,11 @@ def forked_workers():
     """Processes of one thread are forked by a server that has imported torch, as those of commands
     are. By itself each would import it, for seconds. Not for modules that share processes with
     others, as the fixture `workers` of executors/ does: what it has forked ends with the server."""
-    from dovetail.runtime.forking import end_fork_server, start_fork_server
+    from tests.support.forked import workers_forked
 
     # The first optimizer of a process imports the second.
-    start_fork_server(("torch", "torch._dynamo", "dovetail.executors.worker"))
-    yield
-    end_fork_server()
+    with workers_forked("torch", "torch._dynamo", "dovetail.executors.worker"):
+        yield
 
 
 @pytest.fixture
