@@ -21,6 +21,7 @@ class Model(torch.nn.Module):
         {inside}
         return self.out(self.embed(x).sum(1)).logsumexp(1)
 
+kept = []
 x = torch.randint(8, (3, 5))
 plain = Model()
 step = dt.capture(plain, x, loss=lambda out: out.sum(), train="adam")
@@ -57,9 +58,10 @@ def test_a_capture_does_without_it_and_what_comes_later_has_all_of_it():
     "inside",
     [
         "import torch._dynamo as d; d.is_compiling()",
-        "import torch._dynamo.utils as u; u.counters",
         "from torch._dynamo.eval_frame import OptimizedModule",
         "from torch._dynamo import config, is_compiling; is_compiling()",
+        "import torch._dynamo as d; d.config.suppress_errors = True; kept.append(d)",
+        "import torch._dynamo.backends.registry; torch._dynamo.list_backends()",
         "x = torch._dynamo.disable(torch.abs)(x)",
         "x = torch._dynamo.disable(recursive=False)(torch.abs)(x)",
     ],
@@ -69,11 +71,19 @@ def test_a_model_may_ask_for_it(inside):
         inside,
         """
         import torch._dynamo
+        import torch._dynamo.backends.registry
+        import torch._dynamo.config as settings
         print(type(torch._dynamo).__name__, hasattr(torch._dynamo, "convert_frame"))
         print(bool(torch.equal(torch.compile(plain, backend="eager")(x), plain(x))))
+        parts = sys.modules["torch._dynamo.eval_frame"], sys.modules["torch._dynamo.utils"]
+        print(parts[0].OptimizedModule is torch._dynamo.OptimizedModule)
+        print(parts == (torch._dynamo.eval_frame, torch._dynamo.utils))
+        print(settings is torch._dynamo.config is torch._dynamo.convert_frame.config)
+        print(settings.suppress_errors is bool(kept), hasattr(torch._dynamo.backends, "registry"))
+        print(all(d.convert_frame is torch._dynamo.convert_frame for d in kept))
         """,
     )
-    assert told == ["module", "True", "True"]
+    assert told == ["module", *["True"] * 8]
 
 
 @pytest.mark.parametrize(

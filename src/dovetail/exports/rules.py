@@ -99,13 +99,13 @@ class Format:
 
     rules: Callable[[Graph, Machine, Sequence[str], Mapping[str, str]], FormatRules]
     export: Callable[[Plan, Graph], object]
-    staged: bool = True
+    staged: bool
 
 
 FORMATS = {
     "device-map": Format(_device_map_rules, device_map, staged=False),
-    "split-points": Format(partial(_chain_rules, stage_units), split_points),
-    "torchtitan": Format(partial(_chain_rules, torchtitan_units), torchtitan),
+    "split-points": Format(partial(_chain_rules, stage_units), split_points, staged=True),
+    "torchtitan": Format(partial(_chain_rules, torchtitan_units), torchtitan, staged=True),
 }
 LATER = ("megatron", "vllm")
 """Formats that are not built yet: they are refused by name."""

@@ -1,7 +1,8 @@
 """Lists what can be planned for a request, and keeps what was found.
 
     kind           its candidates              apply                    their step
-    as it is       as it is                    always, but for these:   as it was captured
+    as it is       as it is                    unless one of the next   as it was captured
+                                               two applies
     pipeline       pipeline                    objective pipeline       micro-batches in stages
     shared batch   whole batch, 2 towers, ...  `replicas` auto          parts of the batch
     other forms    with channels last, ...     `auto` on cores here     captured again in that form
@@ -77,7 +78,7 @@ class Candidate:
     rival: bool = False
 
 
-class Result(Protocol):
+class Valued(Protocol):
     """What a search finds for a candidate: a plan, or what the plans of several phases are made
     of."""
 
@@ -87,10 +88,10 @@ class Result(Protocol):
     def interrupted(self) -> bool: ...
 
 
-Found = TypeVar("Found", bound=Result)
+Found = TypeVar("Found", bound=Valued)
 
 
-class TriedOf(Generic[Found]):
+class TriedCandidates(Generic[Found]):
     """The candidates that were planned. A Ctrl-C leaves the best of these.
 
     plans         name -> plan; None: it does not fit
@@ -160,7 +161,7 @@ class TriedOf(Generic[Found]):
         )
 
 
-class Tried(TriedOf[Plan]):
+class Tried(TriedCandidates[Plan]):
     """The candidates that were planned, of one step."""
 
     def told(self, best: str) -> Plan:
@@ -223,15 +224,16 @@ def candidates(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
 
 def shares(request: PlanRequest) -> dict[str, Limits]:
     """Divide the budget of a request: kind of candidates, or `AS_COMPILED` -> its share, in
-    proportion to the parts that it wants. What alone wants some has all of it."""
+    proportion to the parts that it wants. A kind that alone wants some has all of it, and so has
+    one that wants none, as it needs no search."""
     parts = {
-        name: kind.parts(request) if kind.applies(request) else 0
+        name: kind.budget_parts(request) if kind.applies(request) else 0
         for name, kind in CANDIDATES.items()
     }
     parts[AS_COMPILED] = int(searches_as_compiled(request))
     every = sum(parts.values())
     return {
-        name: request.limits if taken == every else request.limits.divided(every, taken)
+        name: request.limits if taken in (0, every) else request.limits.divided(every, taken)
         for name, taken in parts.items()
     }
 

@@ -43,7 +43,7 @@ from dovetail.graph import Graph, GroupLevels
 from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
 from dovetail.methods import PLACERS
-from dovetail.pipeline.candidates import Candidate, TriedOf
+from dovetail.pipeline.candidates import Candidate, TriedCandidates
 from dovetail.pipeline.opening import bound_of, with_copies
 from dovetail.pipeline.requests import (
     OF_PHASES,
@@ -216,7 +216,7 @@ def plan_phases(
     # of one device is preferred unless the best one wins by more than the least gain that the user
     # asks of several devices.
     share = UNDER_MAPS_SHARE / (len(maps) * len(phases))
-    tried: TriedOf[_UnderMap] = TriedOf()
+    tried: TriedCandidates[_UnderMap] = TriedCandidates()
 
     def search_under(name: str, *_: Any) -> _UnderMap:
         progress(f"planning all phases under one map: {name}", len(tried.plans) / len(maps), None)
@@ -242,6 +242,7 @@ def plan_phases(
         phase.name: joint.plan(phase, maps[chosen], under_chosen.outcomes[phase.name])
         for phase in phases
     }
+    failures = [f"under one map, {name}: {why}" for name, why in tried.failures.items()]
     planning_seconds = time.perf_counter() - began
     return PhasesPlan(
         plans={
@@ -249,7 +250,7 @@ def plan_phases(
                 plan,
                 planning_seconds=planning_seconds,
                 interrupted=budget.interrupted,
-                notes=(*notes.texts, *steps[name].notes, *plan.notes),
+                notes=(*notes.texts, *steps[name].notes, *failures, *plan.notes),
             )
             for name, plan in plans.items()
         },
@@ -259,7 +260,7 @@ def plan_phases(
             for block, paths in enumerate(joint.blocks)
             for path in paths
         },
-        candidates={name: under.value if (under := tried.plan(name)) else None for name in maps},
+        candidates={name: under.value if under else None for name, under in tried.plans.items()},
         chosen=chosen,
         interrupted=budget.interrupted,
     )

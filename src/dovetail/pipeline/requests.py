@@ -299,7 +299,7 @@ class PlanRequest:
         return self.placer == AUTO and self.method is None and not self.contiguous
 
     @property
-    def is_for_stages(self) -> bool:
+    def has_staged_format(self) -> bool:
         """True if the plan is for a format that has stages."""
         from dovetail.exports.rules import FORMATS
 
@@ -448,24 +448,24 @@ says so."""
 class CandidateKind:
     """A kind of what can be planned for a request: an entry of `CANDIDATES`.
 
-    makes    (request, what was tried so far) -> yields `Candidate`s. "module:function" is imported
-             when it is called, so that a help text does not wait for what it imports. The request
-             that it is given has this kind's share of the budget
-    takes    the fields of a request that it goes with
-    asked    True for a request that asks for this kind
-    refusal  what is said of an option that is given and not taken. "": where one is given, there
-             are no candidates of this kind
-    parts    (request) -> the parts of the budget that its candidates want together, for a request
-             that it applies to; 0: there are none, or they need no search. `candidates.shares`
-             divides the budget by the parts of all kinds
-    last     its candidates follow from the best of all others, so they are made after these
+    makes         (request, what was tried so far) -> yields `Candidate`s. "module:function" is
+                  imported when it is called, so that a help text does not wait for what it imports.
+                  The request that it is given has this kind's share of the budget
+    takes         the fields of a request that it goes with
+    asked         True for a request that asks for this kind
+    refusal       what is said of an option that is given and not taken. "": where one is given,
+                  there are no candidates of this kind
+    budget_parts  (request) -> the parts of the budget that its candidates want together, for a
+                  request that it applies to; 0: there are none, or they need no search.
+                  `candidates.shares` divides the budget by the parts of all kinds
+    last          its candidates follow from the best of all others, so they are made after these
     """
 
     makes: str | Callable[..., Any]
     takes: frozenset[str] = PLAN_FIELDS
     asked: Callable[[PlanRequest], bool] = lambda _request: True
     refusal: str = ""
-    parts: Callable[[PlanRequest], int] = lambda _request: 1
+    budget_parts: Callable[[PlanRequest], int] = lambda _request: 1
     last: bool = False
 
     def untaken(self, request: PlanRequest) -> list[str]:
@@ -489,7 +489,7 @@ CANDIDATES = {
                   "policy", "per_op", "place", "stages"},
         lambda request: not request.replicas and not request.is_pipeline,
         "is for objective pipeline; leave it out",
-        parts=lambda _request: 2,
+        budget_parts=lambda _request: 2,
     ),
     "pipeline": CandidateKind(
         "pipeline.candidates:in_micro_batches",
@@ -502,7 +502,7 @@ CANDIDATES = {
         OF_ALL | {"replicas", "gap", "min_gain", "schedule", "recompute"},
         lambda request: bool(request.replicas),
         "does not go with replicas auto; leave it out",
-        parts=lambda _request: 2,
+        budget_parts=lambda _request: 2,
     ),
     # Plans of another placer, for a format, with stages or beside a given placement are of the step
     # as it was captured.
@@ -510,7 +510,7 @@ CANDIDATES = {
         "pipeline.candidates:in_other_forms",
         PLAN_FIELDS - {"placer", "method", "contiguous", "stages", "format", "place", "per_op"},
         lambda request: not request.is_pipeline,
-        parts=lambda request: int(bool(imported("pipeline.candidates:forms_of")(request))),
+        budget_parts=lambda request: int(bool(imported("pipeline.candidates:forms_of")(request))),
     ),
     # Pins and caps name the devices of the machine. There is nothing to search for: everything is
     # on one device.
@@ -518,7 +518,7 @@ CANDIDATES = {
         "pipeline.candidates:on_all_cores",
         PLAN_FIELDS - {"pins", "caps"},
         lambda request: not request.is_pipeline,
-        parts=lambda _request: 0,
+        budget_parts=lambda _request: 0,
         last=True,
     ),
 }  # fmt: skip
@@ -567,12 +567,12 @@ EXCLUSIONS = (
         "a {format} cannot say them; leave one of the two out",
     ),
     Exclusion(
-        lambda request: request.is_pipeline and not request.is_for_stages,
+        lambda request: request.is_pipeline and not request.has_staged_format,
         ("format",),
         "a {format} has no stages; use split-points or torchtitan",
     ),
     Exclusion(
-        lambda request: request.is_for_stages and request.placer not in KEEP_ORDER,
+        lambda request: request.has_staged_format and request.placer not in KEEP_ORDER,
         ("placer",),
         NO_ORDER,
     ),

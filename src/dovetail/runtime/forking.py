@@ -51,6 +51,8 @@ class ForkedProcess:
         try:
             self._descriptor: int | None = os.pidfd_open(pid)
             self._close = weakref.finalize(self, os.close, self._descriptor)
+            # Others may still end the process then.
+            self._close.atexit = False
         except ProcessLookupError:  # it has ended, and the server has noticed
             self._descriptor = None
 

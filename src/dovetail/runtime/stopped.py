@@ -32,7 +32,8 @@ class _Watched:
     looks: int = 0
 
 
-_lock = threading.Lock()
+# A collection of garbage within a block may end workers, which calls `unwatch`.
+_lock = threading.RLock()
 _watched: dict[int, _Watched] = {}
 _thread: threading.Thread | None = None
 
@@ -40,7 +41,7 @@ _thread: threading.Thread | None = None
 def _forget() -> None:
     """Watch nothing, in a process that was forked from one that did."""
     global _lock, _thread
-    _lock, _thread = threading.Lock(), None
+    _lock, _thread = threading.RLock(), None
     _watched.clear()
 
 
@@ -51,7 +52,8 @@ def watch(pid: int, kill: Callable[[], None], patience_seconds: float) -> None:
     """Call `kill`, a method, once the child process has been stopped for so long. Call `unwatch`
     before it is waited for, as its number may then be another process's.
 
-    The method's object is not kept: nothing is watched for it once nobody else holds it.
+    The method's object is not kept: nothing is watched for it once nobody else holds it, and a
+    process that is stopped then lives on until this one ends.
     """
     global _thread
     with _lock:
@@ -93,7 +95,7 @@ def _look() -> None:
                 if is_over and kill is not None:
                     kill()
                 if is_over or kill is None or state in ("", "Z"):
-                    del _watched[pid]
+                    _watched.pop(pid, None)
                 # Else the object would live until the next look.
                 del kill
             if not _watched:

@@ -450,44 +450,7 @@ def has_optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
 # (`torch._compile._disable_dynamo`). Neither needs the package.
 
 _DYNAMO = "torch._dynamo"
-
-
-class _DynamoLater(types.ModuleType):
-    """Stands for `torch._dynamo` until more is asked of it than its settings, and `disable` for
-    torch's own functions: any other attribute or submodule brings the package itself.
-
-    config   the package's settings, as they are before anybody has imported it
-    sources  stands for its module of names for where tensors come from
-    left     functions that compilers are to be kept away from
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_DYNAMO)
-        self.config = _dynamo_settings()
-        self.sources = _SourcesLater(f"{_DYNAMO}.source")
-        self.left: list[Any] = []
-
-    def disable(
-        self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **options: Any
-    ) -> Any:
-        """As `torch._dynamo.disable`. torch's own functions come with `wrapping` False."""
-        if fn is None or wrapping:
-            return self.package().disable(fn, recursive, wrapping=wrapping, **options)
-        self.left.append(fn)
-        return fn
-
-    def package(self) -> Any:
-        """Return the package itself, imported by now."""
-        for module in (self, self.config, self.sources):
-            if sys.modules.get(module.__name__) is module:
-                del sys.modules[module.__name__]
-        return importlib.import_module(_DYNAMO)
-
-    def __getattr__(self, name: str) -> Any:
-        # A submodule is looked for by `__path__`. Python asks for other special names by itself.
-        if name.startswith("__") and name != "__path__":
-            raise AttributeError(name)
-        return getattr(self.package(), name)
+_SETTINGS = f"{_DYNAMO}.config"
 
 
 @dataclass(frozen=True)
@@ -502,8 +465,7 @@ class _UnknownSource(Source):
 
 
 class _SourcesLater(types.ModuleType):
-    """Stands for `torch._dynamo.source` until more is asked of it than to name an unknown source,
-    and whether it is a random number."""
+    """Stands for `torch._dynamo.source` until more is asked of it than these two classes."""
 
     ConstantSource = _UnknownSource
     RandomValueSource = type("RandomValueSource", (), {})
@@ -514,10 +476,87 @@ class _SourcesLater(types.ModuleType):
         return getattr(sys.modules[_DYNAMO].source, name)
 
 
+class _DynamoLater(types.ModuleType):
+    """Stands for `torch._dynamo` until more is asked of it than its settings, and `disable` for
+    torch's own functions: any other attribute or submodule brings the package itself.
+
+    config      the package's settings, which the package has as well once it is imported
+    sources     stands for its module of names for where tensors come from
+    undisabled  torch's functions that were not kept from compilers, as there was nothing to do so
+    is_over     torch asks the package itself from now on
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_DYNAMO)
+        # Submodules are found by `_DynamoFinder`.
+        self.__path__: list[str] = []
+        self.config = _dynamo_settings()
+        self.sources = _SourcesLater(f"{_DYNAMO}.source")
+        self.undisabled: list[Any] = []
+        self.is_over = False
+
+    def disable(
+        self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **options: Any
+    ) -> Any:
+        """As `torch._dynamo.disable`. torch's own functions come with `wrapping` False."""
+        if fn is None or wrapping or self.is_over:
+            return self.package().disable(fn, recursive, wrapping=wrapping, **options)
+        self.undisabled.append(fn)
+        return fn
+
+    def package(self) -> Any:
+        """Return the package itself, imported by now. Whoever holds this instead has its names."""
+        for module in (self, self.config, self.sources):
+            if sys.modules.get(module.__name__) is module:
+                del sys.modules[module.__name__]
+        package = importlib.import_module(_DYNAMO)
+        vars(self).update(vars(package))
+        return package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.package(), name)
+
+
+class _DynamoFinder:
+    """Finds submodules of `torch._dynamo`: any of them brings the package itself, and its settings
+    are those that stood for them."""
+
+    @staticmethod
+    def find_spec(name: str, _path: Any = None, _target: Any = None) -> Any:
+        """Return how to load the module; None: as if this were not here."""
+        if name == _SETTINGS and not isinstance(sys.modules.get(_DYNAMO), _DynamoLater):
+            return importlib.util.spec_from_loader(name, _Loaded(_dynamo_settings()))
+        if name.startswith(f"{_DYNAMO}."):
+            later = sys.modules.get(_DYNAMO)
+            if isinstance(later, _DynamoLater):
+                later.package()
+                importlib.import_module(name)
+                # Else Python would run the module's file again.
+                return importlib.util.spec_from_loader(name, _Loaded(sys.modules.pop(name)))
+        return None
+
+
+class _Loaded:
+    """Loads a module that is there already."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module, self._spec = module, vars(module).get("__spec__")
+
+    def create_module(self, _spec: Any) -> types.ModuleType:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # torch's settings take no other names by assignment.
+        vars(module)["__spec__"] = self._spec
+
+
 @functools.cache
 def _dynamo_settings() -> types.ModuleType:
+    """The module of settings, by itself: it is the rest of the package that takes long."""
     path = Path(torch.__file__).parent / "_dynamo" / "config.py"
-    spec: Any = importlib.util.spec_from_file_location(f"{_DYNAMO}.config", path)
+    spec: Any = importlib.util.spec_from_file_location(_SETTINGS, path)
     settings = importlib.util.module_from_spec(spec)
     with _as_module(settings):
         spec.loader.exec_module(settings)
@@ -537,18 +576,22 @@ def _as_module(module: types.ModuleType) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dynamo_later() -> Iterator[None]:
-    """Within this, torch does not import `torch._dynamo` where it can do without it."""
+    """Within this, torch does not import `torch._dynamo` where it can do without it. If several
+    threads are in such blocks, it may do so for those that go on after the first has left."""
     if _DYNAMO in sys.modules:
         yield
         return
     later = _DynamoLater()
+    if _DynamoFinder not in sys.meta_path:
+        # It stays, so that the settings are one module in any case.
+        sys.meta_path.insert(0, _DynamoFinder)
     try:
         with _as_module(later):
             yield
     finally:
-        # From now on torch asks the package.
+        later.is_over = True
         name = "__dynamo_disable"
-        for function in later.left:
+        for function in later.undisabled:
             if getattr(function, name, None) is function:
                 delattr(function, name)
 
