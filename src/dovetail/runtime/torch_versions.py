@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
 import importlib.util
 import os
 import sys
@@ -538,13 +539,13 @@ class _DynamoFinder:
         return None
 
 
-class _Loaded:
+class _Loaded(importlib.abc.Loader):
     """Loads a module that is there already."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module, self._spec = module, vars(module).get("__spec__")
 
-    def create_module(self, _spec: Any) -> types.ModuleType:
+    def create_module(self, spec: Any) -> types.ModuleType:
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
