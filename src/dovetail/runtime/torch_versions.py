@@ -528,18 +528,18 @@ class _DynamoFinder:
     def find_spec(name: str, _path: Any = None, _target: Any = None) -> Any:
         """Return how to load the module; None: as if this were not here."""
         if name == _SETTINGS and not isinstance(sys.modules.get(_DYNAMO), _DynamoLater):
-            return importlib.util.spec_from_loader(name, _Loaded(_dynamo_settings()))
+            return importlib.util.spec_from_loader(name, _LoadedModule(_dynamo_settings()))
         if name.startswith(f"{_DYNAMO}."):
             later = sys.modules.get(_DYNAMO)
             if isinstance(later, _DynamoLater):
                 later.package()
                 importlib.import_module(name)
                 # Else Python would run the module's file again.
-                return importlib.util.spec_from_loader(name, _Loaded(sys.modules.pop(name)))
+                return importlib.util.spec_from_loader(name, _LoadedModule(sys.modules.pop(name)))
         return None
 
 
-class _Loaded(importlib.abc.Loader):
+class _LoadedModule(importlib.abc.Loader):
     """Loads a module that is there already."""
 
     def __init__(self, module: types.ModuleType) -> None:
