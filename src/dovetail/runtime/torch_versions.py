@@ -483,8 +483,8 @@ class _DynamoLater(types.ModuleType):
 
     config      the package's settings, which the package has as well once it is imported
     sources     stands for its module of names for where tensors come from
-    undisabled  torch's functions that were not kept from compilers, as there was nothing to do so
-    is_over     torch asks the package itself from now on
+    undisabled  functions of torch's own that were called without keeping compilers away from them
+    is_over     the block of `dynamo_later` has ended: torch asks the package itself
     """
 
     def __init__(self) -> None:
@@ -506,7 +506,8 @@ class _DynamoLater(types.ModuleType):
         return fn
 
     def package(self) -> Any:
-        """Return the package itself, imported by now. Whoever holds this instead has its names."""
+        """Import the package, and give its names to those who hold this module instead. Returns the
+        package."""
         for module in (self, self.config, self.sources):
             if sys.modules.get(module.__name__) is module:
                 del sys.modules[module.__name__]
