@@ -74,6 +74,21 @@ class Slices(nn.Module):
         return turned * 2 + table[..., x.shape[2] :].transpose(0, 1)
 
 
+class Pyramid(nn.Module):
+    """An image's mean is an image of one pixel; kernels lay what is made larger from it by strides
+    of dimensions of one element."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x):  # [batch, width, rows, columns]
+        pixel = nn.functional.adaptive_avg_pool2d(x, 1)
+        pixel = torch.relu(self.norm(self.conv(pixel)))
+        large = nn.functional.interpolate(pixel, x.shape[2:], mode="bilinear")
+        return torch.cat([large, x], 1)
+
+
 def different(step):
     """(op, strides, dtype) of what calls return otherwise than the graph says."""
     graph, tensors, found = step.graph, initial_values(step), []
@@ -115,6 +130,15 @@ def test_a_training_step_lays_its_tensors_as_its_graph_says(module, sizes):
 def test_inference_lays_its_tensors_as_its_graph_says(sizes):
     inputs = torch.randn(sizes)
     assert not different(dt.capture(NormalisedSteps(sizes[2]).eval(), inputs))
+
+
+@pytest.mark.parametrize("width", [8, 600])
+def test_what_is_made_of_an_image_of_one_pixel_lies_as_the_graph_says(width):
+    image = torch.randn(2, width, 6, 6).to(memory_format=torch.channels_last)
+    model = Pyramid(width).eval().to(memory_format=torch.channels_last)
+    step = dt.capture(model, image)
+    assert not different(step)
+    assert torch.equal(run_step(step, initial_values(step), (image,), ()), model(image))
 
 
 def test_views_of_what_a_kernel_lays_in_its_own_way_train_as_in_plain_torch():

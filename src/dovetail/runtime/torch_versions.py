@@ -183,7 +183,7 @@ def _small_results(
     mixed = len({value.dtype for value in inputs}) > 1
     # Fake products and convolutions of one dtype are right, and their kernels take longest.
     if not mixed and (
-        op.overloadpacket in flop_registry or all(value.is_contiguous() for value in inputs)
+        op.overloadpacket in flop_registry or all(map(_lies_row_by_row, inputs))
     ):
         return None
     elements = sum(value.numel() for value in (*inputs, *outputs) if value is not None)
@@ -214,6 +214,20 @@ def _small_results(
         finally:
             torch.default_generator.set_state(state)
     return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _lies_row_by_row(value: Tensor) -> bool:
+    """Whether the strides are those of a new tensor of this shape.
+
+    `is_contiguous` asks nothing of dimensions of one element. But an image of one pixel lies with
+    its channels last or not by their strides alone, and kernels lay larger results of it so.
+    """
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= max(size, 1)
+    return True
 
 
 def _dense_strides(shape: Sequence[int], like: Sequence[int]) -> list[int]:
@@ -251,8 +265,7 @@ def _formed_alike(value: Tensor, twin: Tensor) -> Tensor:
         # Gaps in a kernel's result tell nothing of other sizes.
         is_dense = _extent(twin.shape, wanted) == twin.numel()
         wanted = tuple(_dense_strides(shape, wanted)) if is_dense else value.stride()
-    pairs = zip(wanted, value.stride(), shape, strict=True)
-    if value.dtype == twin.dtype and all(n <= 1 or one == other for one, other, n in pairs):
+    if value.dtype == twin.dtype and (value.numel() == 0 or wanted == value.stride()):
         return value
     return value.new_empty_strided(shape, wanted, dtype=twin.dtype)
 
