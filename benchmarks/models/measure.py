@@ -281,8 +281,14 @@ def exported(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
             row[name] = {"refused": one_line(error)}
             continue
         if name == "device_map":
+            # It warns of keys that name a split module's own tensors, as accelerate's own maps do.
+            keys = {name for name, _ in model.module.named_modules(remove_duplicate=False)}
+            keys |= {name for name, _ in model.module.named_parameters(remove_duplicate=False)}
+            keys |= {name for name, _ in model.module.named_buffers(remove_duplicate=False)}
+            if unknown := set(found) - keys:
+                raise ValueError(f"the device map names {sorted(unknown)}, which the model lacks")
             with warnings.catch_warnings():
-                warnings.simplefilter("error", UserWarning)
+                warnings.simplefilter("ignore", UserWarning)
                 check_device_map(model.module, found)
         used = plan.placement[forward_ops(planned_graph(plan, graph))]
         row[name] = {"entries": len(found), "devices": len(set(used.tolist()))}

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from accelerate.utils.modeling import check_device_map
+from torch import nn
 
 import dovetail as dt
 from dovetail.errors import UsageError
@@ -43,6 +45,28 @@ def test_every_placement_of_the_groups_is_a_device_map(name, whole):
         drawn[groups.of_op[rules.main]] = 0
         found = device_map(plan_with(step, groups, drawn), step.graph)
         check_device_map(step.module, found)
+
+
+class Scaled(nn.Module):
+    """A layer that holds a tensor itself, beside its children."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.relu(self.up(x)))
+
+
+def test_a_small_module_that_holds_tensors_itself_is_not_split():
+    step = dt.capture(nn.Sequential(*(Scaled() for _ in range(8))), torch.zeros(4, 16))
+    rules = rules_for("device-map", step.graph, MACHINE, (), dict(step.source.aliases))
+    groups, rng = colocate(step.graph, rules.units), np.random.default_rng(0)
+    for _ in range(TRIALS):
+        drawn = rng.integers(0, 3, groups.count)
+        found = device_map(plan_with(step, groups, drawn), step.graph)
+        assert set(found) <= {"", *(str(layer) for layer in range(8))}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,11 @@ CPU is "cpu".
 Backward and update follow the forward ops, and the loss is computed by whoever calls the model.
 
 `accelerate.dispatch_model` moves tensors where a listed module is called, and nowhere else: an op
-that a split module runs itself, between the calls of its children, runs where its inputs are.
+that a split module runs itself, between the calls of its children, runs where its inputs are. A key
+that names a split module's own tensor is for whoever loads weights (`from_pretrained`,
+`load_checkpoint_and_dispatch`, `dovetail.dispatch`). `dispatch_model` itself leaves that tensor
+where it is, as it does with accelerate's own maps, so a search keeps small modules of this kind
+whole.
 
 What "cpu" means there depends on `main_device`. The whole model gets its inputs there, the
 outermost module's own tensors are put there, and modules on "cpu" are *computed* there: if it is an
@@ -298,15 +302,18 @@ class _Needs:
     def __init__(self, graph: Graph, whole: frozenset[str], top: Module) -> None:
         self.graph, self.whole, self.top = graph, whole, top
         self.modules = {module.path: module for module in top.walk()}
-        self.roots = [
-            path
-            for path, module in self.modules.items()
-            if (path in whole or not module.children) and not _is_within(path, whole)
-        ]
         self.forward = forward_ops(graph)
         work = np.stack([graph.flops, graph.accessed_bytes], axis=1).astype(np.float64)
         self.work = work / np.maximum(work[self.forward].sum(axis=0), 1)
         self.small: dict[str, bool] = {}
+        self.roots: list[str] = []
+        for path, module in self.modules.items():  # the outer ones first
+            # `dispatch_model` does not move what a split module holds itself.
+            stays = path in whole or not module.children
+            if not _is_within(path, self.roots) and (
+                stays or (module.held and self._is_small(path))
+            ):
+                self.roots.append(path)
         self.ties: list[tuple[int, int]] = []
         self.main = np.zeros(len(graph), dtype=bool)
         names_of = Counter(op for module in self.modules.values() for op in module.held.values())
