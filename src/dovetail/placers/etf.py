@@ -177,7 +177,7 @@ def _schedule(  # noqa: C901  (kernel)
                         time = arrival(tasks, work.placed, work.ends, op, device)
                         latest = max(latest, time)
                     if time <= work.free[device]:
-                        push(work.now, lane, 0.0, work.ranks[op])
+                        push(work.now, lane, float(work.ranks[op]), work.ranks[op])
                     else:
                         push(work.later, lane, time, work.ranks[op])
 
@@ -280,7 +280,7 @@ def find_first(
     # What has arrived by now competes by rank alone. A device's free time never falls, so an op
     # that is moved to the heap `now` stays there rightly.
     while later.sizes[lane] > 0 and later.times[lane, 0] <= free:
-        push(now, lane, 0.0, later.ranks[lane, 0])
+        push(now, lane, float(later.ranks[lane, 0]), later.ranks[lane, 0])
         pop(later, lane)
     # An op stands in the lanes of several devices. Where it no longer counts, because it has
     # started or its group cannot be on this device, it is dropped only when it comes to the top.
