@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dovetail.training.trainer import Trainer
+from dovetail.training import Trainer
 
 
 def write_rings(path: Path, rows: int = 600) -> None:

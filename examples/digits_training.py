@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from dovetail.training.trainer import Trainer
+from dovetail.training import Trainer
 
 
 def main() -> None:

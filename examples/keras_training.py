@@ -14,7 +14,7 @@ import numpy as np
 from keras import layers
 from torch import nn
 
-from dovetail.training.trainer import Trainer
+from dovetail.training import Trainer
 
 
 def main() -> None:

@@ -234,11 +234,7 @@ def train_by_controllers(
 
     from dovetail.placers.learned.catalog import make_policy, settings_of
     from dovetail.placers.learned.learner import PolicyLearner, parameters_of
-    from dovetail.training.backends import load_backend
-    from dovetail.training.backends.contract import Assignment, Watcher
-    from dovetail.training.records import Job
-    from dovetail.training.rules import make_rule
-    from dovetail.training.step_times import StepTimes
+    from dovetail.training import Assignment, Job, StepTimes, Watcher, load_backend, make_rule
 
     views, settings = views_of([task]), settings_of(method)
     policy = make_policy(method, views[0].view, seed).alone(views[0].view)

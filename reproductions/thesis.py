@@ -36,11 +36,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dovetail.errors import DivergedError, FileFormatError, UsageError
-from dovetail.training.predicting import evaluate
-from dovetail.training.request import TrainRequest
-from dovetail.training.rules import make_rule
-from dovetail.training.step_times import StepTimes
-from dovetail.training.trainer import train
+from dovetail.training import StepTimes, TrainRequest, make_rule, predicting, train
 from reproductions.store import TRAINED, Kept, Store, fingerprint
 from reproductions.tasks import BenchTask, run_missing
 
@@ -402,7 +398,9 @@ def run_cell(
             "validation": (data.test_inputs, data.test_labels),
             "training": (data.inputs[:MOST_TRAINING], data.labels[:MOST_TRAINING]),
         }
-        figures = {name: evaluate(judged, part)["accuracy"] for name, part in parts.items()}
+        figures = {
+            name: predicting.evaluate(judged, part)["accuracy"] for name, part in parts.items()
+        }
     finally:
         torch.set_num_threads(threads)
     result = ThesisResult(

@@ -25,16 +25,22 @@ from dovetail.networks import NETWORKS
 from dovetail.networks.records import Options
 from dovetail.plans import normalise, tower_placement, tower_seconds
 from dovetail.simulator import Simulator
-from dovetail.training import kernels
-from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Assignment, Watcher
+from dovetail.training import (
+    Assignment,
+    Gradient,
+    Job,
+    Outcome,
+    Rule,
+    StepTimes,
+    Vector,
+    Watcher,
+    kernels,
+    load_backend,
+)
 from dovetail.training.backends.simulated import World
-from dovetail.training.learner import Gradient
 from dovetail.training.optimizers import COUNT, FlatAdam, FlatOptimizer, FlatRMSprop
-from dovetail.training.records import Job, Outcome, Vector
-from dovetail.training.rules.contract import Arrival, Rule, Slice
+from dovetail.training.rules.contract import Arrival, Slice
 from dovetail.training.rules.pushing import TOTAL, add_gradient, total
-from dovetail.training.step_times import StepTimes
 from dovetail.transforms import replicate
 from reproductions import graphs
 from reproductions.cases import CASES, LEARNED, RL17_CASES, machine_of

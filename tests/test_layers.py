@@ -1,9 +1,11 @@
 """Data flows one way: a package may import only from the lines above its own."""
 
 import ast
+from importlib import import_module
 
 import pytest
 
+from dovetail import training
 from tests.support.source_files import (
     SRC,
     circles,
@@ -95,3 +97,39 @@ def test_a_circle_of_imports_is_found_wherever_they_stand(tmp_path):
 
 def test_no_class_name_is_defined_twice_in_the_package():
     assert classes_defined_twice() == {}
+
+
+def imported_from_training(path, package=("dovetail",)):
+    """(module, name) of what a file imports from within `dovetail.training`."""
+    for full_name in imported_names(ast.parse(path.read_text()), package, typing=True):
+        if full_name.startswith("dovetail.training."):
+            module, _, name = full_name.rpartition(".")
+            yield module, name
+
+
+def test_other_packages_import_only_the_public_names_of_training():
+    for path in SRC.rglob("*.py"):
+        inside = path.relative_to(SRC)
+        if inside.parts[0] != "training":
+            for module, name in imported_from_training(path, ("dovetail", *inside.parent.parts)):
+                says = f"{inside} imports {module}.{name}"
+                assert module == "dovetail.training" and name in training.__all__, says
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "reproductions"])
+def test_what_is_public_in_training_is_imported_from_it(folder):
+    """Benchmarks that measure or break a part import what is not public from the part's file."""
+    for path in (SRC.parents[1] / folder).rglob("*.py"):
+        for module, name in imported_from_training(path, ()):
+            is_public = name in training.__all__ and module != "dovetail.training"
+            assert not is_public, f"{path.name} imports {module}.{name}"
+
+
+def test_names_of_training_are_listed_alike_for_python_and_for_type_checkers():
+    tree = ast.parse((SRC / "training" / "__init__.py").read_text())
+    listed = set(imported_names(tree, ("dovetail", "training"), typing=True))
+    listed -= {"importlib.import_module", "typing.TYPE_CHECKING"}
+    for full_name in listed:
+        module, _, name = full_name.rpartition(".")
+        assert getattr(training, name) is getattr(import_module(module), name)
+    assert {full_name.rpartition(".")[2] for full_name in listed} == set(training.__all__)

@@ -10,12 +10,18 @@ from typing import Any
 
 from mlp import MlpLearner, Task, figures, start
 
-from dovetail.training.analysis import seconds_to, staleness
-from dovetail.training.backends.contract import Assignment, Guard, Watcher
-from dovetail.training.backends.simulated import run
-from dovetail.training.records import Evaluation, Job, Outcome
-from dovetail.training.rules import make_rule
-from dovetail.training.step_times import StepTimes
+from dovetail.training import (
+    Assignment,
+    Evaluation,
+    Guard,
+    Job,
+    Outcome,
+    StepTimes,
+    Watcher,
+    analysis,
+    load_backend,
+    make_rule,
+)
 
 JITTER = 0.2
 
@@ -71,7 +77,7 @@ def run_cell(cell: Cell, task: Task) -> tuple[Result, Outcome]:
     """Run it; equal cells give equal results."""
     began = time.perf_counter()
     assignment = assignment_of(cell, task)
-    outcome = run(
+    outcome = load_backend("simulated")(
         assignment,
         watcher_of(cell, task),
         times=StepTimes("jitter", spread=JITTER),
@@ -120,8 +126,8 @@ def watcher_of(cell: Cell, task: Task) -> Watcher:
 def _result(cell: Cell, task: Task, outcome: Outcome, wall_seconds: float) -> Result:
     last = figures(outcome.theta, task.sizes, task.test_inputs, task.test_labels)
     evaluations = outcome.evaluations or (Evaluation(0, 0, 0.0, last),)
-    stale, _ = staleness(outcome.rows, cell.workers)
-    reached = seconds_to(evaluations, cell.target) if cell.target else None
+    stale, _ = analysis.staleness(outcome.rows, cell.workers)
+    reached = analysis.seconds_to(evaluations, cell.target) if cell.target else None
     return Result(
         accuracy=last["accuracy"],
         best=max(evaluation.figures["accuracy"] for evaluation in evaluations),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from dovetail.training.analysis import temporal_efficiency
+from dovetail.training import analysis
 
 Curve = tuple[str, list[float], list[float]]
 """name, seconds, accuracy"""
@@ -90,7 +90,10 @@ def chart(curves: Sequence[Curve]) -> str:
 def efficiencies(curves: Sequence[Curve]) -> list[list[str]]:
     """[curves][curves] E(row, column)"""
     return [
-        [name, *(f"{temporal_efficiency(seconds, accuracy, s, a):.2f}" for _, s, a in curves)]
+        [
+            name,
+            *(f"{analysis.temporal_efficiency(seconds, accuracy, s, a):.2f}" for _, s, a in curves),
+        ]
         for name, seconds, accuracy in curves
     ]
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.training.learner import Gradient
+from dovetail.training import Gradient, Vector
 from dovetail.training.optimizers import make_optimizer
-from dovetail.training.records import Vector
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]

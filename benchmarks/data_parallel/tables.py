@@ -19,8 +19,7 @@ from experiments import (
 from experiments import table as cells_of_table
 from harness import table
 
-from dovetail.training.analysis import implicit_momentum
-from dovetail.training.step_times import StepTimes
+from dovetail.training import StepTimes, analysis
 
 NAMES = {
     "downpour": "DOWNPOUR",
@@ -168,7 +167,8 @@ def _differs_in(cell: Cell, name: str, value: float) -> bool:
 def table_of_momentum(replicas: int = 4000, steps: int = 80) -> str:
     found = {
         kind: [
-            implicit_momentum(n, StepTimes(kind), replicas=replicas, steps=steps) for n in WORKERS
+            analysis.implicit_momentum(n, StepTimes(kind), replicas=replicas, steps=steps)
+            for n in WORKERS
         ]
         for kind in ("exponential", "jitter", "lognormal")
     }

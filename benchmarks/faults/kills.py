@@ -28,11 +28,16 @@ from harness import keep_json, parser_of
 
 from dovetail.errors import DovetailError
 from dovetail.runtime.forking import start_fork_server
-from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
-from dovetail.training.learner import Gradient
-from dovetail.training.records import Job
-from dovetail.training.rules import make_rule
+from dovetail.training import (
+    Assignment,
+    FailurePolicy,
+    Gradient,
+    Job,
+    Storage,
+    Watcher,
+    load_backend,
+    make_rule,
+)
 
 SAMPLES, BATCH, EPOCHS = 400, 5, 3
 STEP_SECONDS = 0.02

@@ -36,8 +36,7 @@ SAMPLES, WORKERS = 480, 3
 def train(seed: int, kills: int) -> None:
     """One run in this process; prints its result as a line."""
     from dovetail.errors import DovetailError
-    from dovetail.training.backends import load_backend
-    from dovetail.training.backends.contract import FailurePolicy, Watcher
+    from dovetail.training import FailurePolicy, Watcher, load_backend
     from tests.support.ray_runs import SMALL, assign_counts, each_sample_once_an_epoch
 
     rng = random.Random(seed)

@@ -23,11 +23,8 @@ import numpy as np
 from apart import living
 from harness import host, parser_of, table
 
-from dovetail.training.backends.contract import Assignment, FailurePolicy, Watcher
+from dovetail.training import Assignment, FailurePolicy, Gradient, Job, Watcher, make_rule
 from dovetail.training.backends.processes import run
-from dovetail.training.learner import Gradient
-from dovetail.training.records import Job
-from dovetail.training.rules import make_rule
 
 WORKER, SERVER = "processes.worker", "processes.server"
 WORKERS, BATCH, SAMPLES = 4, 8, 4000

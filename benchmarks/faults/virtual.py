@@ -44,12 +44,9 @@ import numpy as np
 from harness import keep_json, parser_of
 
 from dovetail.errors import DovetailError, JournalError, UnwritableError
-from dovetail.training import journal
-from dovetail.training.backends.contract import Storage
+from dovetail.training import Gradient, Job, Storage, journal, make_rule
 from dovetail.training.checks import checksum
-from dovetail.training.learner import Gradient
-from dovetail.training.records import Job, Reply, Verdict
-from dovetail.training.rules import make_rule
+from dovetail.training.records import Reply, Verdict
 from dovetail.training.server import Delivery, Server
 from dovetail.training.worker import Ask, Stepped, Told, work
 

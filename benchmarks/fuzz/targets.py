@@ -479,8 +479,7 @@ def _history() -> Any:
 
     import numpy as np
 
-    from dovetail.training.history import History
-    from dovetail.training.records import Evaluation, Event, Outcome, Row
+    from dovetail.training import Evaluation, Event, History, Outcome, Row
 
     rows = tuple(
         Row(i + 1, i % 2, i // 2 + 1, min(i, 1), 2, 20, 2 / (1 + i), 1.0, i / 2 + 0.9, i / 2,
@@ -508,7 +507,7 @@ def _histories(ending: str) -> list[bytes]:
 
 def _use_history(path: Path) -> object:
     from dovetail.reports.training_page import render_training
-    from dovetail.training.history import History
+    from dovetail.training import History
 
     history = History.from_csv(path) if path.suffix == ".csv" else History.load(path)
     history.save(path.with_name("again.json"))
@@ -524,7 +523,7 @@ def _traces() -> list[bytes]:
 def _use_trace(path: Path) -> object:
     import numpy as np
 
-    from dovetail.training.step_times import read_trace
+    from dovetail.training import read_trace
 
     return read_trace(path).draw(np.random.default_rng(0), 8)
 
@@ -558,7 +557,7 @@ def _unpack(files: dict[str, Any], folder: Path) -> None:
 
 
 def _job(run: str = "r") -> Any:
-    from dovetail.training.records import Job
+    from dovetail.training import Job
 
     return Job(run=run, size=SIZE, samples=24, epochs=1, batch=1, window=2, workers=2)
 
@@ -572,10 +571,8 @@ def _run_of(rule: str) -> dict[str, str]:
     """A run of two workers that stopped half way, with a snapshot and a log after it."""
     import numpy as np
 
-    from dovetail.training.backends.contract import Storage
-    from dovetail.training.checkpoint import open_folder
-    from dovetail.training.records import Commit, Evaluation, Turn
-    from dovetail.training.rules import make_rule
+    from dovetail.training import Evaluation, Storage, make_rule, open_folder
+    from dovetail.training.records import Commit, Turn
     from dovetail.training.server import Server
 
     with tempfile.TemporaryDirectory() as name:
@@ -706,10 +703,8 @@ def _sealed(number: int, prefix: tuple[Any, ...], header: bytes, vector: bytes) 
 def _use_run(path: Path) -> object:
     import numpy as np
 
-    from dovetail.training.backends.contract import Storage
-    from dovetail.training.checkpoint import open_folder
+    from dovetail.training import Storage, make_rule, open_folder
     from dovetail.training.records import Turn
-    from dovetail.training.rules import make_rule
     from dovetail.training.server import Server
 
     archive = json.loads(path.read_bytes())

@@ -40,12 +40,8 @@ from workload import (
     wait_a_step,
 )
 
-from dovetail.training.backends.contract import Assignment, Watcher
+from dovetail.training import Assignment, Gradient, Job, ModuleLearner, Watcher, flatten, make_rule
 from dovetail.training.backends.processes import run as run_processes
-from dovetail.training.learner import Gradient
-from dovetail.training.modules import ModuleLearner, flatten
-from dovetail.training.records import Job
-from dovetail.training.rules import make_rule
 
 RATES = (0.002, 0.003, 0.005)
 SLOW = (1.0, 4.0, 10.0)

@@ -90,7 +90,7 @@ class Paced:
         WorkerLink.ask = timed  # type: ignore[method-assign]
 
     def gradient(self, _theta: Vector, indices: NDArray[np.int64], _epoch: int) -> Any:
-        from dovetail.training.learner import Gradient
+        from dovetail.training import Gradient
 
         self._line.recv()
         return Gradient(self._update, 0.0, len(indices))
@@ -117,10 +117,8 @@ def shared_memory(
     size: int, count: int, rule: str = "downpour", log: bool = False
 ) -> Iterator[Peer]:
     """Our `processes` backend, one worker. `count` exchanges must be made."""
-    from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
+    from dovetail.training import Assignment, FailurePolicy, Job, Storage, Watcher, make_rule
     from dovetail.training.backends.processes import run
-    from dovetail.training.records import Job
-    from dovetail.training.rules import make_rule
 
     with tempfile.TemporaryDirectory() as folder:
         address = str(Path(folder, "line"))

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dovetail.errors import UsageError
-from dovetail.training.datasets import open_dataset, split
+from dovetail.training.datasets import open_dataset, split_batch
 from tests.support.training_models import Numbers, table
 
 
@@ -169,7 +169,7 @@ def test_arrays_are_not_collated():
     ],
 )
 def test_a_batch_is_the_models_input_and_the_losss_targets(batch, expected):
-    assert split(batch) == expected
+    assert split_batch(batch) == expected
 
 
 def test_an_iterable_torch_data_set_is_a_stream():

@@ -82,7 +82,7 @@ def resolve(model: str, train: str = "", shape: Sequence[str] | None = None) -> 
     from dovetail.frontends.onnx import parse_shapes, unknown_flops
     from dovetail.graph import Graph
     from dovetail.pipeline.sources import resolve_model
-    from dovetail.training.request import prints
+    from dovetail.training import prints
 
     shapes = parse_shapes(shape or ())
     # Of several ranks the first one tells.

@@ -164,7 +164,7 @@ def _learn(
     """Check the request as far as possible, resolve the models, learn, and write the results."""
     from dovetail.cli.learning_run import learn_and_write, plan_path
     from dovetail.pipeline import names_file
-    from dovetail.training.request import launched_rank
+    from dovetail.training import launched_rank
 
     folder = request.folder
     if launched_rank():
@@ -180,9 +180,9 @@ def _learn(
     for path in (outputs.tensorboard, folder, outputs.plans if batch else None):
         arguments.check_folder(None if path is None else Path(path))
     if outputs.tensorboard is not None:
-        from dovetail.training.tensorboard import check_installed
+        from dovetail.training import check_tensorboard
 
-        check_installed()
+        check_tensorboard()
     # A task is named by its MODEL text. If some are alike, the machine or a number is added.
     names = models
     if len(set(names)) < len(names):

@@ -21,13 +21,13 @@ from dovetail.cli.arguments import LearningOutputs
 from dovetail.cli.output import RunView, foreign, listed, say, show, show_json, write
 from dovetail.cli.training_run import News, typed
 from dovetail.placers.learned.records import Point
-from dovetail.training.request import launched_rank
+from dovetail.training import launched_rank
 from dovetail.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from dovetail.pipeline.learning import LearningResult
     from dovetail.pipeline.requests import LearnRequest, TaskRequest
-    from dovetail.training.records import Event
+    from dovetail.training import Event
 
 CURVES = ("best", "mean", "invalid", "entropy", "loss")
 """The fields of `Point` that TensorBoard shows."""
@@ -60,7 +60,7 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
             if outputs.tensorboard is None:
                 return
             if point.controller not in scalars:
-                from dovetail.training.tensorboard import Scalars
+                from dovetail.training import Scalars
 
                 folder = outputs.tensorboard / f"controller-{point.controller}"
                 scalars[point.controller] = stack.enter_context(Scalars(folder))

@@ -15,8 +15,7 @@ from dovetail.cli.training import FUNCTION_HELP, open_setup
 from dovetail.cli.weights import first_line, load_weights
 from dovetail.errors import FileFormatError, UsageError
 from dovetail.runtime.files import check_archive, files_only, write_atomically
-from dovetail.training.backends import BACKENDS
-from dovetail.training.request import TrainRequest
+from dovetail.training import BACKENDS, TrainRequest
 
 EPILOGS = {
     "predict": """\

@@ -14,7 +14,7 @@ from dovetail.cli.weights import OUT_HELP, check_holds, check_new_folder, is_fol
 from dovetail.errors import ModelError, UsageError
 from dovetail.request_fields import documented, read_seconds, read_values
 from dovetail.request_fields import option as option_field
-from dovetail.training.request import TrainRequest, launched_rank, launched_ranks
+from dovetail.training import TrainRequest, launched_rank, launched_ranks
 
 EPILOGS = {
     "train": """\
@@ -108,7 +108,7 @@ def train(
     if not function:
         raise UsageError("FUNCTION", "name one, package.module:function; --help shows an example")
     if of_rule or option:
-        from dovetail.training.rules import make_rule
+        from dovetail.training import make_rule
 
         name = str(of_rule.get("rule", TrainRequest.rule))
         values = read_values("--option", option or ())
@@ -142,9 +142,9 @@ def train(
     check_folder(outputs.tensorboard)
     check_folder(folder)
     if outputs.tensorboard is not None:
-        from dovetail.training.tensorboard import check_installed
+        from dovetail.training import check_tensorboard
 
-        check_installed()
+        check_tensorboard()
     given = {name: value for name, value in policy.items() if value is not None}
     opened = open_setup(function, settings, given)
     if suggest:
@@ -182,7 +182,7 @@ def _list_rules(as_json: bool) -> None:
     from rich.markup import escape
     from rich.table import Column, Table
 
-    from dovetail.training.rules import RULES
+    from dovetail.training import RULES
 
     rows = []
     for name, entry in RULES.items():
@@ -228,8 +228,7 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     `UsageError` for a setting that no run can have.
     """
     from dovetail.runtime.functions import call_function, names_function, refused
-    from dovetail.training.backends.contract import FailurePolicy
-    from dovetail.training.trainer import Trainer
+    from dovetail.training import FailurePolicy, Trainer
 
     if not names_function(function):
         raise ModelError(function or "''", "is no package.module:function")

@@ -26,18 +26,23 @@ from dovetail.cli.output import RunView, foreign, listed, progress_bar, say, sho
 from dovetail.cli.weights import save_weights
 from dovetail.errors import CallbackError, DovetailError, UsageError
 from dovetail.runtime.user_code import UserCode
-from dovetail.training import advice
-from dovetail.training.advice import Advice, Evidence, measure
-from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Watcher
-from dovetail.training.history import History, events_of
-from dovetail.training.modules import parameters_of
-from dovetail.training.monitor import DivergenceWarning
-from dovetail.training.preparing import bind_rule, prepare
-from dovetail.training.records import Event, Outcome, Row
-from dovetail.training.request import launched_rank
-from dovetail.training.torch_optimizers import resolve_optimizer
-from dovetail.training.trainer import train
+from dovetail.training import (
+    DivergenceWarning,
+    Event,
+    History,
+    Outcome,
+    Row,
+    Watcher,
+    advice,
+    bind_rule,
+    events_of,
+    launched_rank,
+    load_backend,
+    parameters_of,
+    prepare,
+    resolve_optimizer,
+    train,
+)
 from dovetail.units import format_count, format_seconds, printable
 
 if TYPE_CHECKING:
@@ -425,7 +430,9 @@ def suggest_and_show(
     with progress_bar() as bar:
         measuring_seconds = advice.MEASURING_SHARE * budget_seconds
         bar(f"measuring on {name}", 0.0, None)
-        measured = measure(assignment, load_backend(name, **settings), measuring_seconds, cores)
+        measured = advice.measure(
+            assignment, load_backend(name, **settings), measuring_seconds, cores
+        )
         # The rules are bound with this optimizer. The request's own rule is bound already.
         optimizer = resolve_optimizer(request.optimizer, request.lr, parameters_of(request.model))
         rules = []
@@ -513,10 +520,10 @@ def suggest_and_show(
     show(Text(printable(command)))
 
 
-def _table(result: Advice) -> Table:
+def _table(result: advice.Advice) -> Table:
     """The candidates: the chosen one first, then the stable ones, then the others, each by time."""
 
-    def place(evidence: Evidence) -> tuple[bool, bool, float, float]:
+    def place(evidence: advice.Evidence) -> tuple[bool, bool, float, float]:
         seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
         rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
         return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate

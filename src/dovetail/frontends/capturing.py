@@ -53,7 +53,7 @@ from dovetail.graph import Graph
 from dovetail.graph.source import Source
 from dovetail.runtime.torch_versions import dynamo_later, is_traceable_wrapper_subclass
 from dovetail.runtime.user_code import UserCode, defined_at, raised_by_user, said, text_of
-from dovetail.training.keras_models import is_keras
+from dovetail.training import is_keras
 
 BATCHED = "batched_mm"
 """The name of transformers' implementation of experts by one batched product over (token, expert)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
-from dovetail.training.keras_models import check_keras, with_added_losses
+from dovetail.training import check_keras, with_added_losses
 
 
 def keras_module(model: Any, training: bool) -> nn.Module:

@@ -30,8 +30,7 @@ from dovetail.networks.records import load_sizes
 from dovetail.runtime.files import check_archive
 from dovetail.runtime.functions import call_function, names_function, refused
 from dovetail.runtime.torch_versions import dynamo_later, new_fake_mode, open_archive, pytree
-from dovetail.training.keras_models import is_keras
-from dovetail.training.request import TrainRequest
+from dovetail.training import TrainRequest, is_keras
 
 # Exported programs: FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
 #
@@ -447,7 +446,7 @@ def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Cap
         # dataset[, validation]). The second entry tells these apart from what a plan takes: a loss
         # is callable, and inputs are not. Imported here, because most plans are of no such
         # function.
-        from dovetail.training.trainer import Trainer
+        from dovetail.training import Trainer
 
         collate: Any = None
         batch = TrainRequest.batch
@@ -458,13 +457,12 @@ def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Cap
         elif len(parts) >= 4 and callable(parts[1]):
             module, loss, _, dataset = parts[:4]
         if isinstance(module, nn.Module) or is_keras(module):
-            from dovetail.training.datasets import open_dataset, split
-            from dovetail.training.validation import batches_of
+            from dovetail.training import batches_of, open_dataset, split_batch
 
             first = next(batches_of(open_dataset(dataset, collate), batch, 1), None)
             if first is None:
                 raise UsageError("dataset", "is empty")
-            args, kwargs, targets = split(first[0])
+            args, kwargs, targets = split_batch(first[0])
             if train is None:  # targets count where there is a loss
                 return capture_call(module, args, kwargs)
             return capture_call(module, args, kwargs, targets=targets, loss=loss, train=train)

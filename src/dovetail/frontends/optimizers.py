@@ -213,7 +213,7 @@ def optimizer_of(train: OptimizerLike, parameters: Sequence[torch.nn.Parameter])
     if isinstance(train, str):
         return parse_optimizer(train, "train")
     # The command line has texts, and needs none of this.
-    from dovetail.training.torch_optimizers import settings_of_all
+    from dovetail.training import settings_of_all
 
     known = {
         name: {"betas" if "beta" in field.name else field.name for field in fields(record)}

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from dovetail.errors import MissingLibraryError, UsageError
-from dovetail.training.own_loop import Optimizer
-from dovetail.training.rules.contract import Rule
+from dovetail.training import Optimizer, Rule
 
 try:
     from lightning.pytorch.strategies import DDPStrategy

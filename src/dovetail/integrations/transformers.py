@@ -15,8 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dovetail.errors import MissingLibraryError, UsageError
-from dovetail.training.own_loop import Optimizer
-from dovetail.training.rules.contract import Rule
+from dovetail.training import Optimizer, Rule
 
 try:
     from transformers import Trainer, TrainerCallback

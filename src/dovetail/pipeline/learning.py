@@ -46,11 +46,11 @@ from dovetail.placers import GroupPlacement, PlacementProblem, permitted
 from dovetail.placers.learned.judges import SimulatedJudge
 from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
 from dovetail.plans import Plan, normalise
-from dovetail.training.request import launched_ranks
+from dovetail.training import launched_ranks
 
 if TYPE_CHECKING:
     from dovetail.placers.learned.policy import Policy
-    from dovetail.training.records import Event
+    from dovetail.training import Event
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +287,7 @@ def _train_here(
     """
     from dovetail.placers.learned.features import look
     from dovetail.placers.learned.learner import PolicyLearner, TaskView
-    from dovetail.training.modules import device_of
+    from dovetail.training import device_of
 
     policy.to(device_of(request.device, 0))
     settings = request.learning_settings

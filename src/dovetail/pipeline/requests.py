@@ -38,8 +38,7 @@ from dovetail.request_fields import (
     read_sizes,
     read_values,
 )
-from dovetail.training.backends import BACKENDS
-from dovetail.training.request import launched_rank, launched_ranks, named_backend
+from dovetail.training import BACKENDS, launched_rank, launched_ranks, named_backend
 from dovetail.units import HERE
 
 if TYPE_CHECKING:
@@ -770,7 +769,7 @@ class LearnRequest:
     resume: bool = option(False, "Continue the run in the folder")
 
     def __post_init__(self) -> None:
-        from dovetail.training.checkpoint import check_held
+        from dovetail.training import check_held
 
         object.__setattr__(self, "tasks", tuple(self.tasks))
         method = self.method
@@ -812,7 +811,7 @@ class LearnRequest:
             if self.backend == "ray":
                 says = "controllers of backend ray compute on CPUs; leave it out"
                 raise UsageError("device", says)
-            from dovetail.training.modules import check_gpu_name
+            from dovetail.training import check_gpu_name
 
             check_gpu_name(self.device)
         self._check_measured()

@@ -20,8 +20,7 @@ from dovetail.units import format_seconds
 
 if TYPE_CHECKING:
     # The page of a plan needs nothing of trainings.
-    from dovetail.training.history import History
-    from dovetail.training.records import Event
+    from dovetail.training import Event, History
 
 Floats = NDArray[np.float64]
 

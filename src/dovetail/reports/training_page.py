@@ -33,8 +33,7 @@ from dovetail.reports.kit import (
     render_page,
     scrolled,
 )
-from dovetail.training import analysis
-from dovetail.training.history import Column, History, common_level, events_of, lower_is_better
+from dovetail.training import Column, History, analysis, common_level, events_of, lower_is_better
 from dovetail.units import format_count, format_seconds
 
 MOST_FIGURES, MOST_EVENTS, MOST_BINS, MOST_ROWS = 6, 200, 40, 64

@@ -289,7 +289,7 @@ _LABELS_READ = 256
 
 def _labels(batch: Any) -> NDArray[np.generic]:
     """The labels [samples] of a batch."""
-    targets = split(batch)[2]
+    targets = split_batch(batch)[2]
     if not targets:
         raise UsageError("partition", "by-label needs labels, and the data set has no target")
     labels = np.asarray(targets[0])
@@ -310,7 +310,7 @@ def _labels(batch: Any) -> NDArray[np.generic]:
 _END = object()
 
 
-def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """Splits a batch into the model's arguments, its keyword arguments, and the loss' targets."""
     first, targets = (
         (batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) and batch else (batch, ())

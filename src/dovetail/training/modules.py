@@ -38,7 +38,7 @@ from dovetail.training.datasets import (
     Collate,
     StreamSource,
     open_dataset,
-    split,
+    split_batch,
 )
 from dovetail.training.keras_models import (
     added_losses,
@@ -178,7 +178,7 @@ def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
 
 def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:
     """(output, targets) of a batch, in the mode that the module is in."""
-    arguments, keywords, targets = split(batch)
+    arguments, keywords, targets = split_batch(batch)
     with UserCode("the model", module):
         if is_keras(module):
             return call_keras(module, arguments, keywords), targets

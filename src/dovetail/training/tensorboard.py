@@ -11,7 +11,7 @@ class Scalars:
     if the file cannot be opened or written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        check_installed()
+        check_tensorboard()
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.folder = os.fspath(folder)
@@ -49,7 +49,7 @@ class Scalars:
         return UnwritableError(self.folder, error.strerror or str(error))
 
 
-def check_installed() -> None:
+def check_tensorboard() -> None:
     """Raises `MissingLibraryError` if tensorboard is not installed."""
     try:
         import tensorboard.summary.writer.event_file_writer  # noqa: F401

@@ -41,9 +41,7 @@ from dovetail.placers.learned.records import (
     Point,
     ProblemView,
 )
-from dovetail.training.learner import Gradient
-from dovetail.training.liveness import alive
-from dovetail.training.records import Vector
+from dovetail.training import Gradient, Vector, alive
 
 LOSSES = {"reinforce": reinforce, "ppo": ppo}
 

@@ -47,15 +47,23 @@ from dovetail.placers.learned.records import (
     Point,
 )
 from dovetail.runtime.files import refuse_links
-from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
-from dovetail.training.checkpoint import RunFolder, open_folder
-from dovetail.training.modules import device_of
-from dovetail.training.pickling import check_travels
-from dovetail.training.records import Event, Job, Outcome
-from dovetail.training.request import launched_rank
-from dovetail.training.rules import make_rule
-from dovetail.training.rules.contract import Rule
+from dovetail.training import (
+    Assignment,
+    Event,
+    FailurePolicy,
+    Job,
+    Outcome,
+    Rule,
+    RunFolder,
+    Storage,
+    Watcher,
+    check_travels,
+    device_of,
+    launched_rank,
+    load_backend,
+    make_rule,
+    open_folder,
+)
 
 LEASE_SECONDS = 120.0
 """A controller that gives no sign of life for so long is hung; it gives one a second, but for

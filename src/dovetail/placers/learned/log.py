@@ -32,7 +32,7 @@ from safetensors.numpy import load, save
 from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.placers.learned.records import Point
 from dovetail.runtime.files import write_atomically
-from dovetail.training.history import Column, columns_of
+from dovetail.training import Column, columns_of
 
 CONTROLLERS = "controllers"
 """The folder of all logs within a run's."""
