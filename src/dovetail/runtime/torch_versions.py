@@ -182,9 +182,7 @@ def _small_results(
     kernel's own error about dtypes."""
     mixed = len({value.dtype for value in inputs}) > 1
     # Fake products and convolutions of one dtype are right, and their kernels take longest.
-    if not mixed and (
-        op.overloadpacket in flop_registry or all(map(_lies_row_by_row, inputs))
-    ):
+    if not mixed and (op.overloadpacket in flop_registry or all(map(_lies_row_by_row, inputs))):
         return None
     elements = sum(value.numel() for value in (*inputs, *outputs) if value is not None)
     sizes: dict[int, int] = {}
