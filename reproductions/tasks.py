@@ -14,7 +14,7 @@ from dovetail.errors import DovetailError, ProcessDiedError, ProcessError, Usage
 from dovetail.graph.synthetic import layered
 from dovetail.machine import parse_machine
 from dovetail.machine.local import available_bytes
-from dovetail.runtime.processes import Channel, Worker, launch, ready
+from dovetail.runtime.processes import Channel, Worker, launch, ready, serve_calls
 from reproductions import graphs, towers
 from reproductions.cases import CASES
 from reproductions.learned import forget_trainings, untrained, with_trainings
@@ -139,8 +139,9 @@ def work_off(
                     # Each worker has a core of its own if there are enough cores.
                     pinned = (cores[slot],) if jobs <= len(cores) else ()
                     workers[slot] = launch(ENTRY, cores=pinned, threads=1, name=f"bench {slot}")
+                    workers[slot].post("make")
                 queue.running[slot] = task
-                workers[slot].send(task)
+                workers[slot].begin("run", task)
             at_work = [workers[slot] for slot in queue.running]
             # No worker is at work if all waiting tasks were dropped; then there is nothing to hear.
             for worker in ready(at_work) if at_work else ():
@@ -167,14 +168,24 @@ def work_off(
     return queue.failed
 
 
-def serve(channel: Channel) -> None:
-    """Serve as a worker: run each task that arrives and send its failures back. Never returns."""
-    while True:
-        failures = channel.receive().run(
-            lambda text: channel.send(("began", text)),
-            lambda text: channel.send(("complaint", text)),
+@dataclass(frozen=True)
+class TaskProcess:
+    """What lives in a worker's process. Before the reply to a call it sends what a task tells."""
+
+    channel: Channel
+
+    def run(self, task: BenchTask) -> tuple[str, list[str]]:
+        """("done", what failed)."""
+        failures = task.run(
+            lambda text: self.channel.send(("began", text)),
+            lambda text: self.channel.send(("complaint", text)),
         )
-        channel.send(("done", failures))
+        return "done", failures
+
+
+def serve(channel: Channel) -> None:
+    """Serve as a worker."""
+    serve_calls(channel, lambda: TaskProcess(channel))
 
 
 class Keyed(Protocol):

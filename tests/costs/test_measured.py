@@ -132,16 +132,16 @@ def test_a_device_with_nothing_left_to_measure_keeps_the_others_company(tmp_path
     two = replace(one, name="cpu1")
     links = tuple(Link(a, b, 1e9, 1e-6, a) for a, b in (("cpu0", "cpu1"), ("cpu1", "cpu0")))
     machine = Machine("two", (one, two), "cpu0", links)
-    told, send = [], Worker.send
+    told, begin = [], Worker.begin
 
-    def record(self, message):
-        told.append((self.name, message[0], message[-1]))
-        send(self, message)
+    def record(self, method, *arguments):
+        told.append((self.name, method, arguments[-1]))
+        begin(self, method, *arguments)
 
-    monkeypatch.setattr(Worker, "send", record)
+    monkeypatch.setattr(Worker, "begin", record)
     step = capture(torch.nn.Tanh(), torch.ones(4))
     measured_costs(step.graph, step.program, machine, CostCache(tmp_path / "costs.sqlite"))
-    times = {name: patience for name, what, patience in told if what == "time"}
+    times = {name: patience for name, method, patience in told if method == "time_calls"}
     assert times == {"cpu0": measured._PATIENCE_SECONDS, "cpu1": 0.0}
 
 
@@ -214,8 +214,7 @@ def test_the_process_that_measures_is_set_up_as_one_that_runs():
     device = local_machine().devices[0]
     with measured.start_worker(replace(device, cores=device.cores[:1])) as process:
         process.receive()
-        process.send(("time", [entry_of(check_set_up)], 0.0, 0.0))
-        found = process.receive()
+        found = process.ask("time_calls", [entry_of(check_set_up)], 0.0, 0.0)
     assert not isinstance(found, FailedCall), found.traceback
 
 

@@ -94,19 +94,20 @@ def test_what_cannot_be_compiled_has_a_reason_and_is_tried_again(cache):
 
 def test_a_compiler_that_dies_is_replaced_and_costs_only_its_call(tmp_path, call, monkeypatch):
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiling, "ENTRY", "tests.executors.test_compiling:dies_of_the_first")
+    monkeypatch.setattr(compiling, "ENTRY", "tests.executors.test_compiling:DiesOfTheFirst")
     compiled = compile_all([unfit(), call], CompileTarget(1), PLACES, limit_seconds=300)
     assert "status" in compiled[unfit().key].reason or compiled[unfit().key].reason
     assert compiled[call.key] == Compiled(0.5)
 
 
-def dies_of_the_first(channel):
-    channel.receive()
-    while True:
-        asked = channel.receive()
-        if asked.metas[0] == UNFIT:
+class DiesOfTheFirst:
+    def __init__(self, target, make_cuda):
+        pass
+
+    def compile(self, call):
+        if call.metas[0] == UNFIT:
             os._exit(9)
-        channel.send(Compiled(0.5))
+        return Compiled(0.5)
 
 
 def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path, call, monkeypatch):

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,51 @@ def test_a_worker_answers():
         for message in (1, "two", {"three": [3]}):
             worker.send(message)
             assert worker.receive() == message
+
+
+SUMS = "tests.support.runtime_entries:Sums"
+
+
+def test_methods_of_an_object_in_the_process_are_called_in_order():
+    with launch(SUMS) as worker:
+        assert worker.ask("make", 1) is None
+        worker.post("add", 2, 3)
+        assert worker.ask("add") == 6
+        worker.begin("add", 10)
+        worker.begin("add", 100)
+        assert (worker.receive(), worker.receive()) == (16, 116)
+        assert worker.ask("paused") == 5
+
+
+def test_a_method_gets_copies_of_open_files_behind_its_arguments(tmp_path):
+    with launch(SUMS) as worker, ExitStack() as files:
+        worker.post("make", 0)
+        opened = []
+        for number in (3, 4):
+            (tmp_path / str(number)).write_text(str(number))
+            opened.append(files.enter_context((tmp_path / str(number)).open()))
+        assert worker.ask("add_of", files=[file.fileno() for file in opened]) is None
+        assert worker.ask("add") == 7
+
+
+def test_what_a_method_raises_ends_the_process_though_no_reply_was_wanted():
+    with launch(SUMS, name="sums") as worker:
+        worker.post("make", 0)
+        worker.post("fail", 7)
+        worker.begin("add", 1)
+        with pytest.raises(ProcessError, match="cannot add 7") as raised:
+            worker.receive()
+        assert "in fail" in raised.value.traceback
+        with pytest.raises(ProcessDiedError):
+            worker.ask("add", 1)
+
+
+@pytest.mark.parametrize("method", ["_secret", "__class__", "is_odd", "make", "nothing"])
+def test_nothing_but_public_methods_is_called(method):
+    with launch(SUMS) as worker:
+        worker.ask("make", 0)
+        with pytest.raises(ProcessError, match=f"KeyError: '{method}'"):
+            worker.ask(method)
 
 
 def test_a_worker_is_pinned_before_it_imports_anything():

@@ -16,6 +16,40 @@ def echo(channel):
         channel.send(channel.receive())
 
 
+class Sums:
+    """Adds up what it is given, and counts its pauses."""
+
+    pauses = 0
+
+    def __init__(self, first):
+        self._sum = first
+
+    def add(self, *numbers):
+        self._sum += sum(numbers)
+        return self._sum
+
+    def add_of(self, *descriptors):
+        for descriptor in descriptors:
+            with open(descriptor) as file:
+                self.add(int(file.read()))
+
+    def fail(self, number):
+        raise ValueError(f"cannot add {number}")
+
+    def _secret(self):
+        return self._sum
+
+    @property
+    def is_odd(self):
+        raise AssertionError("it was not asked")
+
+    def pause(self):
+        self.pauses += 1
+
+    def paused(self):
+        return self.pauses
+
+
 def describe(channel):
     channel.send(
         {

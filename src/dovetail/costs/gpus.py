@@ -1,4 +1,4 @@
-"""Measures GPUs: the process that answers for a GPU what `costs.measured` asks of a device.
+"""Measures GPUs: answers for a GPU, from a process of its own, what `costs.measured` asks.
 
 Everything is timed by events on the GPU, warm, on a stream of its own (`machine/gpu_rates.py`). An
 op is timed within the step that it belongs to, from the end of the op before it to its own end. The
@@ -8,7 +8,6 @@ between: plans replay their launches as graphs, in which it does not either.
 
 import gc
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from dovetail.frontends.program import Call
 from dovetail.frontends.runners import Stream, add_seeded, make_runner
 from dovetail.machine.gpu_rates import GpuTimer, matrix_rates
 from dovetail.runtime.cuda import MakeCuda
-from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.timers import clock, summarise
 
@@ -38,32 +36,18 @@ _WARM_UPS, _SAMPLES = 3, 20
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
-def serve(channel: Channel) -> None:
-    """Answer messages until the other end closes. The first is ("set up", name of the GPU, what
-    makes the CUDA by which it is reached)."""
-    measuring: _MeasuredGpu | None = None
-    with torch.inference_mode():
-        while True:
-            name, *arguments = channel.receive()
-            if name == "set up":
-                set_up(1)
-                measuring = _MeasuredGpu(*arguments)
-                channel.send(None)
-                continue
-            assert measuring is not None, "it is set up first"
-            answers: dict[str, Callable[..., Any]] = {
-                "time": measuring.time_calls,
-                "step": measuring.time_step,
-                "rates": measuring.rates,
-                "links": measuring.links,
-            }
-            channel.send(answers[name](*arguments))
+class MeasuredGpu:
+    """A GPU by the name that torch gives it, and the stream on which it is measured.
 
-
-class _MeasuredGpu:
-    """A GPU by the name that torch gives it, and the stream on which it is measured."""
+    make_cuda   makes the CUDA by which it is reached
+    """
 
     def __init__(self, name: str, make_cuda: MakeCuda) -> None:
+        set_up(1)
+        # Plans run calls in this mode too, without autograd's bookkeeping. The process is in it as
+        # long as it lives.
+        self._mode = torch.inference_mode()
+        self._mode.__enter__()
         self.cuda = make_cuda()
         self.device = self.cuda.device(name)
         self.timer = GpuTimer(self.cuda, self.device)

@@ -52,16 +52,15 @@ from dovetail.machine import Device, Machine
 from dovetail.machine.local import available_bytes
 from dovetail.runtime.cuda import cuda_maker
 from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs
-from dovetail.runtime.processes import Channel, Worker, launch, ready
+from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.ranks import host_name
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import clock, summarise, time_call
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
-# The process that measures. It is pinned to a device's cores and set up like an executor's worker.
-#
-# Messages to it are tuples whose first element is a key of `_ANSWERS`. It sends one reply to each.
+# The process that measures. It is pinned to a device's cores and set up like an executor's worker,
+# and its `MeasuredCores` answers what is asked.
 
 
 HOP_BYTES = (4096, 262144, 4194304)
@@ -83,29 +82,11 @@ _FLAG_BYTES = 256
 """Bytes before the payload, which hold two flags and an abort flag."""
 
 
-def serve(channel: Channel) -> None:
-    """Answer messages until the other end closes."""
-    # Executors run calls in this mode too, without autograd's bookkeeping.
-    with torch.inference_mode():
-        while True:
-            name, *arguments = channel.receive()
-            if name == "block":
-                arguments = [channel.receive_descriptor()]
-            channel.send(_ANSWERS[name](*arguments))
-
-
-_spinning: Spinning | None = None
-
-
-def set_up_device(threads: int) -> None:
-    """Set this process up like an executor's worker, so that its threads spin where those would."""
-    global _spinning
-    set_up(threads)
-    _spinning = Spinning(os.sched_getaffinity(0), threads)
-
-
 def time_calls(
-    entries: list[TimedEntry], best_seconds: float, patience_seconds: float
+    entries: list[TimedEntry],
+    best_seconds: float,
+    patience_seconds: float,
+    look: Callable[[], object] = lambda: None,
 ) -> TimedCalls | FailedCall:
     """Time calls in turn, round after round, on random inputs, bound as an executor binds them.
 
@@ -115,6 +96,7 @@ def time_calls(
     until such rounds have taken `patience_seconds`.
 
     best_seconds   the best `pace_seconds` known of this kind of core
+    look           is called before each round
 
     Returns a `FailedCall` for the first call that raises.
     """
@@ -135,8 +117,7 @@ def time_calls(
         calm_enough = undisturbed >= _LEAST_ROUNDS or waited >= patience_seconds
         if full and len(rounds) >= _LEAST_ROUNDS and calm_enough:
             break
-        if _spinning is not None:
-            _spinning.look()
+        look()
         start = clock()
         now = pace_seconds()
         # A better pace than any before shows that earlier rounds may have been disturbed, so they
@@ -237,21 +218,42 @@ def measure_rates() -> dict[str, Any]:
     }
 
 
-class _Hops:
-    """One end of a link that is measured. It sends messages to and fro over shared memory.
+class MeasuredCores:
+    """A device's cores, which are measured from a process on them.
 
-    A message is sent as an executor sends it: a copy into a slot, then a flag. In a plan the
-    consumer's op reads the slot in place, from the other core's cache. The op's measured cost does
-    not include that, so a hop here includes one such read.
+    The process is set up like an executor's worker, so that its threads spin where those would.
     """
 
-    block: Block | None = None
+    def __init__(self, threads: int) -> None:
+        set_up(threads)
+        self._spinning = Spinning(os.sched_getaffinity(0), threads)
+        self.block: Block | None = None
+        # Executors run calls in this mode too, without autograd's bookkeeping. The process is in it
+        # as long as it lives.
+        self._mode = torch.inference_mode()
+        self._mode.__enter__()
+
+    def time_calls(
+        self, entries: list[TimedEntry], best_seconds: float, patience_seconds: float
+    ) -> TimedCalls | FailedCall:
+        return time_calls(entries, best_seconds, patience_seconds, self._spinning.look)
+
+    def time_step(self, step: TimedStep, beside: tuple[int, ...]) -> OpTimes | FailedCall:
+        return time_step(step, beside)
+
+    rates = staticmethod(measure_rates)
 
     def map(self, descriptor: int) -> None:
+        """Take the block in which messages go to and fro with another device."""
         self.block = Block(descriptor)
 
     def play(self, first: bool, round_base: int) -> dict[int, float]:
-        """Send and receive all messages; return median one-way seconds by message size.
+        """Send and receive all messages over the block; return median one-way seconds by message
+        size.
+
+        A message is sent as an executor sends it: a copy into a slot, then a flag. In a plan the
+        consumer's op reads the slot in place, from the other core's cache. The op's measured cost
+        does not include that, so a hop here includes one such read.
 
         Only the first player measures; the second returns {}. `round_base` must be above all values
         that the flags had before, because a wait ends when a flag has reached its value.
@@ -328,17 +330,6 @@ def time_step(step: TimedStep, beside: tuple[int, ...] = ()) -> OpTimes | Failed
         return FailedCall(runner.failed, traceback.format_exc())
     gc.collect()
     return OpTimes(np.array(samples), neighbours.settled() or 0.0)
-
-
-_hops = _Hops()
-_ANSWERS: dict[str, Callable[..., Any]] = {
-    "set up": set_up_device,
-    "time": time_calls,
-    "step": time_step,
-    "rates": measure_rates,
-    "block": _hops.map,
-    "hops": _hops.play,
-}
 
 
 PROTOCOL = 7
@@ -540,7 +531,7 @@ def _run_everywhere(captured: Captured, machine: Machine) -> list[OpTimes] | Non
             worker.receive()
         pids = tuple(worker.pid for worker in workers)
         for worker in workers:
-            worker.send(("step", step, pids))
+            worker.begin("time_step", step, pids)
         try:
             replies: list[OpTimes | FailedCall] = [worker.receive() for worker in workers]
         except ProcessDiedError:  # op by op takes less memory
@@ -627,7 +618,8 @@ def _measure(
                     # is not used: it only keeps its device busy, as in a plan.
                     batch, allowed = next(iter(working.values())), 0.0
                     repeating.add(worker)
-                worker.send(("time", [entries[op] for op in batch], best_seconds, allowed))
+                timed = [entries[op] for op in batch]
+                worker.begin("time_calls", timed, best_seconds, allowed)
             idle = ready([*working, *repeating])
             for worker in idle:
                 reply: TimedCalls | FailedCall = worker.receive()
@@ -660,15 +652,15 @@ def _measure(
 
 
 def start_worker(device: Device) -> Worker:
-    """Start a worker for the device and tell it to set up. The caller receives its reply."""
+    """Start a worker for the device. The caller receives its reply that it is set up."""
     if device.torch_device:
-        worker = launch("dovetail.costs.gpus:serve", name=device.name)
-        worker.send(("set up", device.torch_device, cuda_maker()))
+        worker = launch("dovetail.costs.gpus:MeasuredGpu", name=device.name)
+        worker.begin("make", device.torch_device, cuda_maker())
         return worker
     threads = device.op_threads
-    entry = "dovetail.costs.measured:serve"
+    entry = "dovetail.costs.measured:MeasuredCores"
     worker = launch(entry, cores=device.cores, threads=threads, name=device.name)
-    worker.send(("set up", threads))
+    worker.begin("make", threads)
     return worker
 
 
@@ -801,7 +793,7 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
         cores = [core for device in machine.devices for core in device.cores]
         neighbours = Neighbours(cores, [worker.pid for worker in workers])
         for worker in workers:
-            worker.send(("rates",))
+            worker.begin("rates")
         of_worker = {_name_of(d): w.receive() for d, w in zip(measured, workers, strict=True)}
         devices = [of_worker.get(_name_of(device), {}) for device in machine.devices]
         on_cores = [w for d, w in zip(measured, workers, strict=True) if d.cores]
@@ -812,14 +804,12 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
             first, second = on_cores[:2]
             block = Block.create(_BLOCK_BYTES)
             for worker in (first, second):
-                worker.send(("block",))
-                worker.send_descriptor(block.descriptor)
-                worker.receive()
+                worker.ask("map", files=(block.descriptor,))
             games: list[dict[int, float]] = []
             for number in range(1 + _GAMES):
                 # Each game starts above all flag values of the one before.
                 for worker in (first, second):
-                    worker.send(("hops", worker is first, number * 10**6))
+                    worker.begin("play", worker is first, number * 10**6)
                 games.append(first.receive())
                 second.receive()
                 time.sleep(_BETWEEN_GAMES_SECONDS)
@@ -835,8 +825,8 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
             if not device.torch_device:
                 continue
             # One after the other: they share the way to the host's memory.
-            worker.send(("links", gpus))
-            rates = {name: fit_link(seconds) for name, seconds in worker.receive().items()}
+            copied = worker.ask("links", gpus)
+            rates = {name: fit_link(seconds) for name, seconds in copied.items()}
             for other in gpus:
                 copies[device.torch_device, other] = rates[other]
             for other in others:

@@ -1,4 +1,4 @@
-"""What `costs.measured` asks of the processes that measure, their replies, and what they share."""
+"""What the processes that measure are given and return, and what they share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class TimedEntry:
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """The reply with a timing per entry.
+    """A timing per entry.
 
     pace_seconds     the best pace of the core, seen now or known before
     waited_seconds   time of the disturbed rounds
@@ -51,7 +51,7 @@ class TimedCalls:
 
 @dataclass(frozen=True)
 class FailedCall:
-    """The reply where entry `index` raised."""
+    """What is returned where entry `index` raised."""
 
     index: int
     traceback: str
@@ -75,7 +75,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class OpTimes:
-    """The reply with the seconds [passes, ops] of each op, in the order of `TimedStep.calls`."""
+    """The seconds [passes, ops] of each op, in the order of `TimedStep.calls`."""
 
     seconds: NDArray[np.float64]
     others_cores: float

@@ -36,7 +36,7 @@ from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
 from dovetail.machine.gpu_rates import GpuTimer
-from dovetail.runtime.cuda import cuda_here, cuda_maker, reach_gpus_by
+from dovetail.runtime.cuda import MakeCuda, cuda_here, cuda_maker, reach_gpus_by
 from dovetail.runtime.files import (
     compiled_folder,
     is_own,
@@ -45,12 +45,13 @@ from dovetail.runtime.files import (
     write_atomically,
 )
 from dovetail.runtime.native import has_compiler
-from dovetail.runtime.processes import Channel, Worker, launch, ready
+from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.timers import clock, seconds_of
 from dovetail.runtime.torch_versions import inductor_source
 
-ENTRY = "dovetail.executors.compiling:serve"
+ENTRY = "dovetail.executors.compiling:Compiler"
+"""What lives in a compiler's process, as `launch` takes it."""
 PROTOCOL = 6
 """Raised where compiled code is called otherwise, or its gain is measured otherwise."""
 _ROUNDS, _ROUND_SECONDS = 7, 2e-3
@@ -137,7 +138,7 @@ def compile_all(
         worker = launch(ENTRY, cores=cores, threads=target.threads, name="compiler")
         idle.append(worker)
         cores_of[worker] = cores
-        worker.send((target, cuda_maker()))
+        worker.post("make", target, cuda_maker())
 
     try:
         for cores in places[: len(waiting)]:
@@ -146,7 +147,7 @@ def compile_all(
             while idle and waiting:
                 worker = idle.pop()
                 busy[worker] = waiting.pop(0)
-                worker.send(busy[worker])
+                worker.begin("compile", busy[worker])
             left = limit_seconds - (clock() - began)
             if left <= 0:
                 break
@@ -167,17 +168,20 @@ def compile_all(
     return compiled
 
 
-def serve(channel: Channel) -> None:
-    """Compile each fused call that arrives. The first message is what for, and what makes the CUDA
-    by which a GPU is reached."""
-    target: CompileTarget
-    target, make_cuda = channel.receive()
-    reach_gpus_by(make_cuda)
-    set_up(target.threads)
-    with own_cache():
-        while True:
-            call: FusedCall = channel.receive()
-            channel.send(_compile(call, target))
+class Compiler:
+    """What lives in a compiler's process.
+
+    make_cuda   makes the CUDA by which a GPU is reached
+    """
+
+    def __init__(self, target: CompileTarget, make_cuda: MakeCuda) -> None:
+        reach_gpus_by(make_cuda)
+        set_up(target.threads)
+        self._target = target
+
+    @own_cache()
+    def compile(self, call: FusedCall) -> Compiled:
+        return _compile(call, self._target)
 
 
 def has_code(key: str, target: CompileTarget) -> bool:

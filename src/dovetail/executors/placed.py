@@ -39,9 +39,9 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.gpus.peers import ConnectPeers, PeerPair
+from dovetail.executors.gpus.peers import PeerPair
 from dovetail.executors.gpus.steps import steps_of
-from dovetail.executors.gpus.worker import LoadGpus, ReadSources, SaveSources
+from dovetail.executors.gpus.worker import LoadGpus
 from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
@@ -54,7 +54,7 @@ from dovetail.executors.shares import (
     share_out,
     tensor_at,
 )
-from dovetail.executors.worker import Failed, Load, Step, Unload
+from dovetail.executors.worker import Failed, Load
 from dovetail.executors.workers import DeviceWorker, Workers
 from dovetail.frontends.interpret import example_values, held_values, source_value
 from dovetail.frontends.program import Call, Captured, Ref
@@ -403,7 +403,7 @@ class PlacedNetwork(LoadedStep):
                     strides = slot.stride()
                     distinct(slot, strides).copy_(distinct(tensor.detach(), strides))
         if self._inputs_on_gpus:
-            self._with_gpus(ReadSources(self._key, self._inputs_on_gpus))
+            self._with_gpus("read_sources", self._inputs_on_gpus)
         self.fed = [tensor for _, _, tensor in given]
 
     def _copying(self) -> AbstractContextManager[None]:
@@ -422,12 +422,11 @@ class PlacedNetwork(LoadedStep):
         if not self.workers.is_local:
             rest_openmp()
         self.steps += 1
-        request = Step(self._key, self.steps, timed)
         waiting = dict(zip(self._processes, self._of_processes, strict=True))
         try:
             for process, share in waiting.items():
                 try:
-                    process.send(request)
+                    process.begin("step", self._key, self.steps, timed)
                 except (ProcessDiedError, ProcessError) as error:
                     raise self._failure(share, error) from None
             # Every device replies before the first failure is raised.
@@ -460,7 +459,7 @@ class PlacedNetwork(LoadedStep):
                     for process in waiting:
                         process.receive(DRAIN_SECONDS)
                     for process in self._processes:
-                        process.send(Unload(self._key))
+                        process.post("unload", self._key)
                 except (ProcessDiedError, ProcessError, TimeoutError):
                     self.workers.closed = True
             if self._owns_workers or self.workers.closed:
@@ -532,7 +531,7 @@ class PlacedNetwork(LoadedStep):
             self.workers.close()
         elif not self._closed and not self.workers.closed:
             for process in self._processes:
-                process.send(Unload(self._key))
+                process.post("unload", self._key)
         self._release("it was closed")
 
     def __exit__(
@@ -592,8 +591,7 @@ class PlacedNetwork(LoadedStep):
                 else:
                     number, calls = self._unsent(share.device, share.ops)
                     load = Load(self._key, share, number, calls, graph.tensors, self._seed, beside)
-                process.send(load)
-                process.send_descriptor(self.block.descriptor)
+                process.begin("load", load, files=(self.block.descriptor,))
             for process, share in zip(self._processes, self._of_processes, strict=True):
                 if isinstance(reply := process.receive(), Failed):
                     raise self._error_of(reply, share)
@@ -613,26 +611,25 @@ class PlacedNetwork(LoadedStep):
 
     def save(self) -> None:
         """Bring what lives on GPUs into the block."""
-        self._with_gpus(SaveSources(self._key))
+        self._with_gpus("save_sources")
 
     def reload(self, tensors: Collection[int] | None = None) -> None:
         """Bring what lives on GPUs from the block: all sources, or those of `tensors`."""
-        wanted = None if tensors is None else frozenset(tensors)
-        self._with_gpus(ReadSources(self._key, wanted))
+        self._with_gpus("read_sources", None if tensors is None else frozenset(tensors))
 
     def connect_peers(self, place: RankPlace, pairs: Sequence[PeerPair]) -> None:
         """Connect GPUs with those of other ranks, which call this as well. Raises
         `PeerLostError`."""
         if pairs:
-            self._with_gpus(ConnectPeers(self._key, place, tuple(pairs)))
+            self._with_gpus("connect_peers", place, tuple(pairs))
 
-    def _with_gpus(self, request: SaveSources | ReadSources | ConnectPeers) -> None:
+    def _with_gpus(self, method: str, *arguments: object) -> None:
         """Have the GPUs' process bring their sources and the block into agreement, or connect."""
-        if self._gpus is not None:
-            self._gpus.send(request)
-            if isinstance(reply := self._gpus.receive(), Failed):
-                share = next(s for s in self.own_shares if self._is_on_gpu(s))
-                raise self._error_of(reply, share)
+        if self._gpus is None:
+            return
+        if isinstance(reply := self._gpus.ask(method, self._key, *arguments), Failed):
+            share = next(s for s in self.own_shares if self._is_on_gpu(s))
+            raise self._error_of(reply, share)
 
     def _error_of(self, reply: Failed, share: Share) -> DovetailError:
         """The error for a reply that says that something was raised."""

@@ -1,11 +1,11 @@
 """Runs a step as its user would run it without a plan, eager or by `torch.compile`.
 
     caller                               all cores: the caller's own process, else one of its own
-    LoadPlain ── module, signature ────► `PlainModule`
-    FeedPlain ── inputs and targets ───► of the next steps
-    RunPlain ──────────────────────────► step ──► seconds, result
-    TimePlain ─────────────────────────► steps ─► seconds of each
-    AskState, GiveState ◄──────────────► parameters, buffers, optimizer state
+    load ── module, signature ─────────► `PlainModule`
+    feed ── inputs and targets ────────► of the next steps
+    step ──────────────────────────────► step ──► seconds, result
+    time_steps ────────────────────────► steps ─► seconds of each
+    state, set_state ◄─────────────────► parameters, buffers, optimizer state
 
 Nothing of ours touches the computation: it has torch's own defaults, but for the number of threads.
 On a GPU the module is moved there, and each step's inputs are copied there, as a plan copies them;
@@ -15,10 +15,9 @@ a step ends when the GPU has ended.
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import FunctionType, TracebackType
 from typing import Any
@@ -44,7 +43,6 @@ from dovetail.executors.placed import (
     labelled,
     seconds_of_call,
 )
-from dovetail.executors.worker import Failed, UseThreads
 from dovetail.executors.workers import LocalWorker, check_here, is_this_process
 from dovetail.frontends.interpret import seed_for, source_value
 from dovetail.frontends.plain import GRAPHS, PlainModule
@@ -57,97 +55,17 @@ from dovetail.runtime.cuda import MakeCuda, cuda_maker
 from dovetail.runtime.files import own_cache
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
-from dovetail.runtime.processes import Channel, Worker, launch
+from dovetail.runtime.processes import Worker, launch
 from dovetail.runtime.setup import op_threads, rest_openmp
 from dovetail.runtime.timers import clock
-from dovetail.runtime.user_code import UserCode, line_of
+from dovetail.runtime.user_code import UserCode
 from dovetail.timeline import Timeline
 
 MODES = {EAGER: "", COMPILED: "default", REDUCED: GRAPHS}
 """Way to run the step -> the mode of `torch.compile`; "": it is not compiled."""
-ENTRY = "dovetail.executors.plain:serve"
-"""The function that the process runs, as `launch` takes it."""
-
-
-@dataclass(frozen=True)
-class LoadPlain:
-    """Asks for the module in the parcel, whose block's descriptor follows; the reply is "ready".
-
-    default_dtype   torch's, in the process that asks
-    """
-
-    parcel: Parcel
-    mode: str
-    seed: int
-    torch_device: str
-    default_dtype: torch.dtype
-    make_cuda: MakeCuda
-
-
-@dataclass(frozen=True)
-class FeedPlain:
-    """Gives the inputs and targets of the next steps; there is no reply."""
-
-    tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class RunPlain:
-    """Asks for one step; the reply is (seconds, result, or None unless `returns`)."""
-
-    number: int
-    returns: bool
-
-
-@dataclass(frozen=True)
-class TimePlain:
-    """Asks for `count` steps, timed as a user has them; the reply is [count] seconds."""
-
-    number: int
-    count: int
-
-
-@dataclass(frozen=True)
-class AskState:
-    """Asks for (state_dict of the module, state of the optimizer)."""
-
-
-@dataclass(frozen=True)
-class GiveState:
-    """Replaces the module's state or the optimizer's, where it is not None; the reply is
-    "ready"."""
-
-    module: dict[str, Tensor] | None = None
-    optimizer: dict[str, Tensor] | None = None
-
-
-def serve(channel: Channel) -> None:
-    """Answer requests until the channel closes. The first message is the threads per op."""
-    torch.set_num_threads(channel.receive())
-    channel.send("ready")
-    served = ServedPlain()
-    while True:
-        request = channel.receive()
-        try:
-            match request:
-                case LoadPlain():
-                    torch.set_default_dtype(request.default_dtype)
-                    served.load(request, channel.receive_descriptor())
-                    served.fill_main()
-                    channel.send("ready")
-                case FeedPlain(tensors=tensors):
-                    served.tensors = tensors
-                case UseThreads(count=count):
-                    torch.set_num_threads(count)
-                    channel.send("ready")
-                case _:
-                    # A tensor would take a GPU's memory or a larger storage with it.
-                    reply = substitute(served.answer(request), Tensor, lambda t: _alone(t.cpu()))
-                    channel.send(reply)
-        except EOFError:
-            raise
-        except Exception as error:
-            channel.send(Failed(-1, traceback.format_exc(), line_of(error)))
+ENTRY = "dovetail.executors.plain:PlainProcess"
+"""What lives in the process, as `launch` takes it."""
+State = tuple[dict[str, Tensor], dict[str, Tensor]]  # of the module, of the optimizer
 
 
 class ServedPlain:
@@ -172,47 +90,61 @@ class ServedPlain:
         assert self._plain is not None, "it was loaded before"
         return self._plain
 
-    def load(self, request: LoadPlain, descriptor: int) -> None:
+    def load(
+        self,
+        parcel: Parcel,
+        mode: str,
+        seed: int,
+        torch_device: str,
+        make_cuda: MakeCuda,
+        descriptor: int,
+    ) -> None:
         """Make the module of the parcel in the block of this descriptor, which is taken over."""
-        self._load = request
-        name = request.torch_device
-        self._cuda = request.make_cuda() if name else None
-        self._device = self._cuda.device(name) if self._cuda is not None else None
+        self._seed = seed
+        self._cuda = make_cuda() if torch_device else None
+        self._device = self._cuda.device(torch_device) if self._cuda is not None else None
         # Code is compiled in the first steps.
-        self._steps_in_cache = _STEPS_THAT_COMPILE if request.mode else 0
-        with own_cache() if request.mode else nullcontext():
+        self._steps_in_cache = _STEPS_THAT_COMPILE if mode else 0
+        with own_cache() if mode else nullcontext():
             try:
-                module, signature, step = unpack_parcel(request.parcel, descriptor)
+                module, signature, step = unpack_parcel(parcel, descriptor)
             finally:
                 os.close(descriptor)
             if not isinstance(module, nn.Module):  # what makes it
-                self._seed_torch(request.seed)
+                self._seed_torch(seed)
                 module = module()
             if self._device is not None:
                 module.to(self._device)
-            self._plain = PlainModule(module, signature, step, mode=request.mode)
+            self._plain = PlainModule(module, signature, step, mode=mode)
 
-    def answer(self, request: object) -> object:
-        """The reply to a request."""
-        plain = self.plain
-        match request:
-            case RunPlain(number=number, returns=returns):
-                began = clock()
-                result = self.run(number)
-                return clock() - began, result if returns else None
-            case TimePlain(number=number, count=count):
-                numbers = range(number, number + count)
-                return [seconds_of_call(partial(self.run, each)) for each in numbers]
-            case AskState():
-                return plain.module.state_dict(), plain.optimizer_state()
-            case GiveState(module=of_module, optimizer=of_optimizer):
-                if of_module is not None:
-                    # A step may have left tensors of inference mode in buffers.
-                    with torch.inference_mode(plain.infers):
-                        plain.module.load_state_dict(of_module)
-                if of_optimizer is not None:
-                    plain.set_optimizer_state(of_optimizer)
-        return "ready"
+    def feed(self, tensors: tuple[Tensor, ...]) -> None:
+        """Take the inputs and targets of the next steps."""
+        self.tensors = tensors
+
+    def step(self, number: int, returns: bool) -> tuple[float, Any]:
+        """Run one step: (seconds, result, or None unless `returns`)."""
+        began = clock()
+        result = self.run(number)
+        return clock() - began, result if returns else None
+
+    def time_steps(self, number: int, count: int) -> list[float]:
+        """[count] seconds of steps from that number on, timed as a user has them."""
+        numbers = range(number, number + count)
+        return [seconds_of_call(partial(self.run, each)) for each in numbers]
+
+    def state(self) -> State:
+        return self.plain.module.state_dict(), self.plain.optimizer_state()
+
+    def set_state(
+        self, of_module: dict[str, Tensor] | None, of_optimizer: dict[str, Tensor] | None
+    ) -> None:
+        """Replace the module's state or the optimizer's, where it is not None."""
+        if of_module is not None:
+            # A step may have left tensors of inference mode in buffers.
+            with torch.inference_mode(self.plain.infers):
+                self.plain.module.load_state_dict(of_module)
+        if of_optimizer is not None:
+            self.plain.set_optimizer_state(of_optimizer)
 
     def pause(self) -> None:
         """Do nothing: the module runs as its user would run it, whatever other programs do."""
@@ -221,25 +153,11 @@ class ServedPlain:
         """Forget the module."""
         self._plain, self.tensors = None, ()
 
-    def fill_main(self) -> None:
-        """Give `__main__` the names that the user's functions know, where these come from a script.
-
-        The script does not run here: its classes travel by value, with the names that they use.
-        `torch.compile` looks these up in the module of a function's class, which is `__main__`.
-        """
-        classes = {cls for part in self.plain.module.modules() for cls in type(part).__mro__}
-        functions = [f for cls in classes for f in vars(cls).values()] + [self.plain.loss]
-        names = vars(sys.modules["__main__"])
-        for function in functions:
-            if isinstance(function, FunctionType) and function.__module__ == "__main__":
-                for name, value in function.__globals__.items():
-                    names.setdefault(name, value)
-
     def run(self, number: int, ordinary: bool = True) -> Any:
         """The result of one step, on the device that it has run on; see `PlainModule.step`."""
         plain, tensors = self.plain, self.tensors
         if self.draws:
-            self._seed_torch(seed_for(self._load.seed, number, -1))
+            self._seed_torch(seed_for(self._seed, number, -1))
         if self._device is not None:
             tensors = tuple(tensor.to(self._device) for tensor in tensors)
         with UserCode("a step of the model", plain.module):
@@ -259,6 +177,47 @@ class ServedPlain:
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
+
+
+class PlainProcess(ServedPlain):
+    """What lives in the step's own process.
+
+    threads         on which each op runs
+    default_dtype   torch's, in the caller's process
+    """
+
+    def __init__(self, threads: int, default_dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(default_dtype)
+
+    def use_threads(self, threads: int) -> None:
+        """Run each op on so many threads from now on."""
+        torch.set_num_threads(threads)
+
+    def fill_main(self) -> None:
+        """Give `__main__` the names that the user's functions know, where these come from a script.
+
+        The script does not run here: its classes travel by value, with the names that they use.
+        `torch.compile` looks these up in the module of a function's class, which is `__main__`.
+        """
+        classes = {cls for part in self.plain.module.modules() for cls in type(part).__mro__}
+        functions = [f for cls in classes for f in vars(cls).values()] + [self.plain.loss]
+        names = vars(sys.modules["__main__"])
+        for function in functions:
+            if isinstance(function, FunctionType) and function.__module__ == "__main__":
+                for name, value in function.__globals__.items():
+                    names.setdefault(name, value)
+
+    # A tensor that is sent would take a GPU's memory or a larger storage with it.
+
+    def step(self, number: int, returns: bool) -> tuple[float, Any]:
+        seconds, result = super().step(number, returns)
+        return seconds, substitute(result, Tensor, lambda tensor: _alone(tensor.cpu()))
+
+    def state(self) -> State:
+        found: State = substitute(super().state(), Tensor, lambda tensor: _alone(tensor.cpu()))
+        return found
 
 
 _STEPS_THAT_COMPILE = 3
@@ -310,7 +269,7 @@ class PlainNetwork(LoadedStep):
         if is_local and not apart:
             draws = any(call is not None and call.random for call in captured.program.calls)
             self._local = ServedPlain(draws=draws)
-            self._process = LocalWorker(self.device.name, threads, self._local, LoadPlain)
+            self._process = LocalWorker(self.device.name, threads, self._local)
         else:
             self._process = launch(
                 ENTRY,
@@ -321,20 +280,11 @@ class PlainNetwork(LoadedStep):
             )
         try:
             if isinstance(self._process, Worker):
-                self._process.send(threads)
-                self._ask_ready()
-            self._process.send(
-                LoadPlain(
-                    parcel,
-                    mode,
-                    seed,
-                    self.device.torch_device,
-                    torch.get_default_dtype(),
-                    cuda_maker(),
-                )
-            )
-            self._process.send_descriptor(self._block.descriptor)
-            self._ask_ready()
+                self._process.post("make", threads, torch.get_default_dtype())
+            load = parcel, mode, seed, self.device.torch_device, cuda_maker()
+            self._ask("load", *load, files=(self._block.descriptor,))
+            if isinstance(self._process, Worker):
+                self._ask("fill_main")
         except BaseException:
             self._release("it could not be started", kill=True)
             raise
@@ -366,7 +316,7 @@ class PlainNetwork(LoadedStep):
             self._local.tensors = tuple(tensor.detach() for tensor in self._fed)
             return
         with op_threads(1):
-            self._process.send(FeedPlain(tuple(map(_alone, self._fed))))
+            self._process.post("feed", tuple(map(_alone, self._fed)))
         rest_openmp()
 
     def begin(self) -> float:
@@ -388,8 +338,7 @@ class PlainNetwork(LoadedStep):
     def set_threads(self, threads: int) -> None:
         """Run each op on this many threads from now on."""
         self._check_open()
-        self._process.send(UseThreads(threads))
-        self._ask_ready()
+        self._ask("use_threads", threads)
         self.threads = threads
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
@@ -399,7 +348,7 @@ class PlainNetwork(LoadedStep):
         self._check_open()
         if self._fed is None:
             self.feed()
-        self._process.send(TimePlain(self._steps, steps))
+        self._process.begin("time_steps", self._steps, steps)
         self._steps += steps
         try:
             return np.array(self._receive()[1:])
@@ -434,8 +383,7 @@ class PlainNetwork(LoadedStep):
         """Set parameters and buffers. Raises as `PlacedNetwork.load_state_dict` does."""
         self._check_open()
         check_values("state_dict", self.captured.module.state_dict(), state)
-        self._process.send(GiveState(module={name: _alone(t) for name, t in state.items()}))
-        self._ask_ready()
+        self._ask("set_state", {name: _alone(t) for name, t in state.items()}, None)
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"."""
@@ -445,8 +393,7 @@ class PlainNetwork(LoadedStep):
         """Set the optimizer's state. Raises as `load_state_dict` does."""
         self._check_open()
         check_values("optimizer_state_dict", _initial_state(self.captured), state)
-        self._process.send(GiveState(optimizer={name: _alone(t) for name, t in state.items()}))
-        self._ask_ready()
+        self._ask("set_state", None, {name: _alone(t) for name, t in state.items()})
 
     def close(self) -> None:
         """End the step's process, if it has one."""
@@ -495,35 +442,31 @@ class PlainNetwork(LoadedStep):
         self._check_open()
         if self._fed is None:
             self.feed()
-        self._process.send(RunPlain(self._steps, returns))
+        self._process.begin("step", self._steps, returns)
         self._steps += 1
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _state(self) -> State:
         self._check_open()
-        self._process.send(AskState())
-        found: tuple[dict[str, Tensor], dict[str, Tensor]] = self._receive()
+        found: State = self._ask("state")
         if self._local is not None:
             found = substitute(found, Tensor, lambda tensor: tensor.detach().clone())
         return found
 
-    def _ask_ready(self) -> None:
-        reply = self._receive()
-        assert reply == "ready", reply
+    def _ask(self, method: str, *arguments: object, files: Sequence[int] = ()) -> Any:
+        """What the process's method returns; raises as `_receive` does."""
+        self._process.begin(method, *arguments, files=files)
+        return self._receive()
 
     def _receive(self, timeout_seconds: float | None = None) -> Any:
         """The process's reply. An error there is raised here, and closes this."""
         try:
-            reply = self._process.receive(timeout_seconds)
+            return self._process.receive(timeout_seconds)
         except ProcessDiedError as error:
             self._release("its process died", kill=True)
             raise WorkerDiedError(self.device.name, "", error.status) from None
         except ProcessError as error:
-            self._release("its process failed", kill=True)
-            raise WorkerError(self.device.name, "", error.traceback, error.said) from None
-        if isinstance(reply, Failed):
             self._release("a step failed", kill=True)
-            raise WorkerError(self.device.name, "", reply.traceback, reply.said)
-        return reply
+            raise WorkerError(self.device.name, "", error.traceback, error.said) from None
 
     def _release(self, reason: str, *, kill: bool) -> None:
         if not self._closed:

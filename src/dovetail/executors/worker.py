@@ -2,7 +2,7 @@
 
 Between steps the process sleeps on its channel. Within a step it waits for flags in shared memory.
 
-    load ──► bind every instruction to the values ──► "ready"
+    load ──► bind every instruction to the values
     step ──► barrier ─ instructions ─ barrier ─ copy outputs ──► "done", "aborted" or `Failed`
 
 A device that is all that a machine has, on all cores of the caller's process, is served within
@@ -37,7 +37,6 @@ from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import NEXT, Stream, TensorPlace, distinct, make_runner
 from dovetail.runtime.neighbours import Spinning
-from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import float32_by_default, set_up, set_up_thread
 from dovetail.runtime.shared import Block
 from dovetail.runtime.user_code import line_of
@@ -46,7 +45,7 @@ from dovetail.runtime.waiting import ABORTED, barrier, publish
 
 @dataclass(frozen=True)
 class Load:
-    """Asks a process to bind a share under a key; the block's descriptor follows on the channel.
+    """A share that a process binds under a key.
 
     program   number of the program that `calls` belong to. The calls add to those that earlier
               loads of the same program brought.
@@ -61,32 +60,6 @@ class Load:
     tensors: int
     seed: int
     beside: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Step:
-    """Asks a process to run one step of a loaded share.
-
-    `number` counts steps from 1. With `timed`, the process stamps every instruction.
-    """
-
-    key: int
-    number: int
-    timed: bool
-
-
-@dataclass(frozen=True)
-class Unload:
-    """Asks a process to forget a loaded share; there is no reply."""
-
-    key: int
-
-
-@dataclass(frozen=True)
-class UseThreads:
-    """Asks a process to run each op on `count` threads from now on; the reply is "ready"."""
-
-    count: int
 
 
 @dataclass(frozen=True)
@@ -109,30 +82,8 @@ class Aborted(Exception):
     """Raised by a device that stops waiting because another device failed."""
 
 
-def serve(channel: Channel) -> None:
-    """Answer requests until the channel closes. The first message is the threads per op."""
-    threads: int = channel.receive()
-    set_up(threads)
-    served = ServedDevice(Spinning(os.sched_getaffinity(0), threads))
-    channel.send("ready")
-    while True:
-        request = channel.receive()
-        match request:
-            case Load():
-                served.load(request, channel.receive_descriptor())
-                channel.send("ready")
-            case UseThreads(count=count):
-                set_up_thread(count)
-                channel.send("ready")
-            case Unload():
-                served.answer(request)
-            case _:
-                channel.send(served.answer(request))
-                served.pause()
-
-
 class ServedDevice:
-    """The state of a device's process: loaded shares by their keys, and calls of one program.
+    """A device: loaded shares by their keys, and calls of one program.
 
     spinning   watches other programs on the device's cores
     """
@@ -144,28 +95,29 @@ class ServedDevice:
         self._program, self._calls = 0, dict[int, Call]()
         self._spinning = spinning
 
-    def load(self, request: Load, descriptor: int) -> None:
+    def load(self, load: Load, descriptor: int) -> None:
         """Bind a share to the values in the block of this descriptor, which is taken over."""
-        self._spinning.beside(request.beside)
+        self._spinning.beside(load.beside)
         # Only the latest program's calls are kept; `Workers.unsent` counts alike.
-        if request.program != self._program:
-            self._program, self._calls = request.program, {}
-        self._calls.update(request.calls)
+        if load.program != self._program:
+            self._program, self._calls = load.program, {}
+        self._calls.update(load.calls)
         with torch.inference_mode(), float32_by_default():
-            self._loaded[request.key] = _Loaded(request, self._calls, Block(descriptor))
+            self._loaded[load.key] = _Loaded(load, self._calls, Block(descriptor))
 
-    def answer(self, request: Step | Unload) -> str | Failed:
-        """Run a step, or forget a share and its values."""
-        if isinstance(request, Unload):
-            self._loaded.pop(request.key).block.close()
-            # The share's values and instructions refer to each other, so only a collection frees
-            # them.
-            gc.collect()
-            return "ready"
+    def step(self, key: int, number: int, timed: bool) -> str | Failed:
+        """Run one step of a loaded share; steps are numbered from 1. With `timed`, every
+        instruction is stamped."""
         self._spinning.look()
         spin_seconds = self._spinning.spin_seconds
         with torch.inference_mode(), float32_by_default():
-            return self._loaded[request.key].run(request, spin_seconds)
+            return self._loaded[key].run(number, timed, spin_seconds)
+
+    def unload(self, key: int) -> None:
+        """Forget a share and its values."""
+        self._loaded.pop(key).block.close()
+        # The share's values and instructions refer to each other, so only a collection frees them.
+        gc.collect()
 
     def pause(self) -> None:
         """Note that the process now waits for what comes next."""
@@ -174,8 +126,20 @@ class ServedDevice:
     def close(self) -> None:
         """Forget all shares. In the caller's process OpenMP's threads spin as they did at first."""
         for key in list(self._loaded):
-            self.answer(Unload(key))
+            self.unload(key)
         self._spinning.close()
+
+
+class DeviceProcess(ServedDevice):
+    """What lives in a device's own process, where each op runs on so many threads."""
+
+    def __init__(self, threads: int) -> None:
+        set_up(threads)
+        super().__init__(Spinning(os.sched_getaffinity(0), threads))
+
+    def use_threads(self, threads: int) -> None:
+        """Run each op on so many threads from now on."""
+        set_up_thread(threads)
 
 
 class _Loaded:
@@ -237,10 +201,10 @@ class _Loaded:
         lasting = {tensor for tensor, _ in load.share.sources}
         self.kept = [t for t, _ in load.share.outputs if t not in lasting]
 
-    def run(self, step: Step, spin_seconds: float) -> str | Failed:
+    def run(self, number: int, timed: bool, spin_seconds: float) -> str | Failed:
         """Run one step, in which waits spin for so long. Returns "done", "aborted" if another
         device failed, or `Failed`."""
-        number, spin_ns = step.number, round(spin_seconds * 1e9)
+        spin_ns = round(spin_seconds * 1e9)
         # Steps are numbered from 1 here and from 0 in seeds.
         self.runner.seeds = [seed_for(self.seed, number - 1, op) for op in self.drawing]
         try:
@@ -255,7 +219,7 @@ class _Loaded:
                 abort=self.abort,
                 spin_ns=spin_ns,
                 progress=self.base + self.share.progress,
-                stamps=self.base + self.share.stamps if step.timed else 0,
+                stamps=self.base + self.share.stamps if timed else 0,
             )
             if not done:
                 return "aborted"

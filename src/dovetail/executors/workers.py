@@ -9,14 +9,14 @@ with Workers(machine) as workers:
 
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 
 from dovetail.errors import ProcessError, RunError, UsageError
-from dovetail.executors.worker import Load, ServedDevice, UseThreads
+from dovetail.executors.worker import ServedDevice
 from dovetail.machine import Device, Machine
 from dovetail.machine.gpus import check_gpu
 from dovetail.runtime.cuda import cuda_maker
@@ -26,10 +26,10 @@ from dovetail.runtime.processes import Worker, launch
 from dovetail.runtime.setup import keep_freed_memory, op_threads, trim_memory
 from dovetail.runtime.user_code import line_of
 
-ENTRY = "dovetail.executors.worker:serve"
-"""The function that a CPU device's process runs, as `launch` takes it."""
-GPUS_ENTRY = "dovetail.executors.gpus.worker:serve"
-"""The function that the process of all GPUs runs."""
+ENTRY = "dovetail.executors.worker:DeviceProcess"
+"""What lives in a CPU device's process, as `launch` takes it."""
+GPUS_ENTRY = "dovetail.executors.gpus.worker:ServedGpus"
+"""What lives in the process of all GPUs."""
 
 
 def is_this_process(machine: Machine) -> bool:
@@ -40,65 +40,57 @@ def is_this_process(machine: Machine) -> bool:
 
 
 class Served(Protocol):
-    """Answers the requests to a process."""
+    """What a process would have, and whose public methods are called."""
 
     @property
     def infers(self) -> bool:
         """True if its steps run in inference mode by themselves."""
 
-    def load(self, request: Any, descriptor: int) -> None:
-        """Take what the request and the block of this descriptor hold, and the descriptor."""
-
-    def answer(self, request: Any) -> object:
-        """Return the reply to any other request."""
-
     def pause(self) -> None:
-        """Note that nothing is to be done until the next request."""
+        """Note that nothing is to be done until the next call."""
 
     def close(self) -> None:
         """Forget all that was loaded."""
 
 
 class LocalWorker:
-    """Serves requests within this process, with the methods of `Worker`.
+    """Serves calls within this process, with the methods of `Worker`.
 
     A step leaves the caller's number of threads, its random numbers and its modes of grad and
     autocast as they were, and none of them touches the step.
 
     threads   on which each op runs
-    loads     class of the requests that a block follows
     """
 
-    def __init__(self, name: str, threads: int, served: Served, loads: type) -> None:
+    def __init__(self, name: str, threads: int, served: Served) -> None:
         self.name, self.pid = name, os.getpid()
-        self._threads, self._served, self._loads = threads, served, loads
-        self._loading: object = None
-        self._reply: object = "ready"
+        self._threads, self._served = threads, served
+        self._reply: object = None
         keep_freed_memory()
 
-    def send(self, request: object) -> None:
-        """Answer a request; a load is answered once its block is there."""
-        if isinstance(request, UseThreads):
-            self._threads = request.count
-        elif isinstance(request, self._loads):
-            self._loading = request
-        else:
-            self.answer(self._served.answer, request)
-            self._served.pause()
+    def ask(self, method: str, *arguments: object, files: Sequence[int] = ()) -> Any:
+        self.begin(method, *arguments, files=files)
+        return self.receive()
+
+    def begin(self, method: str, *arguments: Any, files: Sequence[int] = ()) -> None:
+        if method == "use_threads":
+            # Each call sets the threads, and puts the caller's back.
+            (self._threads,) = arguments
+            return
+        self.answer(getattr(self._served, method), *arguments, *map(os.dup, files))
+        self._served.pause()
+
+    def post(self, method: str, *arguments: object, files: Sequence[int] = ()) -> None:
+        self.begin(method, *arguments, files=files)
+        self._reply = None
 
     def answer(self, function: Callable[..., object], *args: object) -> None:
         """Note what the function returns as the reply."""
         self._reply = self._shielded(function, *args)
 
-    def send_descriptor(self, descriptor: int) -> None:
-        """Load what was sent last from this block."""
-        request, self._loading = self._loading, None
-        failure = self._shielded(self._served.load, request, os.dup(descriptor))
-        self._reply = "ready" if failure is None else failure
-
     def receive(self, timeout_seconds: float | None = None) -> Any:
-        """The reply to what was sent last. Raises `ProcessError` if that raised."""
-        reply, self._reply = self._reply, "ready"
+        """The reply to the last call. Raises `ProcessError` if that raised."""
+        reply, self._reply = self._reply, None
         if isinstance(reply, ProcessError):
             raise reply
         return reply
@@ -174,19 +166,16 @@ class Workers:
                     # Other programs are watched as in a device's own process. Beside one that
                     # computed, a step of SqueezeNet on two threads took 62 ms, and 8 without it.
                     served = ServedDevice(Spinning(device.cores, device.op_threads))
-                    self._started[index] = LocalWorker(device.name, device.op_threads, served, Load)
-                    continue
-                told: object
-                if device.torch_device:
-                    worker = launch(GPUS_ENTRY, name="GPUs")
-                    told = cuda_maker()
+                    self._started[index] = LocalWorker(device.name, device.op_threads, served)
+                elif device.torch_device:
+                    self._started[index] = worker = launch(GPUS_ENTRY, name="GPUs")
+                    worker.begin("make", cuda_maker())
                 else:
-                    told = device.op_threads
-                    worker = launch(
-                        ENTRY, cores=device.cores, threads=device.op_threads, name=device.name
+                    threads = device.op_threads
+                    self._started[index] = worker = launch(
+                        ENTRY, cores=device.cores, threads=threads, name=device.name
                     )
-                self._started[index] = worker
-                worker.send(told)
+                    worker.begin("make", threads)
             # All are started before any is waited for, so that their imports run at the same time.
             for index in fresh:
                 self._started[index].receive()
@@ -200,7 +189,7 @@ class Workers:
         self.check_open()
         on_cores = [w for d, w in self._started.items() if self.machine.devices[d].cores]
         for worker in on_cores:
-            worker.send(UseThreads(threads))
+            worker.begin("use_threads", threads)
         for worker in on_cores:
             worker.receive()
 

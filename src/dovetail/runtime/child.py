@@ -20,7 +20,8 @@ _MOST_INT, _TOP_PAD_BYTES, _MOST_MMAP_BYTES = 2**31 - 1, 2**26, 2**25
 
 
 def main(arguments: list[str]) -> int:
-    """Run the entry function "package.module:function" with the channel; return the exit status."""
+    """Serve an object of the class "package.module:Class", or run the function
+    "package.module:function" with the channel; return the exit status."""
     descriptor, parent, cores, entry, paths = arguments
     numbers = [int(core) for core in cores.split(",") if core]
     return live(int(descriptor), int(parent), numbers, entry, json.loads(paths))
@@ -35,7 +36,7 @@ def live(descriptor: int, parent: int, cores: list[int], entry: str, paths: list
     if cores:
         os.sched_setaffinity(0, cores)
     sys.path[:] = paths
-    from dovetail.runtime.processes import Channel, Exiting, Failure
+    from dovetail.runtime.processes import Channel, Exiting, Failure, serve_calls
     from dovetail.runtime.user_code import exits_noticed, line_of, running_at
 
     channel = Channel(descriptor)
@@ -46,9 +47,13 @@ def live(descriptor: int, parent: int, cores: list[int], entry: str, paths: list
             channel.send(Exiting(running_at()))
 
     try:
-        module, function = entry.split(":")
+        module, name = entry.split(":")
         with exits_noticed(say_where):
-            getattr(importlib.import_module(module), function)(channel)
+            target = getattr(importlib.import_module(module), name)
+            if isinstance(target, type):
+                serve_calls(channel, target)
+            else:
+                target(channel)
     except EOFError:
         # The parent closed its end, which is the ordinary way to stop a worker.
         return 0

@@ -161,7 +161,10 @@ class Spinning:
         self.spin_seconds = SPIN_SECONDS
 
     def pause(self) -> None:
-        """The process does nothing from now on until it looks again."""
+        """The process does nothing from now on until it looks again; if it already did not look
+        since the last pause, that pause goes on."""
+        if self._paused < math.inf:
+            return
         self._paused = clock()
         # It takes some 50 us to read what others do, which is spent only where there are pauses.
         if self._has_pauses:

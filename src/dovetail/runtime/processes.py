@@ -1,8 +1,14 @@
 """Starts worker processes that are pinned to cores, never orphaned, and report their failures.
 
-    with launch("dovetail.costs.measured:serve", cores=(0,), threads=1) as worker:
-        worker.send(request)             │ serve(channel): channel.receive(), channel.send(...)
-        reply = worker.receive()         │ until receive raises EOFError, which ends it
+    with launch("dovetail.costs.measured:MeasuredCores", cores=(0,), threads=1) as worker:
+        worker.ask("make", 1)            │ served = MeasuredCores(1)
+        rates = worker.ask("rates")      │ served.rates(), and so on until the channel is closed
+
+One object lives in such a process, and its public methods are called from here: `ask` waits for
+what the method returns, `post` wants no reply, and `begin` and `receive` are the halves of `ask`,
+for calls to several workers at once. An error that a method raises ends the process, and is raised
+here by the next `receive`. Where the two sides rather exchange messages, the entry is a function of
+the process's `Channel`, and `send` and `receive` are its counterparts here.
 
 Workers are started by `subprocess`: forking this process would break OpenMP, and `multiprocessing`
 would run the user's script again. Those of one thread are forked by a server that has imported
@@ -17,7 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
@@ -107,8 +113,9 @@ class Worker:
     """The parent's handle of a worker process; a context manager that ends it. The process also
     ends once nobody holds the handle.
 
-    `send` and `receive` raise `ProcessError` with the worker's traceback, or `ProcessDiedError`. A
-    worker that somebody stops for `patience_seconds` is killed (`runtime.stopped`).
+    Each of its methods that talks with the process raises `ProcessError` with the worker's
+    traceback, or `ProcessDiedError`. A worker that somebody stops for `patience_seconds` is killed
+    (`runtime.stopped`).
     """
 
     def __init__(
@@ -132,6 +139,28 @@ class Worker:
     def fileno(self) -> int:
         return self._channel.fileno()
 
+    def ask(self, method: str, *arguments: object, files: Sequence[int] = ()) -> Any:
+        """Call a method of the object in the process, and return what it returns. See `begin`."""
+        self.begin(method, *arguments, files=files)
+        return self.receive()
+
+    def post(self, method: str, *arguments: object, files: Sequence[int] = ()) -> None:
+        """Call a method of the object in the process, without a reply. See `begin`."""
+        self.begin(method, *arguments, files=files, replies=False)
+
+    def begin(
+        self, method: str, *arguments: object, files: Sequence[int] = (), replies: bool = True
+    ) -> None:
+        """Call a method of the object in the process; `receive` returns what it returns.
+
+        The first call is "make", which makes the object: its arguments are those of the class, and
+        the reply is None. `files` are descriptors of open files. The method gets copies of them
+        after its other arguments, and owns these.
+        """
+        self.send((method, arguments, len(files), replies))
+        for descriptor in files:
+            self.send_descriptor(descriptor)
+
     def send(self, message: object) -> None:
         try:
             self._channel.send(message)
@@ -145,7 +174,7 @@ class Worker:
             raise self._explain_failure() from None
 
     def receive(self, timeout_seconds: float | None = None) -> Any:
-        """The worker's next message. Raises `TimeoutError` after `timeout_seconds`."""
+        """The worker's next reply or message. Raises `TimeoutError` after `timeout_seconds`."""
         location = ""
         try:
             if timeout_seconds is not None and not self._channel.poll(timeout_seconds):
@@ -222,7 +251,8 @@ def launch(
     spins_briefly: bool = True,
     patience_seconds: float = stopped.STOPPED_SECONDS,
 ) -> Worker:
-    """Start a process that runs `entry`, "package.module:function", with its `Channel`.
+    """Start a process with an object of a class, "package.module:Class", whose methods are then
+    called; or one that runs a function, "package.module:function", with the process's `Channel`.
 
     Returns at once; the worker imports what it needs meanwhile. `cores` are those that it may run
     on, () for all. `threads` is the number that OpenMP and the BLAS libraries are told. Where
@@ -263,6 +293,35 @@ def launch(
             process_group=0,
         )
     return Worker(name or entry, process, Channel(parent_end.detach()), patience_seconds)
+
+
+def serve_calls(channel: Channel, make: Callable[..., object]) -> None:
+    """Answer calls until the other end of the channel is closed, which raises `EOFError`.
+
+    The first call, "make", makes the object. The others are of its public methods. If it has a
+    method `pause`, this is called whenever the process begins to wait for the next call, and so
+    after the reply, which it does not hold up.
+    """
+    methods: dict[str, Callable[..., object]] = {"make": make}
+    pause: Callable[[], object] | None = None
+    while True:
+        method, arguments, files, replies = channel.receive()
+        descriptors = [channel.receive_descriptor() for _ in range(files)]
+        reply = methods[method](*arguments, *descriptors)
+        if method == "make":
+            served, reply = reply, None
+            public = [name for name in dir(type(served)) if not name.startswith("_")]
+            # Properties are looked up in the class, and so not computed.
+            methods = {
+                name: getattr(served, name)
+                for name in public
+                if callable(getattr(type(served), name))
+            }
+            pause = methods.get("pause")
+        if replies:
+            channel.send(reply)
+        if pause is not None:
+            pause()
 
 
 def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> list[Worker]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dovetail.errors import RunError
-from dovetail.runtime.processes import Channel, Worker, launch
+from dovetail.runtime.processes import Worker, launch
 from dovetail.training.learner import Gradient
 from dovetail.training.modules import ModuleLearner, ModuleLearners
 from dovetail.training.records import Vector
@@ -108,13 +108,15 @@ class GroupLearner:
         self._members: list[Worker] = []
         self._end = weakref.finalize(self, _end, self._members, self._folder)
         for rank in range(1, size):
-            member = launch("dovetail.training.group:serve", name=f"{worker}, rank {rank}")
+            member = launch("dovetail.training.group:GroupMember", name=f"{worker}, rank {rank}")
             self._members.append(member)
-            member.send((parcel, worker, str(self._folder), rank, size))
+            member.begin("make", parcel, worker)
         self._learner = learners(worker)
         # If a rank cannot make its model, its error is raised here, before gloo would wait for it.
         for member in self._members:
             member.receive()
+        for rank, member in enumerate(self._members, 1):
+            member.post("join", str(self._folder), rank, size)
         self._reducer = _Reducer(self._folder, 0, size)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._part = _Part(self._learner, self._reducer)
@@ -124,7 +126,7 @@ class GroupLearner:
         parts = np.array_split(indices, len(self._members) + 1)
         try:
             for member, part in zip(self._members, parts[1:], strict=True):
-                member.send((part, epoch))
+                member.post("gradient", part, epoch)
             self._reducer.share(theta)
             return self._part.gradient(theta, parts[0], epoch)
         except RuntimeError:
@@ -155,19 +157,23 @@ def _end(members: list[Worker], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve(channel: Channel) -> None:
-    """Runs a rank's process: computes its part of each gradient until the channel closes."""
-    from dovetail.runtime.setup import set_up
+class GroupMember:
+    """What lives in the process of a rank after the first: its part of each gradient."""
 
-    set_up(threads=1)
-    first: Any = channel.receive()
-    parcel, worker, folder, rank, size = first
-    # The parcel comes from rank 0, the process that started this one.
-    learner = cloudpickle.loads(parcel)(worker)
-    channel.send("ready")
-    part = _Part(learner, _Reducer(Path(folder), rank, size))
-    theta: Vector = np.empty(learner.size, learner.dtype)
-    while True:
-        indices, epoch = channel.receive()
-        part._reducer.share(theta)
-        part.gradient(theta, indices, epoch)
+    def __init__(self, parcel: bytes, worker: int) -> None:
+        from dovetail.runtime.setup import set_up
+
+        set_up(threads=1)
+        # The parcel comes from rank 0, the process that started this one.
+        self._learner = cloudpickle.loads(parcel)(worker)
+
+    def join(self, folder: str, rank: int, size: int) -> None:
+        """Connect with the other ranks, all of which do so at once."""
+        self._reducer = _Reducer(Path(folder), rank, size)
+        self._part = _Part(self._learner, self._reducer)
+        self._theta: Vector = np.empty(self._learner.size, self._learner.dtype)
+
+    def gradient(self, indices: NDArray[np.int64], epoch: int) -> None:
+        """Compute this rank's part, by the parameters that rank 0 sends, and add it to the sum."""
+        self._reducer.share(self._theta)
+        self._part.gradient(self._theta, indices, epoch)

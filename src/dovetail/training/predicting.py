@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError, NoWorkersError, ProcessDiedError, ProcessError, UsageError
-from dovetail.runtime.parcels import pack_parcel, unpack_parcel
-from dovetail.runtime.processes import Channel, Worker, launch, ready
+from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
+from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.user_code import at, line_of
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import FailurePolicy, check_options
@@ -399,18 +399,18 @@ class _Processes:
     def launch(self, number: int) -> Worker:
         cores = self._options.cores
         worker = launch(
-            "dovetail.training.predicting:serve",
+            "dovetail.training.predicting:ApplyingProcess",
             cores=tuple(cores[number % len(cores)]) if cores else (),
             threads=self._options.threads,
             name=f"worker {number}",
         )
-        worker.send((self._parcel, self._options.threads))
-        worker.send_descriptor(self._block.descriptor)
+        block = self._block.descriptor
+        worker.post("make", self._parcel, self._options.threads, files=(block,))
         return worker
 
     def send(self, worker: Worker, portion: Portion) -> None:
         with suppress(ProcessDiedError):
-            worker.send(portion)
+            worker.begin("apply", portion)
 
     def ready(self, workers: list[Worker]) -> list[Worker]:
         return ready(workers)
@@ -422,15 +422,18 @@ class _Processes:
         worker.close(kill=True)
 
 
-def serve(channel: Channel) -> None:
-    """Runs a worker's process: applies the model to each portion until the channel closes."""
-    from dovetail.runtime.setup import set_up
+class ApplyingProcess:
+    """What lives in a worker's process: the model of the `Applier` in the parcel."""
 
-    parcel, threads = channel.receive()
-    set_up(threads=threads)
-    apply = unpack_parcel(parcel, channel.receive_descriptor()).open()
-    while True:
-        channel.send(apply(channel.receive()))
+    def __init__(self, parcel: Parcel, threads: int, descriptor: int) -> None:
+        from dovetail.runtime.setup import set_up
+
+        set_up(threads=threads)
+        self._apply: Callable[[Portion], Any] = unpack_parcel(parcel, descriptor).open()
+
+    def apply(self, portion: Portion) -> Any:
+        """The result of a portion."""
+        return self._apply(portion)
 
 
 class _Actors:

@@ -12,7 +12,7 @@ and CUDA does not promise that two streams of a GPU both go on
 receives are not posted ahead, as they are between CPUs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -54,19 +54,6 @@ class PeerPair:
     destination: int
     sends: bool
     other: int
-
-
-@dataclass(frozen=True)
-class ConnectPeers:
-    """Asks the process to connect with the GPUs of other ranks, whose processes are asked as well;
-    reply: "ready" or `Failed`.
-
-    pairs   in the order in which all ranks connect them
-    """
-
-    key: int
-    place: RankPlace
-    pairs: tuple[PeerPair, ...]
 
 
 class Peer:
@@ -134,14 +121,14 @@ class Peer:
 
 
 def connect_peers(
-    request: ConnectPeers, cuda: Any, is_aborted: Callable[[], bool]
+    place: RankPlace, pairs: Sequence[PeerPair], cuda: Any, is_aborted: Callable[[], bool]
 ) -> dict[tuple[int, int], Peer]:
-    """(source, destination) -> this rank's end of each pair. Raises `PeerError`, and `UsageError`
-    if torch's store cannot be reached."""
-    store = connect_store(request.place, keeps=False, timeout_seconds=JOIN_SECONDS)
+    """(source, destination) -> this rank's end of each pair, in the order in which all ranks
+    connect them. Raises `PeerError`, and `UsageError` if torch's store cannot be reached."""
+    store = connect_store(place, keeps=False, timeout_seconds=JOIN_SECONDS)
     return {
-        (pair.source, pair.destination): Peer(pair, store, request.place, cuda, is_aborted)
-        for pair in request.pairs
+        (pair.source, pair.destination): Peer(pair, store, place, cuda, is_aborted)
+        for pair in pairs
     }
 
 

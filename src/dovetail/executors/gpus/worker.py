@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from dovetail.executors.compiling import CompileTarget, load_code
-from dovetail.executors.gpus.peers import ConnectPeers, Peer, PeerError, connect_peers
+from dovetail.executors.gpus.peers import Peer, PeerError, PeerPair, connect_peers
 from dovetail.executors.gpus.steps import (
     IssueStep,
     LaunchWorks,
@@ -63,7 +63,7 @@ from dovetail.executors.shares import (
     ops_of,
     tensor_at,
 )
-from dovetail.executors.worker import Aborted, Failed, Step, Unload
+from dovetail.executors.worker import Aborted, Failed
 from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.gpu_calls import on_gpu
 from dovetail.frontends.interpret import seed_for
@@ -71,7 +71,7 @@ from dovetail.frontends.program import Call, distinct_refs
 from dovetail.frontends.runners import LAID, NEXT, Stream, add_seeded, distinct, make_runner
 from dovetail.runtime.cuda import MakeCuda, cuda_here, reach_gpus_by
 from dovetail.runtime.neighbours import SPIN_SECONDS
-from dovetail.runtime.processes import Channel
+from dovetail.runtime.ranks import RankPlace
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
 from dovetail.runtime.user_code import line_of
@@ -88,7 +88,7 @@ the first ones."""
 
 @dataclass(frozen=True)
 class LoadGpus:
-    """Asks the process to bind the shares of all GPUs; the block's descriptor follows.
+    """The shares of all GPUs, which their process binds under a key.
 
     shares     of the GPUs
     steps      what is issued in each step of the plan, in order
@@ -109,64 +109,53 @@ class LoadGpus:
     captures: bool = True
 
 
-@dataclass(frozen=True)
-class SaveSources:
-    """Asks the process to copy the sources that live on GPUs into the block; reply: "ready"."""
+class ServedGpus:
+    """What lives in the process of all GPUs: loaded shares by their keys, and calls of one program.
 
-    key: int
-
-
-@dataclass(frozen=True)
-class ReadSources:
-    """Asks the process to read sources that live on GPUs from the block; reply: "ready".
-
-    tensors   of these sources; None: of all
+    make_cuda   makes the CUDA by which GPUs are reached
     """
 
-    key: int
-    tensors: frozenset[int] | None = None
+    def __init__(self, make_cuda: MakeCuda) -> None:
+        # Compiled kernels are read from files. Inductor would start processes to compile others.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        set_up(1)
+        reach_gpus_by(make_cuda)
+        self._cuda = cuda_here()
+        self._loaded: dict[int, LoadedGpus] = {}
+        self._program, self._calls = 0, dict[int, Call]()
+        # The process is in this mode as long as it lives.
+        self._mode = torch.inference_mode()
+        self._mode.__enter__()
 
+    def load(self, load: LoadGpus, descriptor: int) -> Failed | None:
+        """Bind the shares to the values in the block of this descriptor, which is taken over."""
+        block = Block(descriptor)
+        if load.program != self._program:
+            self._program, self._calls = load.program, {}
+        self._calls.update(load.calls)
+        try:
+            self._loaded[load.key] = LoadedGpus(load, self._calls, block, self._cuda)
+        except torch.OutOfMemoryError as error:
+            return _failed(-1, error)
+        return None
 
-def serve(channel: Channel) -> None:
-    """Answer requests until the channel closes. The first message is what makes the CUDA by which
-    GPUs are reached."""
-    make_cuda: MakeCuda = channel.receive()
-    # Compiled kernels are read from files. Inductor would start processes to compile others.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    set_up(1)
-    reach_gpus_by(make_cuda)
-    cuda = cuda_here()
-    loaded: dict[int, LoadedGpus] = {}
-    program, calls = 0, dict[int, Call]()
-    with torch.inference_mode():
-        channel.send("ready")
-        while True:
-            request = channel.receive()
-            match request:
-                case LoadGpus(key=key):
-                    block = Block(channel.receive_descriptor())
-                    if request.program != program:
-                        program, calls = request.program, {}
-                    calls.update(request.calls)
-                    try:
-                        loaded[key] = LoadedGpus(request, calls, block, cuda)
-                    except torch.OutOfMemoryError as error:
-                        channel.send(_failed(-1, error))
-                    else:
-                        channel.send("ready")
-                case Step(key=key, number=number, timed=timed):
-                    channel.send(loaded[key].run(number, timed))
-                case SaveSources(key=key):
-                    loaded[key].save_sources()
-                    channel.send("ready")
-                case ReadSources(key=key, tensors=tensors):
-                    loaded[key].read_sources(tensors)
-                    channel.send("ready")
-                case ConnectPeers(key=key):
-                    channel.send(loaded[key].connect(request))
-                case Unload(key=key):
-                    loaded.pop(key).close()
-                    gc.collect()
+    def step(self, key: int, number: int, timed: bool) -> str | Failed:
+        return self._loaded[key].run(number, timed)
+
+    def save_sources(self, key: int) -> None:
+        self._loaded[key].save_sources()
+
+    def read_sources(self, key: int, tensors: frozenset[int] | None) -> None:
+        self._loaded[key].read_sources(tensors)
+
+    def connect_peers(
+        self, key: int, place: RankPlace, pairs: tuple[PeerPair, ...]
+    ) -> Failed | None:
+        return self._loaded[key].connect(place, pairs)
+
+    def unload(self, key: int) -> None:
+        self._loaded.pop(key).close()
+        gc.collect()
 
 
 class _LoadedGpu:
@@ -325,10 +314,10 @@ class LoadedGpus:
                     _copy(self._tensor_at(slot), gpu.sources[tensor], slot)
         self._synchronize()
 
-    def connect(self, request: ConnectPeers) -> str | Failed:
+    def connect(self, place: RankPlace, pairs: Sequence[PeerPair]) -> Failed | None:
         """Connect with GPUs of other ranks."""
         try:
-            self.peers = connect_peers(request, self.cuda, self._is_aborted)
+            self.peers = connect_peers(place, pairs, self.cuda, self._is_aborted)
             for (source, destination), peer in self.peers.items():
                 own = source if source in self.gpus else destination
                 with self.cuda.stream(self._peer_stream(own)):
@@ -336,7 +325,7 @@ class LoadedGpus:
             self._synchronize()
         except Exception as error:
             return _failed(-1, error)
-        return "ready"
+        return None
 
     def close(self) -> None:
         for peer in self.peers.values():
