@@ -886,7 +886,8 @@ def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, floa
     numbers = count(1)
 
     def timed_hop(size: int) -> float:
-        return ranks.wait_for(partial(hop, size, next(numbers)))
+        seconds: float = ranks.wait_for(partial(hop, size, next(numbers)))
+        return seconds
 
     repeats = Repeats(_MOST_HOPS, _LEAST_HOPS, _LINK_SECONDS)
     medians: dict[int, float] = {}
