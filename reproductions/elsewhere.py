@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 from dovetail.costs import CostCache
 from dovetail.errors import UsageError
-from dovetail.executors.stages.choosing import measure
 from dovetail.executors.stages.targets import ScheduleTarget
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline.requests import ScheduleRequest, check_name, runs_here
 from dovetail.pipeline.scheduling import batch_of, schedules_on, step_of
 from dovetail.pipeline.sources import TellProgress, silent
+from dovetail.runtime.timers import Repeats, in_turns
 from dovetail.schedulers.dataflow import replayed
 from dovetail.schedulers.records import KernelBlock, OpSet, groups_of, members
 from dovetail.schedulers.results import KernelStage, ScheduleCandidate, Schedules
@@ -143,7 +143,7 @@ def _row(
     timers = {name: target.timed(step) for name, step in steps.items() if step is not None}
     if not timers:
         return tuple(candidate.predicted_seconds for candidate in seen), False
-    seconds = measure(timers, rounds)
+    seconds = in_turns(timers, Repeats(rounds))
     return tuple(statistics.median(seconds[name]) for name in names), True
 
 
@@ -186,7 +186,9 @@ def sample(
         assert step is not None, "only a device that is here runs schedules"
         timers[str(place)] = target.timed(step)
         progress("random schedules", (place + 1) / len(candidates) / 2, None)
-    measured = measure(timers, rounds, lambda f: progress("random schedules", 0.5 + f / 2, None))
+    measured = in_turns(
+        timers, Repeats(rounds), lambda f: progress("random schedules", 0.5 + f / 2, None)
+    )
     return [
         (candidate.predicted_seconds, statistics.median(measured[str(place)]))
         for place, candidate in enumerate(candidates)

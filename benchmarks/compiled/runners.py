@@ -18,13 +18,13 @@ from typing import Any
 
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
-from dovetail.executors.stages.choosing import measure
 from dovetail.frontends import Captured
 from dovetail.pipeline import planned, resolve_model
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.searching import search_plan
 from dovetail.pipeline.sources import silent
 from dovetail.runtime.native import SWITCH, build_native
+from dovetail.runtime.timers import Repeats, in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import fill, parser_of, ratio_and_spread, table
@@ -82,7 +82,7 @@ def compared(step: Captured, machine: str, rounds: int) -> tuple[str, ...]:
                     os.environ[SWITCH] = before
             placed.feed()
             timers[kind or "C++"] = partial(_seconds, placed)
-        seconds = measure(timers, rounds)
+        seconds = in_turns(timers, Repeats(rounds))
     medians = [f"{statistics.median(seconds[kind]) * 1e3:.2f} ms" for kind in ("python", "C++")]
     return (*medians, *ratio_and_spread(seconds["C++"], seconds["python"]))
 

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from children import Record, parser_of_networks, records, said
 from harness import count, show, table
 
-from dovetail.executors.stages.choosing import measure
 from dovetail.frontends import Captured
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import check_equal, search, target_of
+from dovetail.runtime.timers import Repeats, in_turns
 from dovetail.schedulers.results import SEQUENTIAL
 from reproductions.additivity import pairs_ordered_right
 from reproductions.elsewhere import as_candidate, distinct_stages
@@ -58,7 +58,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
         "kernels": network.kernels.count,
         "stages": [len(found.stages) for found in candidates.values()],
         "predicted": [found.predicted_seconds for found in candidates.values()],
-        "seconds": list(measure(runs, arguments.rounds).values()),
+        "seconds": list(in_turns(runs, Repeats(arguments.rounds)).values()),
     }
 
 

@@ -36,13 +36,12 @@ from children import Record, parser_of_networks, records, said
 from cpu_peers import PEERS, Given, module_of, prepared
 from harness import count, show, table
 
-from dovetail.executors.stages.choosing import fastest, measure, ratios_of
 from dovetail.executors.stages.targets import ONE_THREAD, CpuTarget
 from dovetail.frontends import Captured
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import check_equal, search, target_of
-from dovetail.runtime.timers import seconds_of
+from dovetail.runtime.timers import Repeats, in_turns, race, ratios_of, seconds_of
 from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate
 
 README = Path(__file__).parent / "README.md"
@@ -62,7 +61,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
     first = {network.program(candidates[name]): name for name in reversed(steps)}
     runs: dict[str, Any] = {name: network.timed(steps[name]) for name in reversed(first.values())}
     said("choosing", 0)
-    chosen, _ = fastest(runs, arguments.rounds)
+    chosen, _ = race(SEQUENTIAL, runs, arguments.rounds)
     with tempfile.TemporaryDirectory() as folder:
         given = Given(module_of(step), network.inputs, network.threads, Path(folder))
         wanted = steps[SEQUENTIAL](*network.inputs)
@@ -75,7 +74,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
         }
         torch.set_num_threads(network.threads)
         said("measuring", 0)
-        seconds = measure(runs, arguments.rounds)
+        seconds = in_turns(runs, Repeats(arguments.rounds))
     for name in steps:
         seconds.setdefault(name, seconds[first[network.program(candidates[name])]])
     return {

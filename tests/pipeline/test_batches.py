@@ -276,10 +276,10 @@ def test_towers_of_stages_run_here(tmp_path):
 
 @pytest.mark.parametrize("fastest", ["this plan", "a plan for the whole batch", "eager"])
 def test_here_a_shared_batch_is_measured_beside_the_whole_one(monkeypatch, fastest):
-    def measure(timers, rounds, _tell, **_options):
-        return {n: (0.1 if n.startswith(fastest) else 0.2,) * rounds for n in timers}
+    def in_turns(timers, repeats, _tell, **_options):
+        return {n: (0.1 if n.startswith(fastest) else 0.2,) * repeats.most for n in timers}
 
-    monkeypatch.setattr(ways, "measure", measure)
+    monkeypatch.setattr(ways, "in_turns", in_turns)
     step = captured()
     shared = applied(step, (Parts(2), Towers(2)))
     machine, of_towers = local_machine("here/2"), np.maximum(towers_of(shared.graph), 0)

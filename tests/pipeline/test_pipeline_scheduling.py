@@ -9,7 +9,7 @@ from torch import nn
 
 from dovetail.costs import CostCache
 from dovetail.errors import MachineError, UnequalError, UsageError
-from dovetail.executors.stages import choosing, measuring
+from dovetail.executors.stages import measuring
 from dovetail.frontends import capture
 from dovetail.graph.files import save_graph
 from dovetail.machine.local import local_machine
@@ -24,6 +24,7 @@ from dovetail.pipeline.scheduling import (
     search,
     target_of,
 )
+from dovetail.runtime import timers
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.races import check_races
 from dovetail.schedulers.records import StageTiming, members
@@ -42,7 +43,7 @@ def cores(request, monkeypatch, tmp_path):
     for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_VISITS", 1)):
         monkeypatch.setattr(measuring, name, least)
     monkeypatch.setattr(measuring, "_MOST_PASSES", 5)
-    monkeypatch.setattr(choosing, "_ROUND_SECONDS", 1e-5)
+    monkeypatch.setattr(timers, "ROUND_SECONDS", 1e-5)
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     before = torch.get_num_threads()
     yield request.param

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from dovetail.pipeline.sources import (
     choose_threads,
     fewest_of_the_best,
     in_order,
-    race,
+    time_threads,
 )
 from dovetail.plans import check, load_plan
 from dovetail.runtime import neighbours
@@ -49,8 +50,11 @@ def test_what_loses_a_round_by_far_runs_no_other():
         now[0] += 0.5
         return {4: 1.0, 2: 0.8, 1: 2.0}[count] + 0.1 * (len(runs) > 3)
 
-    seconds = race([4, 2, 1], rounds, lambda _fraction: None, lambda: now[0])
-    assert runs == [4, 2, 1, 4, 2, 4, 2]
+    timers = {count: partial(rounds, count) for count in (4, 2, 1)}
+    seconds = time_threads(timers, lambda _fraction: None, lambda: now[0])
+    assert sorted(runs[:3]) == [1, 2, 4]
+    assert [sorted(runs[first : first + 2]) for first in (3, 5)] == [[2, 4]] * 2
+    assert len(runs) == 7
     assert seconds == {4: 1.1, 2: pytest.approx(0.9), 1: 2.0}
 
 

@@ -21,6 +21,7 @@ from dovetail.pipeline.opening import verify
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.searching import search_plan
 from dovetail.plans import COMPILED, EAGER, PLACED, REDUCED, load_plan
+from dovetail.runtime.timers import Repeats
 from dovetail.transforms import towers
 from dovetail.units import HERE, format_seconds
 from tests.support.placing import plan_for, random_placement
@@ -102,12 +103,12 @@ def timed(monkeypatch):
     monkeypatch.setattr(ways, "has_compiler", lambda: not fails.get("no compiler"))
     monkeypatch.setattr(ways, "MEASURING_SECONDS", 1e9)
     monkeypatch.setattr(
-        ways, "race", lambda counts, rounds, _tell: {count: rounds(count) for count in counts}
+        ways, "time_threads", lambda timers, _tell: {count: t() for count, t in timers.items()}
     )
     monkeypatch.setattr(
         ways,
-        "measure",
-        lambda timers, rounds, _tell, **_: {n: (t(),) * rounds for n, t in timers.items()},
+        "in_turns",
+        lambda timers, repeats, _tell, **_: {n: (t(),) * repeats.most for n, t in timers.items()},
     )
     return seconds, fails
 
@@ -278,11 +279,11 @@ def test_the_median_ratio_decides(step, timed, monkeypatch, ratios, way):
     most, few = ratios
     seconds = (most,) * 17 + (few,) * 15
 
-    def measure(timers, rounds, _tell, calls):
-        assert (rounds, calls) == (len(seconds), 1)
-        return {n: seconds if n == "this plan" else (1.0,) * rounds for n in timers}
+    def in_turns(timers, repeats, _tell, calls):
+        assert (repeats, calls) == (Repeats(len(seconds), 3, 1e9), 1)
+        return {n: seconds if n == "this plan" else (1.0,) * repeats.most for n in timers}
 
-    monkeypatch.setattr(ways, "measure", measure)
+    monkeypatch.setattr(ways, "in_turns", in_turns)
     assert found(step, compile=True).way in (way, EAGER if way == COMPILED else way)
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dovetail.errors import MachineError, UsageError
-from dovetail.executors.stages import choosing, cuda, measuring, placing, targets
+from dovetail.executors.stages import cuda, measuring, placing, targets
 from dovetail.networks import NETWORKS as ZOO
+from dovetail.runtime import timers
 from reproductions import dos
 from reproductions.dos import (
     NETWORKS,
@@ -39,7 +40,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(dos, "SPECIALISED", ("squeezenet",))
     for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_VISITS", 1), ("_MOST_PASSES", 5)):
         monkeypatch.setattr(measuring, name, least)
-    monkeypatch.setattr(choosing, "_ROUND_SECONDS", 1e-5)
+    monkeypatch.setattr(timers, "ROUND_SECONDS", 1e-5)
 
 
 def tables(lines):

@@ -28,7 +28,7 @@ from dovetail.frontends.runners import Stream, add_seeded, make_runner
 from dovetail.machine.gpu_rates import GpuTimer, matrix_rates
 from dovetail.runtime.cuda import MakeCuda
 from dovetail.runtime.setup import set_up
-from dovetail.runtime.timers import clock, summarise
+from dovetail.runtime.timers import Repeats, clock, summarise, time_rounds
 
 COPIED_BYTES = (4096, 2**20, 2**26)
 """A link's latency and bandwidth are fitted to copies of these sizes."""
@@ -91,18 +91,20 @@ class MeasuredGpu:
             runners.append(runner)
             streams.append(stream)
         self.cuda.synchronize(self.device)
-        rounds: list[list[float]] = []
         for index, (runner, stream) in enumerate(zip(runners, streams, strict=True)):
             try:
                 for _ in range(_WARM_UPS):
                     self.timer.seconds_of(lambda r=runner, s=stream: r.run(s))  # type: ignore[misc]
             except Exception:
                 return FailedCall(index, traceback.format_exc())
-        places = list(range(len(streams)))
-        for _ in range(_SAMPLES):
-            rounds.append(self.timer.seconds_between(lambda i: runners[i].run(streams[i]), places))
+
+        def run_round(_turn: int) -> list[float]:
+            places = range(len(streams))
+            return self.timer.seconds_between(lambda i: runners[i].run(streams[i]), places)
+
+        rounds = time_rounds(run_round, Repeats(_SAMPLES))
         gc.collect()
-        timings = [summarise(list(column)) for column in zip(*rounds, strict=True)]
+        timings = list(map(summarise, rounds.seconds))
         return TimedCalls(timings, best_seconds, 0.0, clock() - began, 0.0)
 
     def rates(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.ranks import host_name
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
-from dovetail.runtime.timers import clock, summarise, time_call
+from dovetail.runtime.timers import Repeats, clock, summarise, time_call, time_rounds, time_steps
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
 # The process that measures. It is pinned to a device's cores and set up like an executor's worker,
@@ -75,9 +75,8 @@ _BUDGET_SECONDS = 1.0
 """A batch gets no further rounds after this time, unless it has too few."""
 _MOST_COPIES, _COLD_BYTES = 8, 2**23
 """A call's cold tensors come in as many copies as fill `_COLD_BYTES`, but at most so many."""
-_PACE_LOOPS, _DISTURBED = 2000, 1.15
-"""Python loops that measure a core's pace, and the ratio to the best pace above which the core
-counts as disturbed."""
+_PACE_LOOPS = 2000
+"""Python loops that measure a core's pace."""
 _FLAG_BYTES = 256
 """Bytes before the payload, which hold two flags and an abort flag."""
 
@@ -108,38 +107,28 @@ def time_calls(
                 run()
         except Exception:
             return FailedCall(index, traceback.format_exc())
-    rounds: list[tuple[float, list[float]]] = []  # (pace, seconds of each call)
-    undisturbed, turn, waited = 0, 0, 0.0
     neighbours = Neighbours(os.sched_getaffinity(0))
     began = clock()
-    while True:
-        full = len(rounds) >= _MOST_ROUNDS or clock() - began > _BUDGET_SECONDS
-        calm_enough = undisturbed >= _LEAST_ROUNDS or waited >= patience_seconds
-        if full and len(rounds) >= _LEAST_ROUNDS and calm_enough:
-            break
+
+    def run_round(turn: int) -> list[float]:
         look()
-        start = clock()
-        now = pace_seconds()
-        # A better pace than any before shows that earlier rounds may have been disturbed, so they
-        # are judged again.
-        if now < best_seconds:
-            best_seconds = now
-            undisturbed = sum(earlier <= _DISTURBED * now for earlier, _ in rounds)
         # Each call has the copy of its cold tensors whose turn it is.
-        seconds = [copies[turn % len(copies)]() for copies in runs]
-        turn += 1
-        calm = now <= _DISTURBED * best_seconds
-        undisturbed += calm
-        waited += 0.0 if calm else clock() - start
-        if calm or len(rounds) < _MOST_ROUNDS:
-            rounds.append((now, seconds))
+        return [copies[turn % len(copies)]() for copies in runs]
+
+    rounds = time_rounds(
+        run_round,
+        Repeats(_MOST_ROUNDS, _LEAST_ROUNDS, _BUDGET_SECONDS),
+        pace=pace_seconds,
+        best_seconds=best_seconds,
+        patience_seconds=patience_seconds,
+        clock=clock,
+    )
     others_cores = neighbours.settled() or 0.0
-    # If the core was never calm for long enough, all rounds count.
-    limit = _DISTURBED * best_seconds if undisturbed >= _LEAST_ROUNDS else float("inf")
-    columns = zip(*(seconds for now, seconds in rounds if now <= limit), strict=True)
     gc.collect()
-    timings = [summarise(list(column)) for column in columns]
-    return TimedCalls(timings, best_seconds, waited, clock() - began, others_cores)
+    timings = list(map(summarise, rounds.seconds))
+    return TimedCalls(
+        timings, rounds.pace_seconds, rounds.waited_seconds, clock() - began, others_cores
+    )
 
 
 def pace_seconds() -> float:
@@ -265,25 +254,28 @@ class MeasuredCores:
         )
         seconds = {}
         half = max(HOP_BYTES)
+
+        def hop(data: torch.Tensor, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
+            nonlocal round_base
+            round_base += 1
+            began = clock()
+            if not first:
+                wait(peer_flag, round_base, abort, SPIN_NS)
+                data.copy_(incoming)
+            outgoing.copy_(data)
+            publish(own_flag, round_base)
+            if first:
+                wait(peer_flag, round_base, abort, SPIN_NS)
+                data.copy_(incoming)
+            return (clock() - began) / 2
+
         for size in HOP_BYTES:
             outgoing, incoming = (
                 torch.from_numpy(self.block.view(_FLAG_BYTES + offset, (size,), np.uint8))
                 for offset in ((0, half) if first else (half, 0))
             )
             data = torch.ones(size, dtype=torch.uint8)
-            samples = []
-            for _ in range(_HOPS):
-                round_base += 1
-                began = clock()
-                if not first:
-                    wait(peer_flag, round_base, abort, SPIN_NS)
-                    data.copy_(incoming)
-                outgoing.copy_(data)
-                publish(own_flag, round_base)
-                if first:
-                    wait(peer_flag, round_base, abort, SPIN_NS)
-                    data.copy_(incoming)
-                    samples.append((clock() - began) / 2)
+            samples = time_steps(partial(hop, data, outgoing, incoming), Repeats(_HOPS), warm_ups=0)
             if first:
                 seconds[size] = summarise(samples).median_seconds
         return seconds

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.frontends.program import Call
-from dovetail.runtime.timers import Timing, clock
+from dovetail.runtime.timers import Repeats, Timing, time_steps
 
 WARM_UP_SECONDS, STEPS_SECONDS = 0.3, 3.0
 """The first steps, for so long, do not count. Then steps are timed for so long, but at least
@@ -86,17 +86,8 @@ Passed = TypeVar("Passed")
 
 def timed_passes(warm_up: Callable[[], object], timed: Callable[[], Passed]) -> list[Passed]:
     """[passes] what `timed` returns of each pass over a step, after some that do not count."""
-    began = clock()
-    warm_up()
-    while clock() - began < WARM_UP_SECONDS:
-        warm_up()
-    began = clock()
-    passes: list[Passed] = []
-    while len(passes) < LEAST_STEPS or (
-        len(passes) < MOST_STEPS and clock() - began < STEPS_SECONDS
-    ):
-        passes.append(timed())
-    return passes
+    repeats = Repeats(MOST_STEPS, LEAST_STEPS, STEPS_SECONDS)
+    return time_steps(timed, repeats, warm_up=warm_up, warm_up_seconds=WARM_UP_SECONDS)
 
 
 def random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:

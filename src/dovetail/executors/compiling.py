@@ -47,7 +47,15 @@ from dovetail.runtime.files import (
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.setup import set_up
-from dovetail.runtime.timers import clock, seconds_of
+from dovetail.runtime.timers import (
+    Repeats,
+    clock,
+    in_turns,
+    ratios_of,
+    seconds_of,
+    time_rounds,
+    times_within,
+)
 from dovetail.runtime.torch_versions import inductor_source
 
 ENTRY = "dovetail.executors.compiling:Compiler"
@@ -282,14 +290,12 @@ def _share(run_code: Callable[[], object], run_calls: Callable[[], object]) -> f
     """The median, over rounds, of the seconds of the compiled code over those of its calls."""
     with torch.inference_mode():
         run_code()  # a kernel of numba is compiled when it is called first
-        counts = {
-            run: max(1, round(_ROUND_SECONDS / seconds_of(run, 2))) for run in (run_code, run_calls)
+        timers = {
+            name: partial(seconds_of, run, times_within(_ROUND_SECONDS, seconds_of(run, 2)))
+            for name, run in (("code", run_code), ("calls", run_calls))
         }
-        ratios = [
-            seconds_of(run_code, counts[run_code]) / seconds_of(run_calls, counts[run_calls])
-            for _ in range(_ROUNDS)
-        ]
-    return statistics.median(ratios)
+        seconds = in_turns(timers, Repeats(_ROUNDS), calls=1, warm_ups=0)
+    return statistics.median(ratios_of(seconds["code"], seconds["calls"]))
 
 
 def _share_as_graphs(
@@ -308,11 +314,11 @@ def _share_as_graphs(
             with cuda.graph(graphs[-1], stream=timer.stream):
                 for _ in range(_REPEATS):
                     run()
-        ratios = []
-        for _ in range(_ROUNDS):
-            of_code, of_calls = timer.seconds_between(lambda graph: graph.replay(), graphs)
-            ratios.append(of_code / of_calls)
-    return statistics.median(ratios)
+        rounds = time_rounds(
+            lambda _turn: timer.seconds_between(lambda graph: graph.replay(), graphs),
+            Repeats(_ROUNDS),
+        )
+    return statistics.median(ratios_of(*rounds.seconds))
 
 
 def _kept(key: str, target: CompileTarget) -> Compiled | None:

@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -82,6 +83,7 @@ from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.ranks import Ranks
 from dovetail.runtime.shared import Block, Layout
 from dovetail.runtime.stopped import state_of
+from dovetail.runtime.timers import Repeats, time_steps
 from dovetail.runtime.torch_versions import broadcast
 from dovetail.runtime.waiting import ABORTED, SPIN_NS, address_of, barrier, publish, wait
 from dovetail.timeline import Timeline
@@ -875,20 +877,23 @@ def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, floa
             thread.join()
         return seconds
 
+    def agreed(goes_on: bool) -> bool:
+        """The source says whether there is one more, by a message of its own."""
+        told = torch.tensor([goes_on], dtype=torch.uint8)
+        ranks.wait_for(partial(broadcast, groups[0], told, 0))
+        return bool(told)
+
+    numbers = count(1)
+
+    def timed_hop(size: int) -> float:
+        seconds: float = ranks.wait_for(partial(hop, size, next(numbers)))
+        return seconds
+
+    repeats = Repeats(_MOST_HOPS, _LEAST_HOPS, _LINK_SECONDS)
     medians: dict[int, float] = {}
-    number = 0
     for size in (0, *LINK_BYTES):
-        ways: list[float] = []
-        goes_on = torch.ones(1, dtype=torch.uint8)
-        while goes_on[0]:
-            number += 1
-            ways.append(ranks.wait_for(partial(hop, size, number)))
-            # The source says whether there is one more, by a message of its own.
-            goes_on[0] = len(ways) < _LEAST_HOPS or (
-                len(ways) < _MOST_HOPS and sum(ways) < _LINK_SECONDS
-            )
-            ranks.wait_for(partial(broadcast, groups[0], goes_on, 0))
-        medians[size] = float(np.median(ways[1:]))
+        hops = time_steps(partial(timed_hop, size), repeats, agreed=agreed)
+        medians[size] = float(np.median(hops))
     return {str(size): medians[size] - medians[0] / 2 for size in LINK_BYTES} if is_source else {}
 
 

@@ -69,7 +69,7 @@ from dovetail.runtime.processes import Worker, ready
 from dovetail.runtime.ranks import RankPlace
 from dovetail.runtime.setup import op_threads, rest_openmp
 from dovetail.runtime.shared import Block
-from dovetail.runtime.timers import clock, summarise
+from dovetail.runtime.timers import Repeats, clock, summarise, time_steps
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
 
@@ -198,9 +198,8 @@ def measure_steps(
     one more step. `others_cores()` returns how many cores other programs used meanwhile.
     """
     check_steps(steps)
-    for _ in range(warmup):
-        step_seconds()
-    seconds = time_steps(step_seconds, steps)
+    # The first of the `steps` warms up as well.
+    seconds = np.array(time_steps(step_seconds, Repeats(steps - 1), warm_ups=warmup + 1))
     others = others_cores() or 0.0
     timelines = sorted(
         (timeline() for _ in range(TIMED_STEPS)), key=lambda timeline: timeline.step_seconds
@@ -222,12 +221,6 @@ def seconds_of_call(step: Callable[[], object]) -> float:
 
 USERS_WORK = 1 << 18
 """A user's own work between two steps, as numbers that are added up: enough for eight threads."""
-
-
-def time_steps(step_seconds: Callable[[], float], steps: int) -> NDArray[np.float64]:
-    """[steps - 1] seconds of each of `steps` (at least 2) steps, without the first."""
-    check_steps(steps)
-    return np.array([step_seconds() for _ in range(steps)][1:])
 
 
 def check_steps(steps: int) -> None:
@@ -279,7 +272,9 @@ class LoadedStep:
         These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
         serves as the reward of a search.
         """
-        return time_steps(partial(seconds_of_call, self._step_on_fed), steps)
+        check_steps(steps)
+        one_step = partial(seconds_of_call, self._step_on_fed)
+        return np.array(time_steps(one_step, Repeats(steps - 1)))
 
     def __enter__(self) -> Self:
         return self

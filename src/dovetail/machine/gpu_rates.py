@@ -13,6 +13,7 @@ same timer.
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from dovetail.errors import MachineError
 from dovetail.machine.gpus import GpuMeasurement, check_gpu
 from dovetail.machine.records import Device, Machine
 from dovetail.runtime.cuda import cuda_here
-from dovetail.runtime.timers import clock
+from dovetail.runtime.timers import Repeats, clock, time_steps
 
 SHOWN_DTYPES = ("float32", "bfloat16", "float64")
 """The dtypes of the products that `measure_gpus` measures."""
@@ -45,14 +46,9 @@ class GpuTimer:
 
     def median_seconds(self, work: Callable[[], Any]) -> float:
         """The median seconds of a work on the GPU, from when it begins to its end."""
-        for _ in range(_WARM_UPS):
-            self.seconds_of(work)
-        began, samples = clock(), list[float]()
-        while len(samples) < _SAMPLES and (
-            len(samples) < _LEAST_SAMPLES or clock() - began < _SAMPLES_SECONDS
-        ):
-            samples.append(self.seconds_of(work))
-        return statistics.median(samples)
+        repeats = Repeats(_SAMPLES, _LEAST_SAMPLES, _SAMPLES_SECONDS)
+        of_work = partial(self.seconds_of, work)
+        return statistics.median(time_steps(of_work, repeats, warm_ups=_WARM_UPS, clock=clock))
 
     def seconds_of(self, work: Callable[[], Any]) -> float:
         """The seconds of a work that runs once."""

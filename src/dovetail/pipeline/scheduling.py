@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
-from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.preparing import PreparedKernels, prepare
 from dovetail.executors.stages.targets import (
     ScheduleTarget,
@@ -30,7 +29,7 @@ from dovetail.machine.local import local_machine
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline.requests import CPU, ScheduleRequest, is_cuda, runs_here, with_fields_of
 from dovetail.pipeline.sources import TellProgress, resolve_model, silent
-from dovetail.runtime.timers import clock
+from dovetail.runtime.timers import clock, race
 from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.results import (
     SEQUENTIAL,
@@ -158,7 +157,9 @@ def find(
     # makes the earliest name win, so that a schedule that runs like sequential is "sequential".
     first = {target.program(candidates[name]): name for name in reversed(running)}
     timers = {name: target.timed(running[name]) for name in first.values()}
-    chosen, seconds = fastest(timers, rounds, lambda done: progress("measuring", done, None))
+    chosen, seconds = race(
+        SEQUENTIAL, timers, rounds, lambda done: progress("measuring", done, None)
+    )
     seconds = {name: seconds[first[target.program(candidates[name])]] for name in running}
     return _to_scheduled(target, candidates, seconds, chosen), running[chosen]
 

@@ -7,9 +7,10 @@ MACHINE ──► machine             an instance brings its own
 (step, machine) ──► costs       measured on this machine, analytic for another, an instance's own
 """
 
+import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -50,7 +51,7 @@ from dovetail.plans import Plan, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.native import build_native
 from dovetail.runtime.neighbours import Neighbours, disturbs
-from dovetail.runtime.timers import clock
+from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, times_within
 from dovetail.simulator import Simulator
 from dovetail.transforms import AnyTransform, Towers
 from dovetail.units import HERE, HERE_CPU, format_seconds
@@ -76,10 +77,6 @@ _EQUAL = 1.05
 """Numbers of threads that take at most this many times the best count as equal, because the machine
 is not quiet enough to tell them apart. The least of them leaves most cores to other programs, and
 suffers least from them."""
-
-Rounds = Callable[[int], float]
-"""A function of a number of threads. It runs some steps with it, and returns the median seconds of
-one step."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +160,15 @@ def _try_threads(
             workers.set_threads(threads)
             # These steps do not count: the first step with another number of threads starts them.
             first = float(placed.step_seconds(2)[0])
-            steps = max(2, min(_MOST_STEPS, round(_ROUND_SECONDS / max(first, 1e-9))))
+            steps = times_within(_ROUND_SECONDS, first, 2, _MOST_STEPS)
             return float(np.median(placed.step_seconds(steps)))
 
         began = clock()
         while clock() - began < WARM_SECONDS:
             placed.step_seconds(2)
-        seconds = race(candidates_of(len(device.cores)), rounds, progress)
+        counts = candidates_of(len(device.cores))
+        timers = {threads: partial(rounds, threads) for threads in counts}
+        seconds = time_threads(timers, progress)
         return ThreadChoice(fewest_of_the_best(seconds), seconds, neighbours.settled() or 0.0)
 
 
@@ -183,29 +182,20 @@ def candidates_of(cores: int) -> list[int]:
     return halves
 
 
-def race(
-    candidates: Sequence[int],
-    rounds: Rounds,
+def time_threads(
+    timers: Mapping[int, Timer],
     progress: Callable[[float], None],
     clock: Callable[[], float] = clock,
 ) -> dict[int, float]:
-    """threads -> median seconds of a step, for each candidate.
+    """threads -> median seconds of a step, for each number of threads.
 
-    The candidates run rounds in turn, so that a disturbance strikes all of them. One that takes
-    more than `_HOPELESS` times the best in the first round runs no further one.
+    timers   threads -> a function that runs some steps with so many, and returns the median seconds
+             of one step; what it takes to change over is no part of that
     """
-    began = clock()
-    seconds: dict[int, list[float]] = {count: [rounds(count)] for count in candidates}
-    best = min(first[0] for first in seconds.values())
-    left = [count for count in candidates if seconds[count][0] <= _HOPELESS * best]
-    done = 1
-    while done < _LEAST_ROUNDS or clock() - began < MEASURED_SECONDS:
-        if len(left) == 1:
-            break
-        for count in left:
-            seconds[count].append(rounds(count))
-        done += 1
-        progress(min(1.0, (clock() - began) / MEASURED_SECONDS))
+    repeats = Repeats(math.inf, _LEAST_ROUNDS, MEASURED_SECONDS)
+    seconds = in_turns(
+        timers, repeats, progress, calls=1, warm_ups=0, hopeless=_HOPELESS, clock=clock
+    )
     return {count: statistics.median(of) for count, of in seconds.items()}
 
 

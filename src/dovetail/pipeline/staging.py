@@ -29,7 +29,6 @@ from dovetail.costs import CostCache, Costs
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
 from dovetail.errors import InfeasibleError, MachineError, OutOfMemoryError, UsageError
 from dovetail.executors import Workers, run
-from dovetail.executors.stages.choosing import fastest
 from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.measuring import CpuStages
 from dovetail.executors.stages.targets import example_of
@@ -45,6 +44,7 @@ from dovetail.pipeline.searching import Searched, budget_of, placed, problem_of,
 from dovetail.pipeline.sources import Notes, TellProgress
 from dovetail.placers import Budget, PlacementProblem, keeping_interrupts, permitted
 from dovetail.plans import Placement, Plan, Schedule, Stage, normalise
+from dovetail.runtime.timers import race
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.placed import DeviceStages, PlacedStages, schedules_of
 from dovetail.schedulers.records import OpSet, StageTiming, groups_of, members
@@ -474,6 +474,9 @@ def plan_of_stages(found: Scheduled, step: Captured, plan: Plan) -> Plan:
 
 # --- Measured side by side ---
 
+_BASELINE = "baseline"
+"""The baseline's name among the plans that are measured; the others have numbers."""
+
 
 def quicker(
     baseline: Plan, what: str, rivals: Sequence[Plan], step: Captured, progress: TellProgress
@@ -488,7 +491,7 @@ def quicker(
     distinct = list({id(plan): plan for plan in rivals if plan is not baseline}.values())
     if not distinct:
         return baseline, f"{_text(baseline)} as predicted"
-    named = {SEQUENTIAL: baseline}
+    named = {_BASELINE: baseline}
     named |= {str(number): plan for number, plan in enumerate(distinct[:MEASURED_PLANS])}
     with ExitStack() as stack:
         timers = {}
@@ -503,7 +506,7 @@ def quicker(
                 network = run(plan, planned(plan, step), workers=serving[0])
             except OutOfMemoryError as error:
                 # On a GPU, beside the others. Without the baseline nothing is compared.
-                if name == SEQUENTIAL:
+                if name == _BASELINE:
                     predicted = min(named.values(), key=lambda plan: plan.value)
                     return predicted, f"{_text(predicted)} as predicted; not measured: {error}"
                 continue
@@ -512,15 +515,18 @@ def quicker(
             timers[name] = lambda network=network: float(network.step_seconds(2)[0])
         if len(timers) < 2:
             return baseline, f"{_text(baseline)} as predicted; the others did not fit beside it"
-        winner, seconds = fastest(
-            timers, ScheduleRequest.rounds, lambda done: progress("measuring plans", done, None)
+        winner, seconds = race(
+            _BASELINE,
+            timers,
+            ScheduleRequest.rounds,
+            lambda done: progress("measuring plans", done, None),
         )
     medians = {name: median(of_name) for name, of_name in seconds.items()}
-    others = (name for name in medians if name != SEQUENTIAL)
-    best = winner if winner != SEQUENTIAL else min(others, key=lambda name: medians[name])
-    doubt = "" if winner != SEQUENTIAL else ", which is not faster beyond doubt"
+    others = (name for name in medians if name != _BASELINE)
+    best = winner if winner != _BASELINE else min(others, key=lambda name: medians[name])
+    doubt = "" if winner != _BASELINE else ", which is not faster beyond doubt"
     told = (
-        f"measured {format_seconds(medians[SEQUENTIAL])} {what}, and "
+        f"measured {format_seconds(medians[_BASELINE])} {what}, and "
         f"{format_seconds(medians[best])} for the fastest other plan{doubt}"
     )
     return named[winner], told

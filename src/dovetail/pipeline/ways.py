@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from dovetail.errors import DovetailError, RunError, WorkerError
 from dovetail.executors import MODES, PlainNetwork, Workers, run
-from dovetail.executors.stages.choosing import Timer, measure, ratios_of
 from dovetail.frontends import Captured
 from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
@@ -38,18 +37,18 @@ from dovetail.pipeline.sources import (
     candidates_of,
     counted_threads,
     in_order,
-    race,
+    time_threads,
     with_threads,
 )
 from dovetail.plans import COMPILED, EAGER, PLACED, REDUCED, Plan
 from dovetail.runtime.native import has_compiler
-from dovetail.runtime.timers import clock
+from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, ratios_of, times_within
 from dovetail.transforms import SharedCopies, duplicate, without
 from dovetail.units import HERE, format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
 ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS = 32, 3, 20.0
-"""There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they would take
+"""There are `ROUNDS` rounds of measuring, but fewer, at least `LEAST_ROUNDS`, where they take
 longer than `MEASURING_SECONDS`. A step of seconds takes longer than that even so."""
 ROUND_SECONDS, MOST_STEPS = 0.03, 8
 """In a round a way runs steps for about `ROUND_SECONDS`, from 2 to `MOST_STEPS`, of which the later
@@ -155,7 +154,10 @@ def fastest_way(
                 tried = (
                     {cores: 0.0}
                     if one_count
-                    else race(candidates_of(cores), seconds_with, lambda _done: None)
+                    else time_threads(
+                        {count: partial(seconds_with, count) for count in candidates_of(cores)},
+                        lambda _done: None,
+                    )
                 )
                 threads = min(tried, key=lambda count: (tried[count], count))
             # What cannot run as it is, or cannot be sent to a process, is no refuge.
@@ -273,15 +275,9 @@ def _measured(
         placed.feed()
         timers[str(way)] = _timer(placed.step_seconds)
     progress("measuring ways to run the step", 0.0, None)
-    began = clock()
-    for timer in timers.values():
-        timer()
-    # In each round a way's timer is called once to warm up, and once more.
-    rounds = round(MEASURING_SECONDS / (2 * (clock() - began)))
-    rounds = max(LEAST_ROUNDS, min(ROUNDS, rounds))
-    seconds = measure(
+    seconds = in_turns(
         timers,
-        rounds,
+        Repeats(ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS),
         lambda done: progress("measuring ways to run the step", done, None),
         calls=1,
     )
@@ -338,7 +334,7 @@ def _timer(
         begin()
         counted = step_seconds(steps)
         seconds = float(median(counted[len(counted) // 2 :]))
-        steps = max(2, min(MOST_STEPS, 1 + round(ROUND_SECONDS / seconds)))
+        steps = min(MOST_STEPS, 1 + times_within(ROUND_SECONDS, seconds))
         return seconds
 
     return seconds_of_round

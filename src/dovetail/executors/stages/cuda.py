@@ -32,7 +32,7 @@ from dovetail.executors.stages.placing import PlacedKernels, require
 from dovetail.executors.stages.preparing import Function
 from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Ref
-from dovetail.runtime.timers import Timing, summarise
+from dovetail.runtime.timers import Repeats, Timing, summarise, time_steps
 from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import Buffer, check_races
@@ -268,15 +268,15 @@ def event_seconds(
 
     The calls are issued one after another without waiting for the device in between.
     """
-    for _ in range(warm_up):
-        call()
-    pairs = []
-    for _ in range(samples):
+
+    def between_events() -> tuple[Any, Any]:
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         begin.record()
         call()
         end.record()
-        pairs.append((begin, end))
+        return begin, end
+
+    pairs = time_steps(between_events, Repeats(samples), warm_up=call, warm_ups=warm_up)
     cuda.synchronize()
     # CUDA gives milliseconds.
     return tuple(1e-3 * begin.elapsed_time(end) for begin, end in pairs)

@@ -31,7 +31,14 @@ from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.frontends.runners import make_runner, runner_kind
-from dovetail.runtime.timers import clock, seconds_of, summarise
+from dovetail.runtime.timers import (
+    Repeats,
+    clock,
+    seconds_of,
+    summarise,
+    time_steps,
+    times_within,
+)
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.timing import key_of
@@ -69,25 +76,26 @@ def seconds_in_passes(
     stream = runner.stream()
     ends = np.cumsum([function.add_to(stream, runner) for function in runs])  # [kernels]
     stamps = np.zeros((int(ends[-1]) if kernels else 0, 2), dtype=np.int64)
-    samples: list[list[float]] = [[] for _ in runs]
+
+    def pass_over() -> list[float]:
+        runner.run(stream, stamps=int(stamps.ctypes.data))
+        first, seconds = 0, []
+        for end in ends.tolist():
+            taken = (stamps[end - 1, 1] - stamps[first, 0]) / 1e9 if end > first else 0.0
+            seconds.append(max(LEAST_SECONDS, float(taken)))
+            first = end
+        return seconds
+
+    repeats = Repeats(_MOST_TIMED_PASSES, _LEAST_PASSES, _SECONDS)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        began = clock()
-        for number in range(_WARM_UP_PASSES + _MOST_TIMED_PASSES):
-            runner.run(stream, stamps=int(stamps.ctypes.data))
-            first = 0
-            for seconds, end in zip(samples, ends.tolist(), strict=True):
-                taken = (stamps[end - 1, 1] - stamps[first, 0]) / 1e9 if end > first else 0.0
-                seconds.append(max(LEAST_SECONDS, float(taken)))
-                first = end
-            spent = (clock() - began) / _SECONDS
-            progress(min(1.0, max(spent, (number + 1) / (_WARM_UP_PASSES + _MOST_TIMED_PASSES))))
-            if spent > 1 and number + 1 >= _WARM_UP_PASSES + _LEAST_PASSES:
-                break
+        passes = time_steps(
+            pass_over, repeats, warm_ups=_WARM_UP_PASSES, progress=progress, clock=clock
+        )
     finally:
         torch.set_num_threads(before)
-    return [seconds[_WARM_UP_PASSES:] for seconds in samples]
+    return list(map(list, zip(*passes, strict=True)))
 
 
 PROTOCOL = 9
@@ -345,8 +353,8 @@ class CpuStages(MeasuredStages):
         segments = segments_within(self._block, barriers([[[kernel]]]), {})
         others = [*segments, *([] for _ in range(self._threads - 2))]
         streams = SegmentStreams([[], *others], self._functions)
-        calls = max(1, round(_PHASE_SECONDS / self.alone.all_threads[kernel]))
-        passes = max(1, round(_PHASE_SECONDS / self.alone.one_thread[kernel]))
+        calls = times_within(_PHASE_SECONDS, self.alone.all_threads[kernel])
+        passes = times_within(_PHASE_SECONDS, self.alone.one_thread[kernel])
         whole = _repeated(self._functions, kernel, calls)
 
         def streamed(times: int = 1) -> None:
@@ -362,9 +370,7 @@ class CpuStages(MeasuredStages):
             return max(0.0, in_turns - alone - (twice - once))
 
         torch.set_num_threads(self._threads)
-        for _ in range(_FIRST_SWITCHES):
-            switch()
-        timing = summarise([switch() for _ in range(_SWITCHES)])
+        timing = summarise(time_steps(switch, Repeats(_SWITCHES), warm_ups=_FIRST_SWITCHES))
         return MeasuredCost(timing.median_seconds, timing.spread)
 
 
@@ -432,7 +438,7 @@ class _StageLoop:
         self, threads: SegmentStreams, expected: float, clock: Callable[[], float] = clock
     ) -> None:
         self._threads, self._expected, self._clock = threads, expected, clock
-        self._passes = min(_MOST_PASSES, max(1, round(_SAMPLE_SECONDS / expected)))
+        self._passes = times_within(_SAMPLE_SECONDS, expected, most=_MOST_PASSES)
         self._once: list[float] = []
         self._more: list[float] = []
 
