@@ -31,8 +31,13 @@ def take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
     """
     if not any(reference() is not None for reference in made):
         return []
-    # Tensors that only cycles of garbage hold are freed first, so that the search below is rare.
+    # Tensors that only cycles of garbage hold are freed first, so that the search is rare.
     gc.collect()
+    return _take_back(made)
+
+
+def _take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
+    """`take_back` after garbage was collected."""
     if not _alive(made):
         return []
     identities = set(map(id, _alive(made)))
@@ -65,10 +70,10 @@ def take_all_back(mode: FakeTensorMode) -> None:
         values = [v for v in gc.get_objects() if issubclass(type(v), FakeTensor)]
         made = [weakref.ref(value) for value in values if value.fake_mode is mode]
         del values
-    if len(made) <= _MOST_SEARCHED:
-        take_back(made)
-    else:
-        clear_caches(lambda value: isinstance(value, FakeTensor) and value.fake_mode is mode)
+        if len(made) <= _MOST_SEARCHED:
+            _take_back(made)
+        else:
+            clear_caches(lambda value: isinstance(value, FakeTensor) and value.fake_mode is mode)
 
 
 def clear_caches(is_made: Callable[[Any], bool]) -> None:
@@ -84,13 +89,13 @@ def _nothing_frozen() -> Iterator[None]:
     """Let the collector tell of the objects that are frozen, too, within the block."""
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
+        # Garbage that is frozen would never be freed. Afterwards it would take much longer to find.
+        gc.collect()
         gc.unfreeze()
     try:
         yield
     finally:
         if is_frozen:
-            # Garbage that is frozen would never be freed.
-            gc.collect()
             gc.freeze()
 
 
