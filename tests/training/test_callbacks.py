@@ -169,8 +169,8 @@ def test_a_resumed_run_tells_only_what_is_new(backend, tmp_path):
 def test_commits_that_a_server_without_a_log_has_lost_are_counted_once(tmp_path):
     """Their samples are committed again, and no epoch is told twice."""
     from dovetail.training.callbacks import CallbackCaller
-    from dovetail.training.monitor import RunMonitor
     from dovetail.training.records import Row
+    from dovetail.training.trainer import RunMonitor
 
     def row(clock):
         return Row(clock, 0, clock, 0, 1, 10, 1.0, 1.0, 0.0, 0.0, 0.0)

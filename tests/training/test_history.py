@@ -202,17 +202,23 @@ def test_missing_and_unwritable_files_are_named(tmp_path):
             write("/proc/no/way")
 
 
-def test_tensorboard_reads_the_scalars_back_by_samples(tmp_path):
+def scalars_of(history, folder):
+    """Tag -> (step, value) pairs, as TensorBoard reads them from the history's files."""
     event_file_loader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_file_loader"
     )
-    history = make_history(60)
-    history.to_tensorboard(tmp_path)
-    (file,) = tmp_path.iterdir()
+    history.to_tensorboard(folder)
+    (file,) = folder.iterdir()
     found = {}
     for event in event_file_loader.LegacyEventFileLoader(str(file)).Load():
         for value in event.summary.value:
             found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def test_tensorboard_reads_the_scalars_back_by_samples(tmp_path):
+    history = make_history(60)
+    found = scalars_of(history, tmp_path)
     loss = [(20 * (i + 1), row.loss) for i, row in enumerate(history.outcome.rows)]
     assert found["train/loss"] == [(step, pytest.approx(value)) for step, value in loss]
     assert len(found["train/implicit_momentum"]) == 57
@@ -224,8 +230,8 @@ def test_a_long_run_is_thinned_to_means(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "POINTS", 7)
     history = make_history(61)
-    seconds, samples, values = module._scalars(history)["train/loss"]
-    assert len(values) == len(samples) == len(seconds) == 7
+    samples, values = zip(*scalars_of(history, tmp_path)["train/loss"], strict=True)
+    assert len(values) == 7
     assert samples[-1] == 61 * 20
     parts = np.split(history.columns["loss"], np.searchsorted(history.columns["seen"], samples[:-1],
                                                               side="right"))  # fmt: skip

@@ -11,9 +11,8 @@ from dovetail.errors import DivergedError
 from dovetail.frontends import Adam
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.modules import ModuleLearner, flatten
-from dovetail.training.monitor import DivergenceWarning
 from dovetail.training.records import Job
-from dovetail.training.trainer import Trainer
+from dovetail.training.trainer import DivergenceWarning, Trainer
 from tests.support.run_order import order
 from tests.support.training_models import (
     OPTIMIZERS,

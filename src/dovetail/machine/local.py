@@ -144,7 +144,10 @@ def check_local(machine: Machine) -> None:
 
 def available_bytes() -> int:
     """The bytes of memory that a new process could use: the kernel's estimate, but at most the
-    limit of the control group."""
+    limit of the control group.
+
+    `psutil.virtual_memory` gives the same estimate and not the limit, and takes 40 ms to import.
+    """
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:

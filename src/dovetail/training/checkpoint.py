@@ -101,7 +101,14 @@ def open_folder(
             raise UsageError("folder", says)
     held = path / _FACTS
     if not resume:
-        return _start(path, facts)
+        started = RunFolder(path, uuid.uuid4().hex)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UnwritableError(str(path), error.strerror or str(error)) from error
+        text = json.dumps({"format": FORMAT, "run": started.run, **facts}, indent=2)
+        write_atomically(held, text)
+        return started
     stored = _read_object(held)
     run = stored.get("run")
     if stored.get("format") != FORMAT or not isinstance(run, str) or not run.isascii():
@@ -122,17 +129,6 @@ def check_held(folder: str | os.PathLike[str], resume: bool) -> None:
         raise UsageError("folder", f"{path} holds a run; resume it, or give another folder")
     if resume and not held:
         raise UsageError("resume", f"{path} holds no run")
-
-
-def _start(path: Path, facts: Mapping[str, Any]) -> RunFolder:
-    run = uuid.uuid4().hex
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UnwritableError(str(path), error.strerror or str(error)) from error
-    text = json.dumps({"format": FORMAT, "run": run, **facts}, indent=2)
-    write_atomically(path / _FACTS, text)
-    return RunFolder(path, run)
 
 
 def _read_vector(path: Path) -> Vector:

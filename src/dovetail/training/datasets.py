@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from dovetail.errors import UsageError
+from dovetail.runtime.torch_versions import pytree
 from dovetail.runtime.user_code import UserCode, at
 
 Collate = Callable[[list[Any]], Any]
@@ -58,36 +59,33 @@ def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) 
     """
     if isinstance(dataset, DataLoader):
         raise UsageError("dataset", "is a DataLoader; give its data set, and `batch` and `collate`")
+    source: SampleSource
     with UserCode("opening the data set", dataset):
-        source = _open(dataset, collate, epochs)
+        # A subclass of TensorDataset may change its items, so only the class itself is sliced.
+        arrays = tuple(dataset.tensors) if type(dataset) is TensorDataset else dataset
+        arrays = (arrays,) if isinstance(arrays, Tensor | np.ndarray) else arrays
+        if isinstance(dataset, ArraySource | MapSource | StreamSource | ArrangedSource):
+            source = dataset
+        elif isinstance(arrays, tuple):
+            if collate is not None:
+                raise UsageError("collate", "is of no use with arrays, which are sliced")
+            source = ArraySource(arrays)
+        elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            source = MapSource(dataset, collate or default_collate)
+        # An iterator can be read only once, but every epoch and every step back starts anew.
+        elif hasattr(dataset, "__iter__") and not isinstance(dataset, Iterator):
+            source = StreamSource(dataset, collate or default_collate, epochs)
+        else:
+            is_iterator = hasattr(dataset, "__iter__")
+            detail = "can be gone through only once" if is_iterator else "cannot be read"
+            raise UsageError(
+                "dataset",
+                f"{type(dataset).__name__} {detail}; give a tuple of arrays, a map-style data set, "
+                f"or an iterable that can be started anew{at(dataset)}",
+            )
     if source.samples == 0:
         raise UsageError("dataset", f"is empty{at(dataset)}")
     return source
-
-
-def _open(dataset: Any, collate: Collate | None, epochs: int) -> SampleSource:
-    if isinstance(dataset, ArraySource | MapSource | StreamSource | ArrangedSource):
-        return dataset
-    # A subclass of TensorDataset may change its items, so only the class itself is sliced.
-    if type(dataset) is TensorDataset:
-        dataset = tuple(dataset.tensors)
-    if isinstance(dataset, Tensor | np.ndarray):
-        dataset = (dataset,)
-    if isinstance(dataset, tuple):
-        if collate is not None:
-            raise UsageError("collate", "is of no use with arrays, which are sliced")
-        return ArraySource(dataset)
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return MapSource(dataset, collate or default_collate)
-    # An iterator can be read only once, but every epoch and every step back starts anew.
-    if hasattr(dataset, "__iter__") and not isinstance(dataset, Iterator):
-        return StreamSource(dataset, collate or default_collate, epochs)
-    detail = "can be gone through only once" if hasattr(dataset, "__iter__") else "cannot be read"
-    raise UsageError(
-        "dataset",
-        f"{type(dataset).__name__} {detail}; give a tuple of arrays, a map-style data set, or an "
-        f"iterable that can be started anew{at(dataset)}",
-    )
 
 
 class ArraySource:
@@ -95,7 +93,7 @@ class ArraySource:
 
     def __init__(self, arrays: tuple[Any, ...]) -> None:
         self.arrays = _as_tensors(arrays)
-        lengths = set(_lengths(self.arrays))
+        lengths = {len(tensor) for tensor in pytree.tree_leaves(self.arrays)}
         if len(lengths) != 1:
             raise UsageError("dataset", f"its arrays have {sorted(lengths)} rows; they must agree")
         self.samples: int | None = lengths.pop()
@@ -125,14 +123,6 @@ def _as_tensors(tree: Any) -> Any:
     return tensor
 
 
-def _lengths(tree: Any) -> Iterator[int]:
-    if isinstance(tree, tuple):
-        for inner in tree:
-            yield from _lengths(inner)
-    else:
-        yield len(tree)
-
-
 def _take(tree: Any, rows: Tensor) -> Any:
     if isinstance(tree, tuple):
         return tuple(_take(inner, rows) for inner in tree)
@@ -153,7 +143,10 @@ class MapSource:
         many = getattr(self._dataset, "__getitems__", None)
         items: list[Any] = []
         if many is not None:
-            with UserCode(lambda: f"{_items(rows)} of the data set", self._dataset):
+            which = "item {}" if len(rows) == 1 else "items {} to {}"
+            with UserCode(
+                lambda: f"{which.format(rows[0], rows[-1])} of the data set", self._dataset
+            ):
                 items = list(many(rows))
         else:
             with UserCode(lambda: f"item {rows[len(items)]} of the data set", self._dataset):
@@ -163,11 +156,6 @@ class MapSource:
             says = f"__getitems__ returns {len(items)} items for {len(rows)} indices"
             raise UsageError("dataset", f"{says}{at(many)}")
         return _collated(self._collate, items, self._dataset), len(rows)
-
-
-def _items(rows: list[int]) -> str:
-    """The items by their indices, in words."""
-    return f"item {rows[0]}" if len(rows) == 1 else f"items {rows[0]} to {rows[-1]}"
 
 
 def _collated(collate: Collate, items: list[Any], dataset: Any) -> Any:
@@ -227,20 +215,16 @@ class StreamSource:
             item = next(self._items, _END)
             if item is not _END:
                 self._position += 1
-            elif not self._next_epoch():
+                continue
+            # After an epoch without items the stream has ended, since all later ones would be
+            # empty.
+            is_empty = self._position == self._starts[self._epoch]
+            if self._epoch + 1 >= self._epochs or is_empty:
                 break
+            if self._epoch + 1 == len(self._starts):
+                self._starts.append(self._position)
+            self._start(self._epoch + 1, self._position)
         return item
-
-    def _next_epoch(self) -> bool:
-        """Starts the next epoch and returns True, or returns False if none follows."""
-        # After an epoch without items the stream has ended, since all later ones would be empty.
-        is_empty = self._position == self._starts[self._epoch]
-        if self._epoch + 1 >= self._epochs or is_empty:
-            return False
-        if self._epoch + 1 == len(self._starts):
-            self._starts.append(self._position)
-        self._start(self._epoch + 1, self._position)
-        return True
 
     def _start(self, epoch: int, position: int) -> None:
         if hasattr(self._dataset, "set_epoch"):

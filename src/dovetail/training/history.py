@@ -38,7 +38,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, Self
@@ -335,7 +335,54 @@ class History:
         """Reads a file that `to_csv` wrote. It has neither the meta nor the parameters. The run's
         clock, samples and seconds are computed from its commits and evaluations. Raises
         `FileFormatError`."""
-        return cls(_from_csv(os.fspath(path)))
+        name = os.fspath(path)
+        records: dict[str, list[Any]] = {kind: [] for kind in _RECORDS}
+        try:
+            with open(name, encoding="utf-8", newline="", opener=files_only) as file:
+                reader = csv.DictReader(file, strict=True)
+                heads = reader.fieldnames or ()
+                plain = len(_CSV_KEYS)
+                if tuple(heads[:plain]) != _CSV_KEYS or len(heads) > plain + MOST_FIGURES:
+                    raise FileFormatError(name, f"its columns are not {', '.join(_CSV_KEYS)}")
+                if len(set(heads)) < len(heads):
+                    raise FileFormatError(name, "two of its columns have one name")
+                for line in reader:
+                    if None in line:
+                        raise ValueError("it has more cells than there are columns")
+                    if line["record"] not in records:
+                        raise ValueError(f"{line['record']!r} is no record")
+                    kind = _RECORDS[line["record"]]
+                    # Each field's type converts its cell's text.
+                    values: dict[str, Any] = {
+                        field.name: field.type(line[field.name])  # type: ignore[operator]
+                        for field in fields(kind)
+                        if field.name != "figures"
+                    }
+                    if kind is Evaluation:
+                        values["figures"] = {
+                            key.removeprefix(_FIGURE): float(value)
+                            for key, value in line.items()
+                            if key.startswith(_FIGURE) and value
+                        }
+                    records[line["record"]].append(kind(**values))
+        except OSError as error:
+            raise FileFormatError(name, error.strerror or str(error)) from None
+        # A line with too few cells gives None for the missing ones, and converting None is a
+        # TypeError.
+        except (ValueError, TypeError, csv.Error) as error:
+            raise FileFormatError(name, f"line {reader.line_num}: {error}") from None
+        rows, evaluations, events = records.values()
+        outcome = Outcome(
+            theta=np.zeros(0, dtype=np.float32),
+            clock=max((row.clock for row in rows), default=0),
+            samples=sum(row.samples for row in rows),
+            seconds=max([0.0, *(row.seconds for row in rows), *(e.seconds for e in evaluations)]),
+            rows=tuple(rows),
+            events=tuple(events),
+            evaluations=tuple(evaluations),
+        )
+        _check_drawable(name, outcome)
+        return cls(outcome)
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Writes scalars for TensorBoard, whose step is the number of samples. Raises
@@ -344,9 +391,24 @@ class History:
         # at 0.
         start = self.outcome.meta.get("start_seconds")
         origin = float(start) if isinstance(start, int | float) else 0.0
+        curves = {}
+        for tag, name in _SCALARS.items():
+            finite = np.isfinite(self.columns[name])
+            if finite.any():
+                seconds, samples = self.columns["seconds"][finite], self.columns["seen"][finite]
+                values = self.columns[name][finite].astype(np.float64)
+                if len(values) > POINTS:
+                    # Each point is the mean over a run of consecutive commits, and has the seconds
+                    # and samples of the last of them.
+                    starts = np.linspace(0, len(values), POINTS, endpoint=False).astype(np.int64)
+                    last = np.append(starts[1:], len(values)) - 1
+                    means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
+                    seconds, samples, values = seconds[last], samples[last], means
+                curves[f"train/{tag}"] = seconds, samples, values
+        curves |= {f"evaluation/{figure}": self.curve(figure) for figure in self.figures}
         with Scalars(folder) as scalars:
-            for tag, (seconds, samples, values) in _scalars(self).items():
-                for moment, step, value in zip(seconds, samples, values, strict=True):
+            for tag, curve in curves.items():
+                for moment, step, value in zip(*curve, strict=True):
                     scalars.add(tag, int(step), float(value), origin + float(moment))
 
     def facts(self) -> list[tuple[str, str]]:
@@ -460,6 +522,12 @@ _FIGURE = "figure:"
 _CSV_KEYS = tuple(
     dict.fromkeys(("record", "kind", *COLUMNS, *(field.name for field in fields(Event))))
 )
+_RECORDS: dict[str, type[Row | Evaluation | Event]] = {
+    "commit": Row,
+    "evaluation": Evaluation,
+    "event": Event,
+}
+"""Name of a record in a CSV file -> its class."""
 _SCALARS = {
     "loss": "loss",
     "norm": "norm",
@@ -482,11 +550,10 @@ def _strict_model(name: str, kinds: dict[str, Any]) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(extra="forbid"), **required)
 
 
-def _model_of(record: type) -> Any:
-    return _strict_model(record.__name__, {field.name: field.type for field in fields(record)})
-
-
 def _list_of(kind: Any) -> Any:
+    """The type of a list of values, or of records, of a kind."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        kind = _strict_model(kind.__name__, {each.name: each.type for each in fields(kind)})
     return list[kind]
 
 
@@ -497,8 +564,8 @@ _FILE = _strict_model(
         "version": Literal[1],
         **_WHOLE,
         "commits": _strict_model("Commits", {k: _list_of(v) for k, v in COLUMNS.items()}),
-        "evaluations": _list_of(_model_of(Evaluation)),
-        "events": _list_of(_model_of(Event)),
+        "evaluations": _list_of(Evaluation),
+        "events": _list_of(Event),
     },
 )
 
@@ -548,84 +615,3 @@ def _check_drawable(path: str, outcome: Outcome) -> None:
     totals += [n for e in outcome.evaluations for n in (e.clock, e.samples)]
     if not all(0 <= n < 2**53 for n in totals):
         raise FileFormatError(path, "a clock or a number of samples is no count")
-
-
-def _from_csv(path: str) -> Outcome:
-    records: dict[str, list[Any]] = {name: [] for name in _RECORDS}
-    try:
-        with open(path, encoding="utf-8", newline="", opener=files_only) as file:
-            reader = csv.DictReader(file, strict=True)
-            heads = reader.fieldnames or ()
-            plain = len(_CSV_KEYS)
-            if tuple(heads[:plain]) != _CSV_KEYS or len(heads) > plain + MOST_FIGURES:
-                raise FileFormatError(path, f"its columns are not {', '.join(_CSV_KEYS)}")
-            if len(set(heads)) < len(heads):
-                raise FileFormatError(path, "two of its columns have one name")
-            for line in reader:
-                if None in line:
-                    raise ValueError("it has more cells than there are columns")
-                if line["record"] not in records:
-                    raise ValueError(f"{line['record']!r} is no record")
-                records[line["record"]].append(_record_of(line))
-    except OSError as error:
-        raise FileFormatError(path, error.strerror or str(error)) from None
-    # A line with too few cells gives None for the missing ones, and converting None is a TypeError.
-    except (ValueError, TypeError, csv.Error) as error:
-        raise FileFormatError(path, f"line {reader.line_num}: {error}") from None
-    rows, evaluations, events = records.values()
-    outcome = Outcome(
-        theta=np.zeros(0, dtype=np.float32),
-        clock=max((row.clock for row in rows), default=0),
-        samples=sum(row.samples for row in rows),
-        seconds=max([0.0, *(row.seconds for row in rows), *(e.seconds for e in evaluations)]),
-        rows=tuple(rows),
-        events=tuple(events),
-        evaluations=tuple(evaluations),
-    )
-    _check_drawable(path, outcome)
-    return outcome
-
-
-_RECORDS: dict[str, type[Row | Evaluation | Event]] = {
-    "commit": Row,
-    "evaluation": Evaluation,
-    "event": Event,
-}
-
-
-def _record_of(line: dict[str, str]) -> Row | Evaluation | Event:
-    """The record that a line of a CSV file holds. Each field's type converts its cell's text."""
-    kind = _RECORDS[line["record"]]
-    values: dict[str, Any] = {}
-    for field in fields(kind):
-        if field.name == "figures":
-            values["figures"] = {
-                key.removeprefix(_FIGURE): float(value)
-                for key, value in line.items()
-                if key.startswith(_FIGURE) and value
-            }
-        else:
-            values[field.name] = field.type(line[field.name])  # type: ignore[operator]
-    return kind(**values)
-
-
-def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
-    """TensorBoard's tag -> (seconds, samples, values), [points] each."""
-    columns = history.columns
-    scalars = {}
-    for tag, name in _SCALARS.items():
-        finite = np.isfinite(columns[name])
-        if finite.any():
-            seconds, samples = columns["seconds"][finite], columns["seen"][finite]
-            values = columns[name][finite].astype(np.float64)
-            if len(values) > POINTS:
-                # Each point is the mean over a run of consecutive commits, and has the seconds and
-                # samples of the last of them.
-                starts = np.linspace(0, len(values), POINTS, endpoint=False).astype(np.int64)
-                last = np.append(starts[1:], len(values)) - 1
-                means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
-                seconds, samples, values = seconds[last], samples[last], means
-            scalars[f"train/{tag}"] = seconds, samples, values
-    for figure in history.figures:
-        scalars[f"evaluation/{figure}"] = history.curve(figure)
-    return scalars

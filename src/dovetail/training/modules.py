@@ -87,7 +87,15 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
         raise ModelError(name, "has no parameter that requires a gradient")
     if len({parameter.dtype for _, parameter in named}) > 1:
         raise ModelError(name, "mixes float32 and float64 parameters; convert it to one of them")
-    _check_apart(name, named)
+    # Views of the vector would not share memory as such parameters do. Tied parameters are allowed:
+    # they are one object.
+    owner: dict[int, str] = {}
+    for path, parameter in named:
+        if parameter.numel():
+            other = owner.setdefault(parameter.untyped_storage().data_ptr(), path)
+            if other != path:
+                says = f"{other} and {path} share memory; tie them by one Parameter"
+                raise ModelError(name, says)
     return [parameter for _, parameter in named]
 
 
@@ -108,18 +116,6 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for path, parameter in own:
             named.setdefault(id(parameter), (path, parameter))
     return list(named.values())
-
-
-def _check_apart(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
-    """Raises `ModelError` if two parameters share memory, since their views of the vector would
-    not. Tied parameters are allowed: they are one object."""
-    owner: dict[int, str] = {}
-    for path, parameter in named:
-        if parameter.numel() == 0:
-            continue
-        other = owner.setdefault(parameter.untyped_storage().data_ptr(), path)
-        if other != path:
-            raise ModelError(name, f"{other} and {path} share memory; tie them by one Parameter")
 
 
 def flatten(module: nn.Module) -> Vector:
@@ -248,16 +244,31 @@ class ModuleLearner:
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
         """The gradient of the mean loss over these samples; over fewer if a stream ends."""
-        self._seed_torch(epoch, int(indices[0]))
+        seeds = np.random.SeedSequence((self._seed, self._worker, epoch, int(indices[0])))
+        draw = int(seeds.generate_state(1)[0])
+        torch.default_generator.manual_seed(draw)
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(draw)
+        if self._is_keras:
+            seed_keras(self._module, draw)
         batch, samples = self._source.batch(indices, epoch)
         if not samples:
             self._flat.zero_()
             return Gradient(self._gradient, 0.0, 0)
-        self._bind(theta)
+        if self._theta_there is not None:
+            with warnings.catch_warnings():
+                # torch cannot say that a tensor may not be written to, and warns of that. Nobody
+                # writes to this one.
+                warnings.simplefilter("ignore", UserWarning)
+                self._theta_there.copy_(torch.from_numpy(theta))
+            batch = to_device(batch, self._device)
+        elif theta is not self._bound:
+            # The parameters become views of theta, or of a copy where theta is read-only.
+            flat = torch.from_numpy(theta) if theta.flags.writeable else torch.tensor(theta)
+            self._bound = theta if theta.flags.writeable else None
+            self._set_parameters(flat)
         for parameter in self._parameters:
             parameter.grad = None
-        if self._theta_there is not None:
-            batch = to_device(batch, self._device)
         with autocasting(self._device, self._autocast):
             loss = loss_of(self._module, self._loss, batch)
         with UserCode("the backward pass", self._module):
@@ -305,37 +316,10 @@ class ModuleLearner:
         """The learning rate of the optimizer's first group."""
         return self._rates.at(self._passes(epoch))
 
-    def _bind(self, theta: Vector) -> None:
-        """Makes the parameters views of `theta`, or of a copy if `theta` is read-only or the module
-        computes on another device."""
-        if self._theta_there is not None:
-            with warnings.catch_warnings():
-                # torch cannot say that a tensor may not be written to, and warns of that. Nobody
-                # writes to this one.
-                warnings.simplefilter("ignore", UserWarning)
-                self._theta_there.copy_(torch.from_numpy(theta))
-            return
-        if theta is self._bound:
-            return
-        if theta.flags.writeable:
-            flat, self._bound = torch.from_numpy(theta), theta
-        else:
-            flat, self._bound = torch.tensor(theta), None
-        self._set_parameters(flat)
-
     def _set_parameters(self, flat: Tensor) -> None:
         """Makes the parameters views of a vector [size]."""
         for parameter, view in zip(self._parameters, views_of(flat, self._parameters), strict=True):
             parameter.data = view
-
-    def _seed_torch(self, epoch: int, first: int) -> None:
-        source = np.random.SeedSequence((self._seed, self._worker, epoch, first))
-        draw = int(source.generate_state(1)[0])
-        torch.default_generator.manual_seed(draw)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(draw)
-        if self._is_keras:
-            seed_keras(self._module, draw)
 
     def _passes(self, epoch: float) -> float:
         """Epochs so far, for the schedule. In a stream only the reader can tell them."""

@@ -40,14 +40,12 @@ def check_travels(parts: Mapping[str, object]) -> None:
 def _refusal(part: object) -> str | None:
     """Why the part cannot be pickled; None if it can be. Arrays are not copied to find that out."""
     try:
-        cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=_keep_out).dump(part)
+        # A callback that returns None takes a buffer out of the pickled stream.
+        pickler = cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=lambda _buffer: None)
+        pickler.dump(part)
     except Exception as error:  # whatever its own __reduce__ may raise
         return str(error) or type(error).__name__
     return None
-
-
-def _keep_out(_buffer: object) -> None:
-    """Takes a buffer out of the pickled stream: a callback that returns None does so."""
 
 
 def _culprit(path: str, part: object, depth: int) -> tuple[str, object]:

@@ -10,15 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError, UnknownRuleError, UsageError
-from dovetail.runtime.torch_versions import (
-    dynamo_later,
-    has_parameter_hooks,
-    pytree,
-)
+from dovetail.runtime.torch_versions import dynamo_later, has_parameter_hooks, pytree
 from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Storage
@@ -61,8 +56,6 @@ from dovetail.training.wire import make_wire
 
 _IN_PROCESS = ("simulated", "threads")
 """Backends whose workers live in this process, so that nothing is sent to another one."""
-
-
 COMPARED_ROWS = 64
 """Ranks compare so many samples of arrays, evenly spread."""
 
@@ -75,8 +68,6 @@ class PreparedTraining:
     assignment: Assignment
     run: Backend
     evaluator: Evaluator
-    every_samples: int | None
-    every_seconds: float | None
     epoch_samples: int | None
     folder: RunFolder | None
 
@@ -109,10 +100,20 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     source = open_dataset(dataset, request.collate, request.epochs)
     length = source.length if isinstance(source, StreamSource) else source.samples
     check_callbacks(request.callbacks, length)
+    # The order [samples] of the data set from which shares are cut; None: there are no shares.
+    order = None
+    if request.partition != LEASED:
+        if source.samples is None:
+            raise UsageError("partition", f"{request.partition} needs a data set of known length")
+        if source.samples < request.workers:
+            says = f"{source.samples} samples are too few for a share for each of "
+            raise UsageError("partition", f"{says}{request.workers} workers")
+        by_label = request.partition == "by-label"
+        labels = labels_of(source) if by_label else np.zeros(source.samples, np.bool_)
+        order = arrangement(request.partition, labels, request.seed)
     learners = ModuleLearners(
         model, request.loss, optimizer, dataset, request.schedule, request.collate,
-        request.epochs, request.seed, _arrangement(request, source), request.device,
-        request.autocast,
+        request.epochs, request.seed, order, request.device, request.autocast,
     )  # fmt: skip
     theta = flatten(model)
     here = _device_here(request)
@@ -121,7 +122,24 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     if request.backend not in _IN_PROCESS:
         sent = ("loss", "optimizer", "schedule", "collate", "dataset")
         check_travels({name: getattr(learners, name) for name in sent})
-    job = _job(request, rule, source, theta)
+    window = request.window
+    if isinstance(window, str):  # "auto"
+        window = RULES[rule.name].window
+    if window is None and source.samples is None:
+        says = "a stream has no shares, for its end is not known; give a window"
+        raise UsageError("window", says)
+    job = Job(
+        run="",
+        size=theta.size,
+        samples=source.samples,
+        epochs=request.epochs,
+        batch=request.batch,
+        window=window,
+        workers=request.workers,
+        seed=request.seed,
+        dtype=str(theta.dtype),
+        partition=request.partition,
+    )
     wire = request.wire
     make_wire(wire, job.size, job.dtype)  # raises what is wrong with it
     if wire.startswith("topk") and RULES[rule.name].sends_parameters:
@@ -151,9 +169,7 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
         device=request.device,
         facts=facts,
     )
-    return PreparedTraining(
-        request, assignment, run, evaluator, *request.evaluation_times(length), length, folder
-    )
+    return PreparedTraining(request, assignment, run, evaluator, length, folder)
 
 
 def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
@@ -262,45 +278,6 @@ def _evaluator(
         raise UsageError("monitor", f"no figure {request.monitor!r}; there are {offered}")
     evaluator.try_out()
     return evaluator
-
-
-def _arrangement(request: TrainRequest, source: SampleSource) -> NDArray[np.int64] | None:
-    """The order [samples] of the data set from which shares are cut; None: there are no shares."""
-    if request.partition == LEASED:
-        return None
-    if source.samples is None:
-        raise UsageError("partition", f"{request.partition} needs a data set of known length")
-    if source.samples < request.workers:
-        raise UsageError(
-            "partition",
-            f"{source.samples} samples are too few for a share for each of {request.workers} "
-            "workers",
-        )
-    by_label = request.partition == "by-label"
-    labels = labels_of(source) if by_label else np.zeros(source.samples, np.bool_)
-    return arrangement(request.partition, labels, request.seed)
-
-
-def _job(request: TrainRequest, rule: Rule, source: SampleSource, theta: Vector) -> Job:
-    window = request.window
-    if isinstance(window, str):  # "auto"
-        window = RULES[rule.name].window
-    if window is None and source.samples is None:
-        raise UsageError(
-            "window", "a stream has no shares, for its end is not known; give a window"
-        )
-    return Job(
-        run="",
-        size=theta.size,
-        samples=source.samples,
-        epochs=request.epochs,
-        batch=request.batch,
-        window=window,
-        workers=request.workers,
-        seed=request.seed,
-        dtype=str(theta.dtype),
-        partition=request.partition,
-    )
 
 
 def _facts(model: nn.Module, job: Job, rule: Rule) -> dict[str, Any]:

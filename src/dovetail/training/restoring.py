@@ -287,7 +287,13 @@ def _vector_faults(
             yield f"it has no vector {name!r}"
     for name, vector in vectors.items():
         if name == "rows":
-            yield from _row_faults(vector)
+            columns = list(Row.__annotations__)
+            if vector.dtype != np.float64 or vector.size % len(columns):
+                yield "its rows are not of a row's fields"
+                continue
+            whole = [i for i, each in enumerate(columns) if Row.__annotations__[each] is int]
+            if not (np.abs(vector.reshape(-1, len(columns))[:, whole]) <= _LARGEST).all():
+                yield "a count in its rows is no whole number"
         elif name not in expected and not _BASE.fullmatch(name):
             yield f"its vector {name!r} is none of the rule's"
         else:
@@ -299,17 +305,6 @@ def _vector_faults(
                 )
     if "rows" not in vectors:
         yield "it has no vector 'rows'"
-
-
-def _row_faults(packed: Vector) -> Iterator[str]:
-    names = list(Row.__annotations__)
-    if packed.dtype != np.float64 or packed.size % len(names):
-        yield "its rows are not of a row's fields"
-        return
-    whole = [i for i, name in enumerate(names) if Row.__annotations__[name] is int]
-    table = packed.reshape(-1, len(names))[:, whole]
-    if not (np.abs(table) <= _LARGEST).all():
-        yield "a count in its rows is no whole number"
 
 
 def _agreement_faults(

@@ -77,12 +77,13 @@ class StepTimes:
 
     def stream(self, seed: int, worker: int, slow: float = 1.0) -> Callable[[], float]:
         """A function that returns the seconds of `worker`'s next step, multiplied by `slow`."""
-        return self._values(seed, worker, slow).__next__
 
-    def _values(self, seed: int, worker: int, slow: float) -> Iterator[float]:
-        rng = np.random.default_rng((seed, worker, _STREAM))
-        while True:
-            yield from (slow * self.draw(rng, _BLOCK)).tolist()
+        def values() -> Iterator[float]:
+            rng = np.random.default_rng((seed, worker, _STREAM))
+            while True:
+                yield from (slow * self.draw(rng, _BLOCK)).tolist()
+
+        return values().__next__
 
 
 def read_trace(path: str | os.PathLike[str]) -> StepTimes:

@@ -2,13 +2,15 @@
 
 request ─► prepare ─► backend ─► center ─► the module, its batch norms' statistics computed
                        │  ▲
-                evaluations, early stop
+                evaluations, early stop, divergence: `RunMonitor`
 """
 
 import inspect
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,13 +18,13 @@ import torch
 from dovetail.errors import DivergedError, UserCodeError
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.callbacks import CallbackCaller
+from dovetail.training.checkpoint import RunFolder
 from dovetail.training.divergence import LossWatch, remedy
-from dovetail.training.history import History
+from dovetail.training.history import History, lower_is_better
 from dovetail.training.modules import unflatten
-from dovetail.training.monitor import RunMonitor
 from dovetail.training.predicting import evaluate, predict
-from dovetail.training.preparing import PreparedTraining, gpus_of, prepare
-from dovetail.training.records import Evaluation, Outcome
+from dovetail.training.preparing import gpus_of, prepare
+from dovetail.training.records import Evaluation, Event, Outcome, Row, Vector
 from dovetail.training.request import TrainRequest
 
 
@@ -46,31 +48,218 @@ def train(
     `watcher`, `folder` and callbacks are not used, the history has no commits and no evaluations,
     and the model ends with the same weights. Its batch norms' statistics are computed on each.
     """
+    meeting: AbstractContextManager[None] = nullcontext()
+    if request.backend == "ranks":
+        # Imported here, because few runs need it.
+        from dovetail.training.backends.ranks.meeting import announced
+
+        # It tells the other ranks what fails before all have met.
+        meeting = announced()
     # The caller's random state must not change by a model's trial runs and evaluations, on the CPU
     # or on a GPU.
-    with _announced(request), torch.random.fork_rng(devices=gpus_of(request)):
+    with meeting, torch.random.fork_rng(devices=gpus_of(request)):
         prepared = prepare(request, dataset, validation)
-        progress = _open_progress(prepared, watcher)
-        outcome = _run(prepared, progress)
+        request, evaluator = prepared.request, prepared.evaluator
+        rule, job = prepared.assignment.rule, prepared.assignment.job
+        advice = remedy(rule.name, job.window, job.workers)
+        has_figures = bool(evaluator.figures)
+        waits = request.validate == "epoch" and has_figures
+        monitor = RunMonitor(
+            evaluator,
+            request.monitor,
+            request.patience,
+            prepared.folder,
+            also=watcher or Watcher(),
+            callbacks=CallbackCaller(request.callbacks, prepared.epoch_samples, waits),
+            losses=LossWatch(request.workers),
+            advice=advice,
+        )
+        if request.resume:
+            monitor.resume()
+
+        def evaluate_end(outcome: Outcome) -> Outcome:
+            """Evaluates the last center if that was not done. The outcome's theta is then the best
+            center if the request has a patience, else the last one."""
+            # An interrupted run's outcome has the best center and all evaluations already.
+            if outcome.meta.get("interrupted"):
+                return outcome
+            evaluated = monitor.evaluations[-1].clock if monitor.evaluations else -1
+            if has_figures and evaluated != outcome.clock:
+                monitor.on_evaluation(
+                    outcome.theta, outcome.clock, outcome.samples, outcome.seconds
+                )
+            theta = outcome.theta
+            if request.patience is not None and monitor.theta is not None:
+                theta = monitor.theta
+            # Some backends handle Ctrl-C themselves and end the run in order; their event tells.
+            ends = [event.detail for event in outcome.events if event.kind == "stopped"]
+            by_user = outcome.stopped and ends[-1:] == ["interrupted"]
+            meta = outcome.meta | ({"interrupted": True} if by_user else {})
+            kept = tuple(each for each in monitor.evaluations if each.figures)
+            return replace(outcome, theta=theta, evaluations=kept, meta=meta)
+
+        told = monitor.watcher(*request.evaluation_times(prepared.epoch_samples))
+        told.result = lambda outcome: evaluate_end(outcome).theta
+        try:
+            outcome = prepared.run(prepared.assignment, told)
+        except KeyboardInterrupt:
+            outcome = monitor.interrupted()
+        except DivergedError as error:
+            if error.advice:
+                raise
+            if "not finite" in error.detail:
+                remedies = "look for NaN or infinities in the data"
+                advice += f"; if its loss did not grow before, {remedies}"
+            raise DivergedError(error.rule, error.detail, advice) from error
         # Rank 0 alone evaluates.
         if not outcome.meta.get("rank"):
-            outcome = _evaluate_end(prepared, progress, outcome)
+            outcome = evaluate_end(outcome)
         unflatten(request.model, outcome.theta)
-        prepared.evaluator.refresh(request.model)
-        progress.callbacks.end()
-    if progress.callbacks.failure is not None:
-        raise progress.callbacks.failure
-    return History(_describe(prepared, outcome))
+        evaluator.refresh(request.model)
+        monitor.callbacks.end()
+    if monitor.callbacks.failure is not None:
+        raise monitor.callbacks.failure
+    backend = request.backend
+    ran = {
+        "name": request.name or rule.name,
+        "rule": rule.name,
+        "options": dict(rule.options),
+        "backend": backend if isinstance(backend, str) else getattr(backend, "__name__", "own"),
+        "job": asdict(job),
+        "model": type(request.model).__name__,
+    }
+    return History(replace(outcome, meta=outcome.meta | ran))
 
 
-def _announced(request: TrainRequest) -> AbstractContextManager[None]:
-    """With the backend `ranks`, tells the other ranks what fails before all have met."""
-    if request.backend != "ranks":
-        return nullcontext()
-    # Imported here, because few runs need it.
-    from dovetail.training.backends.ranks.meeting import announced
+Evaluate = Callable[[Vector], dict[str, float]]
 
-    return announced()
+
+class DivergenceWarning(RuntimeWarning):
+    """Warns that the loss of a run grows without end."""
+
+
+@dataclass
+class RunMonitor:
+    """Collects a run's evaluations, commits and events. The backend calls it through `watcher`.
+
+    evaluate   theta -> figures; {} without a validation set
+    monitor    name of the figure that decides which evaluation is the best
+    patience   the run stops after so many evaluations without a better one (None: never)
+    folder     where evaluations and the best center are saved; None: nowhere
+    also       the caller's own watcher, which is called too
+    callbacks  the request's callbacks
+    losses     looks for divergence
+    advice     what to do about divergence, for the warning
+    """
+
+    evaluate: Evaluate
+    monitor: str
+    patience: int | None = None
+    folder: RunFolder | None = None
+    also: Watcher = field(default_factory=Watcher)
+    callbacks: CallbackCaller = field(default_factory=CallbackCaller)
+    losses: LossWatch = field(default_factory=LossWatch)
+    advice: str = ""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    # Index of the best evaluation, and the center [size] at it.
+    best: int | None = None
+    theta: Vector | None = None
+
+    def resume(self) -> None:
+        """Takes over the evaluations and the best center that the folder holds."""
+        if self.folder is not None:
+            self.evaluations, self.best, self.theta = self.folder.load()
+
+    def watcher(self, every_samples: int | None, every_seconds: float | None) -> Watcher:
+        """The watcher that the backend is given."""
+        return Watcher(
+            every_samples=every_samples,
+            every_seconds=every_seconds,
+            evaluate=self.on_evaluation,
+            should_stop=self.should_stop,
+            rows=self.on_rows,
+            resumed=self.on_resumed,
+            forgotten=self.on_forgotten,
+            event=self.on_event,
+        )
+
+    def on_evaluation(
+        self, theta: Vector, clock: int, samples: int, seconds: float
+    ) -> dict[str, float]:
+        """Evaluate `theta`, keep the figures, and keep `theta` too if it is the best so far."""
+        figures = self.evaluate(theta)
+        if self.also.evaluate is not None:
+            figures = figures | self.also.evaluate(theta, clock, samples, seconds)
+        self.evaluations.append(Evaluation(clock, samples, seconds, figures))
+        # Figures without the monitored one count as better: the last evaluation is then the best.
+        better = self.best is None or self.monitor not in figures
+        if self.best is not None and not better:
+            sign = 1 if lower_is_better(self.monitor) else -1
+            new = sign * figures[self.monitor]
+            old = sign * self.evaluations[self.best].figures.get(self.monitor, math.inf)
+            better = new < old or math.isnan(old)
+        if better:
+            self.best, self.theta = len(self.evaluations) - 1, theta.copy()
+        if self.folder is not None:
+            self.folder.save(self.evaluations, self.best, self.theta if better else None)
+        self.callbacks.evaluate(samples, figures)
+        return figures
+
+    def should_stop(self, figures: list[dict[str, float]]) -> bool:
+        """True if no evaluation was better for `patience` evaluations, or if the caller says so."""
+        caller_stops = self.also.should_stop
+        if (caller_stops is not None and caller_stops(figures)) or self.callbacks.stops:
+            return True
+        if self.patience is None or self.best is None:
+            return False
+        return len(self.evaluations) - 1 - self.best >= self.patience
+
+    def on_rows(self, rows: list[Row]) -> bool:
+        """Keep the commits, and warn once if the loss grows without end. True if the caller or a
+        callback says to stop."""
+        self.rows += rows
+        caller_stops = self.also.rows is not None and self.also.rows(rows) is True
+        self.callbacks.commit(rows)
+        divergence = self.losses.add(rows)
+        if divergence is not None:
+            text = f"training diverges: {divergence.detail}" + (self.advice and f"; {self.advice}")
+            warnings.warn(text, DivergenceWarning, stacklevel=2)
+        return caller_stops or self.callbacks.stops
+
+    def on_resumed(self, rows: list[Row]) -> None:
+        """Keep the commits from before the run was resumed."""
+        self.rows += rows
+        self.callbacks.resume(rows)
+        if self.also.resumed is not None:
+            self.also.resumed(rows)
+
+    def on_forgotten(self, kept: int) -> None:
+        """Drop all commits but the first so many."""
+        self.callbacks.forget(self.rows[kept:])
+        del self.rows[kept:]
+        if self.also.forgotten is not None:
+            self.also.forgotten(kept)
+
+    def on_event(self, event: Event) -> None:
+        """Keeps the event."""
+        self.events.append(event)
+        if self.also.event is not None:
+            self.also.event(event)
+
+    def interrupted(self) -> Outcome:
+        """The outcome of a run that Ctrl-C ended, with the best center so far. Raises
+        `KeyboardInterrupt` if nothing was evaluated yet."""
+        if self.best is None or self.theta is None:
+            raise KeyboardInterrupt
+        kept = self.evaluations[self.best]
+        rows, events = tuple(self.rows), tuple(self.events)
+        return Outcome(
+            self.theta, kept.clock, kept.samples, kept.seconds, rows, events,
+            tuple(self.evaluations), stopped=True, meta={"interrupted": True},
+        )  # fmt: skip
 
 
 class Trainer:
@@ -116,81 +305,3 @@ def _users_own() -> Iterator[None]:
 
 # help() and editors show this signature: the settings, each with its default.
 Trainer.__signature__ = inspect.signature(TrainRequest)  # type: ignore[attr-defined]
-
-
-def _open_progress(prepared: PreparedTraining, watcher: Watcher | None) -> RunMonitor:
-    request = prepared.request
-    progress = RunMonitor(
-        prepared.evaluator,
-        request.monitor,
-        request.patience,
-        prepared.folder,
-        also=watcher or Watcher(),
-        callbacks=CallbackCaller(
-            request.callbacks,
-            prepared.epoch_samples,
-            waits=request.validate == "epoch" and bool(prepared.evaluator.figures),
-        ),
-        losses=LossWatch(request.workers),
-        advice=_advice(prepared),
-    )
-    if request.resume:
-        progress.resume()
-    return progress
-
-
-def _run(prepared: PreparedTraining, progress: RunMonitor) -> Outcome:
-    watcher = progress.watcher(prepared.every_samples, prepared.every_seconds)
-    watcher.result = lambda outcome: _evaluate_end(prepared, progress, outcome).theta
-    try:
-        return prepared.run(prepared.assignment, watcher)
-    except KeyboardInterrupt:
-        return progress.interrupted()
-    except DivergedError as error:
-        if error.advice:
-            raise
-        advice = _advice(prepared)
-        if "not finite" in error.detail:
-            advice += "; if its loss did not grow before, look for NaN or infinities in the data"
-        raise DivergedError(error.rule, error.detail, advice) from error
-
-
-def _evaluate_end(prepared: PreparedTraining, progress: RunMonitor, outcome: Outcome) -> Outcome:
-    """Evaluates the last center if that was not done, and returns the outcome. Its theta is the
-    best center if the request has a patience, else the last one."""
-    # An interrupted run's outcome has the best center and all evaluations already.
-    if outcome.meta.get("interrupted"):
-        return outcome
-    evaluated = progress.evaluations[-1].clock if progress.evaluations else -1
-    if prepared.evaluator.figures and evaluated != outcome.clock:
-        progress.on_evaluation(outcome.theta, outcome.clock, outcome.samples, outcome.seconds)
-    theta = outcome.theta
-    if progress.patience is not None and progress.theta is not None:
-        theta = progress.theta
-    kept: tuple[Evaluation, ...] = tuple(e for e in progress.evaluations if e.figures)
-    # Some backends handle Ctrl-C themselves and end the run in order; their event tells.
-    ends = [event.detail for event in outcome.events if event.kind == "stopped"]
-    by_user = outcome.stopped and ends[-1:] == ["interrupted"]
-    meta = {**outcome.meta, **({"interrupted": True} if by_user else {})}
-    return replace(outcome, theta=theta, evaluations=kept, meta=meta)
-
-
-def _describe(prepared: PreparedTraining, outcome: Outcome) -> Outcome:
-    """The outcome with entries in `meta` that say what ran."""
-    request, assignment = prepared.request, prepared.assignment
-    backend = request.backend
-    meta = {
-        "name": request.name or assignment.rule.name,
-        "rule": assignment.rule.name,
-        "options": dict(assignment.rule.options),
-        "backend": backend if isinstance(backend, str) else getattr(backend, "__name__", "own"),
-        "job": asdict(assignment.job),
-        "model": type(request.model).__name__,
-    }
-    return replace(outcome, meta={**outcome.meta, **meta})
-
-
-def _advice(prepared: PreparedTraining) -> str:
-    """What to do if this run diverges."""
-    job = prepared.assignment.job
-    return remedy(prepared.assignment.rule.name, job.window, job.workers)

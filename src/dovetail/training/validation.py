@@ -255,13 +255,33 @@ def compute_statistics(
 ) -> None:
     """Replaces the running statistics by averages over the batches. Each part of the module stays
     in the mode that it was in. The model is called in the context, except a Keras model."""
+    of_keras = is_keras(module)
+    norms: list[Any] = keras_norms(module) if of_keras else list(norms_of(module))
     modes = {part: part.training for part in module.modules()}
+    momenta = [norm.momentum for norm in norms]
     try:
-        if is_keras(module):
-            _compute_keras(module, batches)
+        if of_keras:
+            # Keras has one mode for a whole call, so dropout is active in this pass.
+            module.train()
         else:
-            _compute(module, batches, casting)
+            module.eval()
+            for norm in norms:
+                norm.train()
+                norm.reset_running_stats()
+                # With the momentum None, torch computes a plain average over all batches.
+                norm.momentum = None
+        for number, batch in enumerate(batches):
+            if of_keras:
+                # The momentum i/(i + 1) in batch i makes the moving average a plain one.
+                for norm in norms:
+                    norm.momentum = number / (number + 1)
+                outputs(module, batch)
+            else:
+                with casting():
+                    outputs(module, batch)
     finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
         for part, mode in modes.items():
             part.training = mode
 
@@ -273,37 +293,3 @@ def norms_of(module: nn.Module) -> list[_NormBase]:
         for part in module.modules()
         if isinstance(part, _NormBase) and part.running_mean is not None
     ]
-
-
-def _compute(module: nn.Module, batches: Iterable[Any], casting: MakeContext) -> None:
-    norms = norms_of(module)
-    momenta = [norm.momentum for norm in norms]
-    module.eval()
-    for norm in norms:
-        norm.train()
-        norm.reset_running_stats()
-        # With the momentum None, torch computes a plain average over all batches.
-        norm.momentum = None
-    try:
-        for batch in batches:
-            with casting():
-                outputs(module, batch)
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-
-
-def _compute_keras(module: nn.Module, batches: Iterable[Any]) -> None:
-    """The same for Keras. Keras has one mode for a whole call, so dropout is active in this pass.
-    The momentum i/(i + 1) in batch i makes the moving average a plain one."""
-    norms = keras_norms(module)
-    momenta = [norm.momentum for norm in norms]
-    module.train()
-    try:
-        for number, batch in enumerate(batches):
-            for norm in norms:
-                norm.momentum = number / (number + 1)
-            outputs(module, batch)
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
