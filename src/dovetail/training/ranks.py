@@ -2,7 +2,7 @@
 
     rank 0 ─┬─► server process ══ shared memory ══ rank 0, and each rank on its host
             │                  ══ stand-ins ══ TCP ══ ranks on other hosts
-            └── control ──────────────────────── rank 1, 2, ...: greeting, meetings, the end
+            └── control ──────────────────────── rank 1, 2, ...: greeting, waits for all, the end
 
 The ranks meet as those of the backend `ranks` do (`backends.ranks.meeting`). A rank on rank 0's
 host connects by a Unix socket, whose name exists only in the kernel and only until all ranks have
@@ -357,8 +357,8 @@ class SharedCenter:
         if self._host is not None:
             return self._host.end(clock, theta)
         assert self._control is not None
-        finished = TrainingMessage.FINISHED, {"clock": clock}
-        self._control.send(*finished, NOTHING if theta is None else theta)
+        own = NOTHING if theta is None else theta
+        self._control.send(TrainingMessage.FINISHED, {"clock": clock}, own)
         return self._hear(TrainingMessage.END)[1].view(self.job.dtype)
 
     def close(self) -> None:
@@ -378,8 +378,8 @@ class SharedCenter:
         return self._link
 
     def _arrive(self) -> Octets:
-        """Waits for all others at a meeting, on another rank than rank 0, and returns its
-        vector."""
+        """Waits, on another rank than rank 0, until all ranks call this, and returns the vector
+        that rank 0 gives."""
         assert self._control is not None
         self._control.send(TrainingMessage.ARRIVED, {})
         return self._hear(TrainingMessage.ARRIVED)[1]

@@ -34,7 +34,7 @@ class TrainingMessage(StrEnum):
     )
 
     # Both
-    ARRIVED = "arrived"  # this rank waits at a meeting; rank 0: all do, and the vector is its own
+    ARRIVED = "arrived"  # this rank waits for all; rank 0: all do, and the vector is its own
     BEAT = "beat"
     LOST = "lost"  # said: never sent; the last message that a broken connection gives
 
