@@ -246,6 +246,8 @@ def test_what_cannot_be_wrapped_is_refused_in_one_line():
         dt.Optimizer(of(weight), window="long")
     with pytest.raises(UsageError, match="window"):
         dt.Optimizer(of(weight), window=0)
+    with pytest.raises(UsageError, match="give one address of this machine"):
+        dt.Optimizer(of(weight), listen="0.0.0.0")
     with pytest.raises(UsageError, match="sync takes no options here"):
         dt.Optimizer(of(weight), dt.make_rule("sync", optimizer="adam"))
     with pytest.raises(UsageError, match="the server of dc-asgd steps by -lr g"):
@@ -276,21 +278,19 @@ def test_the_server_steps_by_one_rate_only():
 @pytest.mark.parametrize(
     ("variables", "line"),
     [
-        ({"WORLD_SIZE": "2"}, "torchrun: WORLD_SIZE is 2, but RANK is not set"),
         (
-            {"WORLD_SIZE": "2", "RANK": "1"},
-            "there are 2 ranks, but MASTER_ADDR, MASTER_PORT is not set; start with torchrun",
+            {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "WORLD_SIZE: is 2, but RANK is not set; start the ranks by torchrun",
         ),
         (
-            {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a",
-             "MASTER_PORT": "1"},
-            "the ranks are on 2 hosts; all must be on one, for now",
+            {"WORLD_SIZE": "2", "RANK": "1"},
+            "is 2, but MASTER_ADDR, MASTER_PORT is not set; start the ranks by torchrun",
         ),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: must be a whole number, not 'two'"),
     ],
-)  # fmt: skip
+)
 def test_an_environment_that_cannot_be_is_refused_in_one_line(variables, line, monkeypatch):
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE"):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

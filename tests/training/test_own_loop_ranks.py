@@ -7,22 +7,29 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dovetail.runtime.processes import Channel
-from dovetail.training import ranks
+from dovetail.errors import UsageError
+from dovetail.runtime.ranks import RankPlace
+from dovetail.training.backends.ranks import connections
+from dovetail.training.backends.ranks import meeting as meetings
+from dovetail.training.backends.ranks.connections import Door, connect
+from dovetail.training.backends.ranks.meeting import Meeting
+from tests.support.ending import gone
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.own_loops import environment, program
 
 RULES = ["adag-agn", "downpour", "aeasgd", "eamsgd", "easgd", "diloco", "hogwild", "one-shot"]
 
 
-def run(body, ranks=2):
-    with ForkedRanks(ranks, program(textwrap.dedent(body))) as started:
+ON_TWO_HOSTS = (2, 1)
+"""Three ranks, of which the last one is on another host."""
+
+
+def run(body, ranks=2, hosts=None):
+    with ForkedRanks(ranks, program(textwrap.dedent(body)), hosts) as started:
         return started.results()
 
 
@@ -118,27 +125,39 @@ DYING = """
 """
 
 
-def dying(rule, dead):
+def dying(rule, dead, hosts=None):
     body = DYING.replace("RULE", repr(rule)).replace("DEAD", str(dead))
-    with ForkedRanks(3, program(textwrap.dedent(body))) as started:
+    with ForkedRanks(3, program(textwrap.dedent(body)), hosts) as started:
         return started.ends()
 
 
-@pytest.mark.parametrize("rule", ["sync", "adag-agn", "ssp"])
-def test_a_rank_that_is_killed_leaves_the_others_to_go_on(rule):
-    first, dead, last = dying(rule, 1)
-    assert dead[0] == -signal.SIGKILL
-    assert (first[0], last[0]) == (0, 0), (first, last)
-    assert json.loads(first[1].splitlines()[-1]) == json.loads(last[1].splitlines()[-1])
+@pytest.mark.parametrize(
+    ("rule", "dead", "hosts"),
+    [
+        ("sync", 1, None),
+        ("adag-agn", 1, None),
+        ("ssp", 1, None),
+        ("sync", 2, ON_TWO_HOSTS),
+        ("agn", 1, ON_TWO_HOSTS),
+    ],
+)
+def test_a_rank_that_is_killed_leaves_the_others_to_go_on(rule, dead, hosts):
+    ends = dying(rule, dead, hosts)
+    assert ends.pop(dead)[0] == -signal.SIGKILL
+    (status, first, _), (other_status, last, _) = ends
+    assert (status, other_status) == (0, 0), ends
+    assert json.loads(first.splitlines()[-1]) == json.loads(last.splitlines()[-1])
 
 
-def test_without_rank_0_the_others_end_with_one_line_and_no_process_is_left():
-    dead, *others = dying("agn", 0)
+@pytest.mark.parametrize("hosts", [None, ON_TWO_HOSTS])
+def test_without_rank_0_the_others_end_with_one_line_and_no_process_is_left(hosts):
+    dead, *others = dying("agn", 0, hosts)
     for status, _, line in others:
         assert status == 1
         assert line.startswith("dovetail.errors.ServerLostError: the parameter server died")
-    (server,) = json.loads(dead[1].splitlines()[0].split(maxsplit=1)[1])
-    assert not Path(f"/proc/{server}").exists() or "Z" in Path(f"/proc/{server}/stat").read_text()
+    left = json.loads(dead[1].splitlines()[0].split(maxsplit=1)[1])
+    assert len(left) == (1 if hosts is None else 2)  # the server, and the last rank's stand-in
+    assert all(gone(process) for process in left)
 
 
 ERRORS = """
@@ -180,8 +199,9 @@ ERRORS = """
 """
 
 
-def test_ranks_that_do_not_fit_end_with_one_line_each():
-    first, second = run(ERRORS)
+@pytest.mark.parametrize("hosts", [None, (1, 1)])
+def test_ranks_that_do_not_fit_end_with_one_line_each(hosts):
+    first, second = run(ERRORS, hosts=hosts)
     assert first[0] == second[0] == "UsageError: window: rank 1 has 3, and rank 0 2"
     assert first[1] == second[1] == "UsageError: parameters: rank 1 has others than rank 0"
     assert first[2] == "TrainingError: rank 1 has ended while the other ranks wait for it"
@@ -216,22 +236,110 @@ def test_it_runs_under_torchrun_and_leaves_nothing_behind(tmp_path):
 
 
 def test_a_process_of_another_user_is_not_let_in(monkeypatch):
-    facts = ranks.CenterFacts("agn", {}, 1, "float32", ((3,),))
-    host, deadline = ranks._Host(facts, 2), time.monotonic() + 60
-    users = iter([os.getuid() + 1, os.getuid()])
-    monkeypatch.setattr(ranks, "_user_of", lambda link: next(users))
-    with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as strange:
-        door.bind("")  # the kernel chooses a name
-        door.listen(2)
-        strange.connect(door.getsockname())
-        host._let_in(door, deadline)
-        assert not host._seats
+    token = b"t" * 32
+    door = Door("", token)
+    with monkeypatch.context() as patched, socket.socket(socket.AF_UNIX) as strange:
+        patched.setattr(connections, "user_of", lambda _link: os.getuid() + 1)
+        with pytest.raises(ConnectionError, match="another user's"):
+            connect(door.address, token)
+        strange.connect(f"\0{door.address}")
         assert strange.recv(1) == b""  # it was closed unread
-        own = socket.socket(socket.AF_UNIX)
-        own.connect(door.getsockname())
-        channel = Channel(own.detach())
-        channel.send(ranks.Hello(1, facts))
-        host._let_in(door, deadline)
-        assert list(host._seats) == [1]
-        channel.close()
-    host.close()
+    own = connect(door.address, token)
+    own.send("rank", {"rank": 1})
+    came = door.next(30)
+    assert came[1:] == ("rank", {"rank": 1})
+    for each in (own, came[0], door):
+        each.close()
+
+
+# ── On several hosts ──
+
+SYNCHRONOUS = ["sync", "diloco", "easgd"]
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """What three ranks get, of which the last is on another host, and all on one host."""
+    body = f"""
+        from dovetail.runtime.forking import start_fork_server
+        if rank == 0:
+            servers = ("processes.server", "ranks.worker")
+            start_fork_server([f"dovetail.training.backends.{{name}}" for name in servers])
+        results = {{rule: with_rule(rank, rule, window=2) for rule in {SYNCHRONOUS}}}
+        results["adag-agn"] = with_rule(rank, "adag-agn", window=2)
+        network = a_network()
+        with dt.Optimizer(adamw(network), "diloco", 2) as optimizer:
+            train(network, optimizer, batches(rank, 3))
+            own = values(network)
+            with optimizer.at_center(together=True):
+                results["center"] = values(network)
+            results["is back"] = own == values(network) != results["center"]
+        try:
+            with_rule(rank, "hogwild")
+        except dt.DovetailError as error:
+            results["hogwild"] = error.line
+        left = open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split()
+        results["left"] = len(left)
+        print(json.dumps(results))
+    """
+    return run(body, 3, ON_TWO_HOSTS), run(body, 3)
+
+
+@pytest.mark.parametrize("rule", [*SYNCHRONOUS, "center"])
+def test_ranks_on_two_hosts_get_the_numbers_of_one_host(spread, rule):
+    on_two, on_one = spread
+    assert on_two[0][rule] == on_two[1][rule] == on_two[2][rule] == on_one[0][rule]
+
+
+def test_ranks_on_two_hosts_all_end_with_the_center(spread):
+    first, second, third = (rank["adag-agn"] for rank in spread[0])
+    assert first == second == third
+    assert np.isfinite(first).all()
+
+
+def test_ranks_on_two_hosts_have_their_own_parameters_back_and_leave_nothing_behind(spread):
+    assert all(rank["is back"] for rank in spread[0])
+    # The fork server of rank 0 stays.
+    assert [rank["left"] for rank in spread[0]] == [1, 0, 0]
+
+
+def test_rules_without_locks_are_refused_on_two_hosts_by_name(spread):
+    for rank in spread[0]:
+        assert rank["hogwild"] == "rule: hogwild needs memory that all workers share"
+    assert all("hogwild" not in rank or not isinstance(rank["hogwild"], str) for rank in spread[1])
+
+
+def test_ranks_on_one_host_open_no_port_and_others_one_until_all_are_there():
+    body = """
+        from tests.support.listening import _bound, _inodes
+        from dovetail.training.backends.ranks import meeting
+
+        def ports():
+            mine = _inodes(os.getpid())
+            return sorted({kind for kind, _, inode in _bound() if inode in mine})
+
+        seen, gather = [], meeting.Team.gather
+        def watched(*arguments):
+            seen.append(ports())
+            return gather(*arguments)
+        meeting.Team.gather = watched
+        optimizer = dt.Optimizer(adamw(a_network()), "agn", 2)
+        seen.append(ports())
+        optimizer.close()
+        print(json.dumps(seen))
+    """
+    assert run(body) == [[["unix"], []], [[]]]
+    assert run(body, hosts=(1, 1)) == [[["tcp", "unix"], []], [[]]]
+
+
+def test_a_rank_that_is_elsewhere_without_its_launchers_word_is_told_so():
+    place = RankPlace(1, 2, "", ("nowhere", 1))
+    meeting = Meeting(place, "optimizer/0")
+    store = {"optimizer/0": json.dumps({"addresses": ["dovetail-none"], "token": "00"})}
+    told = type("Store", (), {"check": lambda *_: True, "get": lambda _, name: store[name]})()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(meetings, "_store", lambda *_: told)
+        with pytest.raises(UsageError, match="rank 0 is not on this host, or has ended"):
+            meeting.join({}, beside=True)
+        with pytest.raises(UsageError, match="must set LOCAL_WORLD_SIZE and LOCAL_RANK"):
+            meeting.join({})

@@ -67,9 +67,11 @@ _ORPHAN_SECONDS = 6.0
 class RankPlace:
     """Which rank this process is.
 
-    host       name of its host
-    address    host and port of torch's store
-    attempt    how often the launcher has started these ranks before
+    host        name of its host
+    address     host and port of torch's store
+    attempt     how often the launcher has started these ranks before
+    is_spread   the launcher says that the ranks are on several hosts
+    is_beside   rank 0 is on this host
     """
 
     rank: int
@@ -77,25 +79,35 @@ class RankPlace:
     host: str
     address: tuple[str, int] = ("", 0)
     attempt: int = 0
+    is_spread: bool = False
+    is_beside: bool = True
 
 
-def place_of_ranks(host: str) -> RankPlace | None:
+def place_of_ranks(host: str, joined: tuple[int, int] | None = None) -> RankPlace | None:
     """Which rank a launcher made of this process; None where it started none or only this one.
+
+    joined   (rank, ranks) of a process group of torch that this process is in already; None: the
+             launcher's variables say which rank it is
 
     Raises `UsageError` if a launcher's variables are not all there, or make no sense.
     """
-    ranks = _number("WORLD_SIZE", 1)
+    ranks = joined[1] if joined else _number("WORLD_SIZE", 1)
     if ranks < 2:
         return None
-    variables = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    variables = ("MASTER_ADDR", "MASTER_PORT") if joined else ("RANK", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in variables if not os.environ.get(name)]:
         says = f"is {ranks}, but {', '.join(missing)} is not set; start the ranks by torchrun"
         raise UsageError("WORLD_SIZE", says)
-    rank = _number("RANK", 0)
+    rank = joined[0] if joined else _number("RANK", 0)
     if rank >= ranks:
         raise UsageError("RANK", f"is {rank}, but WORLD_SIZE is {ranks}")
     address = (os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0))
-    return RankPlace(rank, ranks, host, address, _number("TORCHELASTIC_RESTART_COUNT", 0))
+    is_spread = _number("GROUP_WORLD_SIZE", 1) > 1 or _number("LOCAL_WORLD_SIZE", ranks) < ranks
+    # Where as many ranks of this host have lower numbers as there are lower numbers, rank 0 is one
+    # of them.
+    is_beside = rank == 0 or not is_spread or _number("LOCAL_RANK", 0) == rank
+    attempt = _number("TORCHELASTIC_RESTART_COUNT", 0)
+    return RankPlace(rank, ranks, host, address, attempt, is_spread, is_beside)
 
 
 def _number(variable: str, default: int) -> int:
@@ -133,6 +145,7 @@ class Ranks:
         self._status = 0
         self._groups = 0
         atexit.register(self._leave)
+        end_with_launcher()
         self._answers: SimpleQueue[tuple[bool, Any]] | None = None
         self._tasks: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self._store = connect_store(place, keeps=True, timeout_seconds=JOIN_SECONDS)
@@ -444,8 +457,6 @@ def end_with_launcher() -> None:
 def connect_store(place: RankPlace, *, keeps: bool, timeout_seconds: float) -> Any:
     """A connection with torch's store. `torchrun` keeps the store; without it rank 0 does, by the
     connection that `keeps` it. Raises `UsageError`."""
-    if keeps:  # others are helpers of a rank, which is their parent
-        end_with_launcher()
     from dovetail.runtime.torch_versions import named_store, tcp_store
 
     host, port = place.address

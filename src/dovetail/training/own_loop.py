@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from dovetail.errors import DivergedError, ModelError, TrainingError, UnknownRuleError, UsageError
 from dovetail.training import options
 from dovetail.training.backends.contract import FailurePolicy
+from dovetail.training.backends.ranks.meeting import check_listen
 from dovetail.training.divergence import remedy
 from dovetail.training.learner import Gradient
 from dovetail.training.modules import DTYPES, store_gradient, views_of
@@ -56,6 +57,8 @@ class Optimizer(torch.optim.Optimizer):
     timeout_seconds   how long rank 0 waits until each rank has made its optimizer. A rank that
                       neither steps nor calls `liveness.alive` for so long counts as hung, and
                       others go on
+    listen            the address of rank 0's machine at which it listens for ranks on others; "":
+                      that of the interface which leads to MASTER_ADDR
 
     All ranks make it, with equal settings and parameters of equal shapes; rank 0's values are
     copied to all. Without torchrun it is one worker around a server in this process. Weights may
@@ -80,6 +83,7 @@ class Optimizer(torch.optim.Optimizer):
         window: int | str | None = "auto",
         *,
         timeout_seconds: float = 1800.0,
+        listen: str = "",
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             says = f"give a torch.optim.Optimizer, not {type(optimizer).__name__}"
@@ -88,6 +92,7 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError("optimizer", "is wrapped already")
         check_steps(optimizer)
         options.positive("timeout_seconds", timeout_seconds)
+        check_listen(listen)
         self._inner = optimizer
         # The groups are the same dictionaries, so schedulers of this object act on both.
         self._is_made = False
@@ -113,7 +118,7 @@ class Optimizer(torch.optim.Optimizer):
             self._rule.name, dict(self._rule.options), _window(window, self._rule), dtype.name,
             shapes,
         )  # fmt: skip
-        self._center = open_center(server_rule, facts, timeout_seconds)
+        self._center = open_center(server_rule, facts, timeout_seconds, listen)
         with self._closing_on_errors():
             self._show(self._center.share(self._gather()))
 

@@ -1,12 +1,14 @@
 """Links the ranks of a program that `torchrun` started to one parameter server.
 
-    rank 0 ─┬─► server process ══ links ══ rank 0, 1, ...    as those of the backend `processes`
-            └── channels ───────────────── rank 0, 1, ...    greeting, links, meetings, the end
+    rank 0 ─┬─► server process ══ shared memory ══ rank 0, and each rank on its host
+            │                  ══ stand-ins ══ TCP ══ ranks on other hosts
+            └── control ──────────────────────── rank 1, 2, ...: greeting, waits for all, the end
 
-Ranks find rank 0 by a name in torch's store (`torch.distributed`). It is the name of a
-Unix socket that exists only in the kernel and only until all ranks have connected. No port is
-opened, and a process of another user is refused. Vectors are in memory that only these processes
-map. So nothing is left behind, whatever ends them. All ranks must be on one host.
+The ranks meet as those of the backend `ranks` do (`backends.ranks.meeting`). A rank on rank 0's
+host connects by a Unix socket, whose name exists only in the kernel and only until all ranks have
+connected, and has the link of a worker of the backend `processes`. A rank on another host connects
+by TCP, and has a stand-in beside the server, as a remote worker of the backend `ranks` has. If all
+ranks are on one host, no port is opened.
 
 A rank that dies is noticed by its link, and the others go on. If rank 0 or the server dies, all
 other ranks fail at their next commit, with one error. Nobody starts either of them again: the ranks
@@ -15,33 +17,31 @@ are processes of the caller's, as `torchrun --max-restarts` starts them again.
 
 import itertools
 import os
-import secrets
 import socket
-import struct
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch.distributed
-from torch.distributed.rendezvous import rendezvous
 
 from dovetail.errors import (
-    DovetailError,
     ProcessDiedError,
     ProcessError,
     ServerLostError,
     TrainingError,
     UsageError,
 )
+from dovetail.runtime.parcels import pack_parcel
 from dovetail.runtime.processes import Channel, Worker, launch
+from dovetail.runtime.ranks import RankPlace, place_of_ranks
 from dovetail.runtime.shared import Block
+from dovetail.runtime.stopped import STOPPED_SECONDS
 from dovetail.training.backends.contract import Guard, ServerPlan, WorkerPlan
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import (
@@ -51,18 +51,39 @@ from dovetail.training.backends.processes.messages import (
     RaisedError,
     Ready,
     ServerStart,
+    WorkerStart,
 )
 from dovetail.training.backends.processes.transport import SERVER_ENTRY
-from dovetail.training.backends.processes.worker import WorkerLink
+from dovetail.training.backends.ranks.connections import (
+    NOTHING,
+    Connection,
+    Control,
+    Octets,
+    connect,
+)
+from dovetail.training.backends.ranks.meeting import (
+    END_SECONDS,
+    Meeting,
+    MeetingErrors,
+    Team,
+    check_rule,
+    comparable,
+)
+from dovetail.training.backends.ranks.messages import TrainingMessage
+from dovetail.training.backends.ranks.worker import (
+    LastLink,
+    LinkBroken,
+    RemoteLink,
+    vector_bytes,
+)
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
 from dovetail.training.server import Server
 from dovetail.training.worker import Ask, Told
 
-_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
-_CREDENTIALS = struct.Struct("3i")
-"""The kernel's `struct ucred`: process, user and group at the other end of a Unix socket."""
+_STAND_IN_ENTRY = "dovetail.training.backends.ranks.worker:stand_in_of_loop"
+_NAP_SECONDS = 0.02
 _numbers = itertools.count()
 """Numbers the centers of this process. All ranks make theirs in the same order."""
 
@@ -134,41 +155,25 @@ class RankCenter(Protocol):
         ...
 
 
-def open_center(rule: Rule, facts: CenterFacts, timeout_seconds: float) -> RankCenter:
+def open_center(
+    rule: Rule, facts: CenterFacts, timeout_seconds: float, listen: str = ""
+) -> RankCenter:
     """The center of this program: shared by torchrun's ranks, or of this process alone.
 
     timeout_seconds   how long the ranks wait for each other to begin, and how long one may be
                       silent before it counts as hung
+    listen            the address on which rank 0 listens for ranks on other hosts; see
+                      `RanksOptions`
     """
-    rank, ranks = _place()
-    if ranks == 1:
-        return LoneCenter(rule, facts)
-    missing = [name for name in _VARIABLES if name not in os.environ]
-    if missing:
-        says = f"there are {ranks} ranks, but {', '.join(missing)} is not set; start with torchrun"
-        raise UsageError("torchrun", says)
-    hosts = _number("GROUP_WORLD_SIZE", 1)
-    if hosts != 1:
-        says = f"the ranks are on {hosts} hosts; all must be on one, for now"
-        raise UsageError("torchrun", says)
-    return SharedCenter(rule, facts, rank, ranks, timeout_seconds)
-
-
-def _place() -> tuple[int, int]:
-    """This rank's number, and how many ranks there are."""
+    joined = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    ranks = _number("WORLD_SIZE", 1)
-    if ranks > 1 and "RANK" not in os.environ:
-        raise UsageError("torchrun", f"WORLD_SIZE is {ranks}, but RANK is not set")
-    return _number("RANK", 0), ranks
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "") or str(default)
-    if not text.isdecimal():
-        raise UsageError(variable, f"must be a whole number, not {text!r}")
-    return int(text)
+        joined = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = place_of_ranks("", joined)
+    if place is None:
+        return LoneCenter(rule, facts)
+    if place.is_spread:
+        check_rule(rule)
+    return SharedCenter(rule, facts, place, timeout_seconds, listen)
 
 
 class LoneCenter:
@@ -214,85 +219,106 @@ class LoneCenter:
             self._server.close()
 
 
-# Messages on the channel between rank 0 and a rank
+def _unlike(_host: str, rank: int, name: str, given: Any, expected: Any) -> str:
+    if name == "parameters":
+        return f"rank {rank} has others than rank 0"
+    return f"rank {rank} has {given!r}, and rank 0 {expected!r}"
 
 
-@dataclass(frozen=True)
-class Hello:
-    """A rank's first message."""
-
-    rank: int
-    facts: CenterFacts
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """The answer to it. The descriptors of the rank's block and of the center's follow."""
-
-    plan: WorkerPlan
+def _absent(_host: str, ranks: list[int], seconds: float) -> TrainingError:
+    if ranks == [0]:
+        return TrainingError(f"rank 0 made no optimizer within {seconds:g} s")
+    missing = ", ".join(map(str, ranks))
+    return TrainingError(f"no optimizer of rank {missing} within {seconds:g} s")
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A rank waits at a meeting. The answer is the same once all do."""
+def _ended(rank: int) -> TrainingError:
+    return TrainingError(f"rank {rank} has ended while the other ranks wait for it")
 
 
-@dataclass(frozen=True)
-class RankFinished:
-    """A rank has left, and the center that it pulled last had this clock. The answer is `Arrived`
-    once all ranks have left.
-
-    brings_theta   its parameters lie in its inbox
-    """
-
-    clock: int
-    brings_theta: bool
+_ERRORS = MeetingErrors(
+    lost=lambda _host, rank, said: _ended(rank) if rank else TrainingError(said),
+    absent=_absent,
+    unlike=_unlike,
+)
 
 
 class SharedCenter:
     """A rank's way to the server that rank 0 started; see `RankCenter`."""
 
     def __init__(
-        self, rule: Rule, facts: CenterFacts, rank: int, ranks: int, timeout_seconds: float
+        self,
+        rule: Rule,
+        facts: CenterFacts,
+        place: RankPlace,
+        timeout_seconds: float,
+        listen: str,
     ) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.job = place.rank, place.ranks, facts.job(place.ranks)
         self._host: _Host | None = None
-        self._channel: Channel | None = None
+        self._control: Control | None = None
+        self._link: LastLink | RemoteLink | None = None
         self._rule = rule
         # The function that `alive()` called before this began, and whether it calls this.
         self._alive_before: Callable[[], None] | None = None
         self._is_heard = False
-        deadline = time.monotonic() + timeout_seconds
+        meeting = Meeting(place, f"optimizer/{next(_numbers)}", _ERRORS, timeout_seconds)
+        agreed = comparable(vars(facts))
+        plan = WorkerPlan(
+            self.job, facts.rule, facts.options, self.rank, 0, "none", timeout_seconds
+        )
         try:
-            name = f"dovetail/{next(_numbers)}"
-            if rank == 0:
-                self._host = _Host(facts, ranks)
-                self._channel = self._host.gather(name, timeout_seconds, deadline)
+            if place.rank == 0:
+                self._host = _Host(meeting, rule, plan)
+                self._link = self._link_beside(self._host.gather(agreed, listen), plan)
             else:
-                self._channel = Channel(_connect(name, timeout_seconds).detach())
-                self._channel.send(Hello(rank, facts))
-            welcome: Welcome = self._hear()
-            plan, self.job = welcome.plan, welcome.plan.job
-            self._memory = WorkerMemory(Block(self._channel.receive_descriptor()), self.job)
-            self._center = CenterMemory(Block(self._channel.receive_descriptor()), self.job)
+                self._link = self._join(meeting, agreed, plan)
         except BaseException:
             self.close()
             raise
-        live = self._center if rule.lock_free else None
-        self._link = _RankLink(self._channel, plan, self._memory, live)
+
+    def _join(
+        self, meeting: Meeting, agreed: dict[str, Any], plan: WorkerPlan
+    ) -> LastLink | RemoteLink:
+        """Greets rank 0, and opens this rank's link once all ranks are there."""
+        is_beside = meeting.place.is_beside
+        connection, address, token = meeting.join(agreed, beside=is_beside)
+        self._control = _control(connection, "", self.job)
+        welcome, _ = self._hear(TrainingMessage.WELCOME)
+        self.job = replace(self.job, run=str(welcome["run"]))
+        plan = replace(plan, job=self.job)
+        try:
+            link = connect(address, token)
+            if not is_beside:
+                return RemoteLink(link, plan, self.rank)
+            link.send(TrainingMessage.WORKER, {"ticket": self.rank})
+            return self._link_beside(Channel(link.detach()), plan)
+        except (OSError, EOFError):
+            raise _server_lost() from None
+
+    def _link_beside(self, channel: Channel, plan: WorkerPlan) -> LastLink:
+        """The link of a rank on rank 0's host, which gives the descriptors of this rank's block
+        and, by a rule without locks, of the center's."""
+        memory = WorkerMemory(Block(channel.receive_descriptor()), self.job)
+        center = None
+        if self._rule.lock_free:
+            center = CenterMemory(Block(channel.receive_descriptor()), self.job)
+        return LastLink(channel, plan, memory, center)
 
     def share(self, theta: Vector) -> Vector:
         if self._host is not None:
-            self._center.copy[:] = theta
-        self.meet()
-        return np.array(self._center.copy)
+            self._host.meet(theta)
+            return theta.copy()
+        return self._arrive().view(theta.dtype)
 
     def start(self, theta: Vector) -> None:
         if self._host is not None:
-            self._center.copy[:] = self._center.live[:] = theta
-            self._host.start_server(self._rule)
-        self._link.join()
-        if self._center.copy.tobytes() != theta.tobytes():
+            self._host.start_server(theta)
+        with _until_lost():
+            self._opened.join()
+            # Nobody has committed yet.
+            is_rank_0s = self._opened.copy().tobytes() == theta.tobytes()
+        if not is_rank_0s:
             raise UsageError(
                 "parameters",
                 f"those of rank {self.rank} were changed since its optimizer was made and are not "
@@ -303,218 +329,187 @@ class SharedCenter:
         self.meet()
 
     def meet(self) -> None:
-        assert self._channel is not None
-        with suppress(ConnectionError):  # `_hear` says what ended it
-            self._channel.send(Arrived())
         if self._host is not None:
             self._host.meet()
-        self._hear()
+        else:
+            self._arrive()
 
     def seconds(self) -> float:
-        return self._link.seconds()
+        return self._opened.seconds()
 
     def ask(self, ask: Ask) -> Told:
-        return self._link.ask(ask)
+        with _until_lost():
+            return self._opened.ask(ask)
 
     def show_life(self) -> None:
-        self._memory.show_life()
+        self._opened.show_life()
         # Another optimizer of this program lives as well.
         if self._alive_before is not None:
             self._alive_before()
 
     def copy(self) -> Vector:
-        center = self._link.copy()
-        if center is None:
-            raise _server_lost()
-        return center
+        with _until_lost():
+            return self._opened.copy()
 
     def finish(self, clock: int, theta: Vector | None) -> Vector:
-        assert self._channel is not None
-        self._link.leave()
-        if theta is not None:
-            self._memory.inbox[:] = theta
-        with suppress(ConnectionError):
-            self._channel.send(RankFinished(clock, theta is not None))
+        with suppress(LinkBroken):  # what broke it is heard below
+            self._opened.leave()
         if self._host is not None:
-            self._host.end()
-        self._hear()
-        return np.array(self._center.copy)
+            return self._host.end(clock, theta)
+        assert self._control is not None
+        own = NOTHING if theta is None else theta
+        self._control.send(TrainingMessage.FINISHED, {"clock": clock}, own)
+        return self._hear(TrainingMessage.END)[1].view(self.job.dtype)
 
     def close(self) -> None:
         if self._is_heard:
             on_alive(self._alive_before)
             self._is_heard = False
+        if self._link is not None:
+            self._link.close()
         if self._host is not None:
             self._host.close()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._control is not None:
+            self._control.close()
 
-    def _hear(self) -> Any:
-        """Rank 0's next message. Raises the error that it sent, or that it is gone."""
-        assert self._channel is not None
-        try:
-            message = self._channel.receive()
-        except EOFError:
-            raise _server_lost() from None
-        if isinstance(message, RaisedError):
-            raise message.error
-        return message
+    @property
+    def _opened(self) -> LastLink | RemoteLink:
+        assert self._link is not None
+        return self._link
 
+    def _arrive(self) -> Octets:
+        """Waits, on another rank than rank 0, until all ranks call this, and returns the vector
+        that rank 0 gives."""
+        assert self._control is not None
+        self._control.send(TrainingMessage.ARRIVED, {})
+        return self._hear(TrainingMessage.ARRIVED)[1]
 
-class _RankLink(WorkerLink):
-    """A link that no other server will take over."""
-
-    def join(self) -> int:
-        if self._socket is not None:
+    def _hear(self, awaited: TrainingMessage) -> tuple[dict[str, Any], Octets]:
+        """Rank 0's next message, which is of this kind. Raises the error that it sent, or that it
+        is gone."""
+        assert self._control is not None
+        while (message := self._control.next(_NAP_SECONDS)) is None:
+            pass
+        kind, content, body = message
+        if kind == TrainingMessage.REFUSED:
+            raise UsageError(str(content["option"]), str(content["says"]))
+        if kind == TrainingMessage.FAILED:
+            raise TrainingError(str(content["said"]))
+        if kind != awaited:
             raise _server_lost()
-        try:
-            return super().join()
-        except EOFError:
-            raise _server_lost() from None
+        return content, body
 
 
 def _server_lost() -> ServerLostError:
     return ServerLostError(0, "by itself or with rank 0")
 
 
-def _connect(name: str, timeout_seconds: float) -> socket.socket:
-    """A connection with rank 0, whose address the store has under this name."""
-    store = _store(timeout_seconds)
+@contextmanager
+def _until_lost() -> Iterator[None]:
     try:
-        store.wait([name], timedelta(seconds=timeout_seconds))
-        address = store.get(name)
-    except RuntimeError as error:
-        says = f"rank 0 made no optimizer within {timeout_seconds:g} s"
-        raise TrainingError(says) from error
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        link.connect(b"\0" + address)
-        if _user_of(link) != os.getuid():
-            raise ConnectionError
-    except ConnectionError:
-        link.close()
-        says = "rank 0 is not on this host, or has ended; all ranks must be on one host, for now"
-        raise UsageError("torchrun", says) from None
-    return link
+        yield
+    except LinkBroken:
+        raise _server_lost() from None
 
 
-@cache
-def _store(timeout_seconds: float) -> Any:
-    """torch's store, which torchrun keeps; without torchrun rank 0 does. It lives as long as this
-    process: a rank that connects to one that rank 0 is about to give up would hang."""
-    timeout = timedelta(seconds=timeout_seconds)
-    try:
-        rank, ranks = _place()
-        address = f"env://?rank={rank}&world_size={ranks}"
-        return next(iter(rendezvous(address, timeout=timeout)))[0]
-    except (RuntimeError, ValueError, OSError) as error:
-        says = f"torch's store cannot be reached: {' '.join(str(error).split())[:200]}"
-        raise UsageError("torchrun", says) from error
+def _control(connection: Connection, host: str, job: Job) -> Control:
+    # A rank runs the caller's own code, which may hold its interpreter for long.
+    return Control(connection, host, vector_bytes(job), beats=False)
 
 
-def _user_of(link: socket.socket) -> int:
-    """The user of the process at the other end."""
-    packed = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(packed)[1])
+@dataclass(frozen=True)
+class _Seat:
+    """Rank 0's way to what acts for a rank at the server: the rank itself, or its stand-in. And the
+    block which that shares with the server."""
 
-
-@dataclass
-class _RankSeat:
-    """Rank 0's end of a rank's channel, and the rank's block."""
-
-    channel: Channel
-    memory: WorkerMemory | None = None
+    way: Channel | Worker
+    memory: WorkerMemory
 
 
 class _Host:
     """What rank 0 does for all ranks, its own rank too."""
 
-    def __init__(self, facts: CenterFacts, ranks: int) -> None:
-        self._facts, self._ranks, self._job = facts, ranks, facts.job(ranks)
-        self._center = CenterMemory.create(self._job, np.zeros(facts.size, facts.dtype))
-        self._seats: dict[int, _RankSeat] = {}
+    def __init__(self, meeting: Meeting, rule: Rule, plan: WorkerPlan) -> None:
+        self._meeting, self._rule, self._plan, self._job = meeting, rule, plan, plan.job
+        self._center = CenterMemory.create(self._job, np.zeros(self._job.size, self._job.dtype))
+        self._team = Team(meeting, partial(_control, job=self._job))
+        self._seats: dict[int, _Seat] = {}
         self._server: Worker | None = None
-        self._timeout_seconds = 0.0
+        # How long the others have, at the end, to read what they were told last.
+        self._patience_seconds = END_SECONDS
 
-    def gather(self, name: str, timeout_seconds: float, deadline: float) -> Channel:
-        """Waits until all ranks are connected, welcomes them, and returns rank 0's own end."""
-        self._timeout_seconds = timeout_seconds
-        store = _store(timeout_seconds)
-        ours, theirs = socket.socketpair()
-        self._seats[0] = _RankSeat(Channel(theirs.detach()))
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-                address = f"dovetail-{secrets.token_hex(16)}".encode()
-                door.bind(b"\0" + address)
-                door.listen(self._ranks)
-                store.set(name, address)
-                while len(self._seats) < self._ranks:
-                    self._let_in(door, deadline)
-            for rank, seat in sorted(self._seats.items()):
-                self._welcome(rank, seat)
-        except DovetailError as error:
-            self._tell_all(RaisedError(error))
-            raise
-        return Channel(ours.detach())
+    def gather(self, agreed: dict[str, Any], listen: str) -> Channel:
+        """Waits until all ranks are connected, welcomes them, and returns rank 0's own end of its
+        link's channel."""
+        meeting, team = self._meeting, self._team
+        ours, theirs = (Channel(end.detach()) for end in socket.socketpair())
+        is_spread = meeting.place.is_spread
+        with (
+            meeting.door(listen, beside=True, abroad=is_spread) as door,
+            team.told_failures(),
+        ):
+            team.gather(door, agreed, self._job.run)
+            links: dict[int, Connection] = {}
+            deadline = time.monotonic() + meeting.timeout_seconds
+            while missing := sorted(set(team.living) - set(links)):
+                team.check()
+                if time.monotonic() > deadline:
+                    raise meeting.errors.absent("unknown", missing, meeting.timeout_seconds)
+                if (came := door.next(_NAP_SECONDS)) is None:
+                    continue
+                connection, kind, content = came
+                rank = content.get("ticket")
+                if kind == TrainingMessage.WORKER and rank in missing:
+                    links[rank] = connection
+                else:
+                    connection.close()
+            self._seat_beside(0, theirs)
+            for rank, connection in sorted(links.items()):
+                if connection.is_beside:
+                    self._seat_beside(rank, Channel(connection.detach()))
+                else:
+                    self._seat_stand_in(rank, connection)
+        self._patience_seconds = 0.0
+        return ours
 
-    def _let_in(self, door: socket.socket, deadline: float) -> None:
-        door.settimeout(max(deadline - time.monotonic(), 0.001))
+    def _seat_beside(self, rank: int, channel: Channel) -> None:
+        memory = WorkerMemory.create(self._job)
+        self._seats[rank] = _Seat(channel, memory)
         try:
-            link, _ = door.accept()
-        except TimeoutError:
-            missing = sorted(set(range(self._ranks)) - set(self._seats))
-            says = f"no optimizer of rank {', '.join(map(str, missing))} within "
-            raise TrainingError(f"{says}{self._timeout_seconds:g} s") from None
-        if _user_of(link) != os.getuid():
-            link.close()
-            return
-        link.settimeout(None)
-        channel = Channel(link.detach())
-        try:
-            if not wait([channel.fileno()], max(deadline - time.monotonic(), 0.0)):
-                says = f"a rank said nothing within {self._timeout_seconds:g} s"
-                raise TrainingError(says)
-            hello: Hello = channel.receive()
-        except EOFError:
-            raise TrainingError("a rank has ended before its optimizer was made") from None
-        if hello.rank in self._seats or not 0 < hello.rank < self._ranks:
-            says = f"is {hello.rank} in two processes, or not one of {self._ranks}"
-            raise UsageError("RANK", says)
-        self._seats[hello.rank] = _RankSeat(channel)
-        for field, expected in vars(self._facts).items():
-            given = getattr(hello.facts, field)
-            if given != expected:
-                says = f"rank {hello.rank} has others than rank 0"
-                if field != "parameters":
-                    says = f"rank {hello.rank} has {given!r}, and rank 0 {expected!r}"
-                raise UsageError(field, says)
-
-    def _welcome(self, rank: int, seat: _RankSeat) -> None:
-        facts = self._facts
-        plan = WorkerPlan(
-            self._job, facts.rule, facts.options, rank, 0, "none", self._timeout_seconds
-        )
-        seat.memory = WorkerMemory.create(self._job)
-        try:
-            seat.channel.send(Welcome(plan))
-            seat.channel.send_descriptor(seat.memory.block.descriptor)
-            seat.channel.send_descriptor(self._center.block.descriptor)
+            channel.send_descriptor(memory.block.descriptor)
+            if self._rule.lock_free:
+                channel.send_descriptor(self._center.block.descriptor)
         except ConnectionError:
-            raise self._ended(rank) from None
+            raise _ended(rank) from None
 
-    def start_server(self, rule: Rule) -> None:
-        """Starts the server with the center's present values, and links all ranks to it."""
+    def _seat_stand_in(self, rank: int, connection: Connection) -> None:
+        memory = WorkerMemory.create(self._job)
+        patience_seconds = self._meeting.timeout_seconds + STOPPED_SECONDS
+        process = launch(
+            _STAND_IN_ENTRY, name=f"stand-in of rank {rank}", patience_seconds=patience_seconds
+        )
+        self._seats[rank] = _Seat(process, memory)
+        # A stand-in is sent what any worker is, and has no use for a learner.
+        learner, block = pack_parcel(None)
+        process.send(WorkerStart(replace(self._plan, worker=rank), learner))
+        for each in (memory.block, self._center.block, block):
+            process.send_descriptor(each.descriptor)
+        process.send_descriptor(connection.fileno())
+        block.close()
+        os.close(connection.detach())  # the stand-in has it
+
+    def start_server(self, theta: Vector) -> None:
+        """Starts the server with these values as the center, and links all ranks to it."""
+        self._center.live[:] = theta
         plan = ServerPlan(
-            self._job, rule.name, dict(rule.options), Guard(), None, 1, None, "none",
-            self._timeout_seconds,
+            self._job, self._rule.name, dict(self._rule.options), Guard(), None, 1, None, "none",
+            self._plan.lease_seconds,
         )  # fmt: skip
         self._server = launch(SERVER_ENTRY, name="parameter server")
         self._server.send(ServerStart(plan))
         self._server.send_descriptor(self._center.block.descriptor)
         ready: Ready = self._hear_server()
         for rank, seat in self._seats.items():
-            assert seat.memory is not None
             connect = Connect(rank, ready.origin, f"rank {rank}")
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ends[0], ends[1]:
@@ -522,77 +517,77 @@ class _Host:
                 self._server.send_descriptor(ends[0].fileno())
                 self._server.send_descriptor(seat.memory.block.descriptor)
                 try:
-                    seat.channel.send(connect)
-                    seat.channel.send_descriptor(ends[1].fileno())
-                except ConnectionError:
-                    raise self._ended(rank) from None
+                    seat.way.send(connect)
+                    seat.way.send_descriptor(ends[1].fileno())
+                except (ConnectionError, ProcessError, ProcessDiedError):
+                    raise _ended(rank) from None
 
-    def meet(self) -> None:
-        """Waits until all ranks have arrived, and tells them so."""
-        for rank, seat in self._seats.items():
-            try:
-                heard = seat.channel.receive()
-            except EOFError:
-                raise self._ended(rank) from None
-            if not isinstance(heard, Arrived):
+    def meet(self, theta: Octets | Vector = NOTHING) -> None:
+        """Waits until all ranks have arrived, and tells them so, with this vector."""
+        for rank, control in self._team.living.items():
+            while (message := control.next(_NAP_SECONDS)) is None:
+                pass
+            if message[0] == TrainingMessage.LOST:
+                raise _ended(rank)
+            if message[0] != TrainingMessage.ARRIVED:
                 self._refuse(rank, "has finished, and others wait for it")
-        self._tell_all(Arrived())
+        self._team.tell(TrainingMessage.ARRIVED, {}, theta)
 
     def _refuse(self, rank: int, says: str) -> NoReturn:
         """Ends the run on all ranks: one does not do what the others do."""
         error = TrainingError(f"rank {rank} {says}; all ranks must do the same")
-        self._tell_all(RaisedError(error))
+        self._patience_seconds = END_SECONDS
+        self._team.tell(TrainingMessage.FAILED, {"said": str(error)})
         raise error
 
-    def _ended(self, rank: int) -> TrainingError:
-        return TrainingError(f"rank {rank} has ended while the other ranks wait for it")
-
-    def end(self) -> None:
-        """Waits until all ranks have finished or died, then puts the result into the center's
-        copy and tells them so."""
+    def end(self, clock: int, theta: Vector | None) -> Vector:
+        """Waits until all ranks have finished or died, gives them the result, and returns it:
+        `theta` [size] of the rank whose center was pulled last, or without any the center."""
         assert self._server is not None
-        running, finished = dict(self._seats), dict[int, RankFinished]()
+        running, last = set(self._team.living), 0
         while running:
-            ranks = {seat.channel.fileno(): rank for rank, seat in running.items()}
-            for descriptor in wait([*ranks, self._server.fileno()]):
-                assert isinstance(descriptor, int)
-                if descriptor not in ranks:
-                    self._hear_server()
+            for rank in sorted(running):
+                if (message := self._team.living[rank].next()) is None:
                     continue
-                rank = ranks[descriptor]
-                with suppress(EOFError):  # it has died; the others are waited for all the same
-                    heard = running[rank].channel.receive()
-                    if not isinstance(heard, RankFinished):
-                        self._refuse(rank, "waits for others, which have finished")
-                    finished[rank] = heard
-                del running[rank]
-        last = max(sorted(finished), key=lambda rank: finished[rank].clock)
-        memory = self._seats[last].memory
-        if finished[last].brings_theta:
-            assert memory is not None
-            np.copyto(self._center.copy, memory.inbox)
-        else:
+                kind, content, body = message
+                if kind == TrainingMessage.FINISHED:
+                    if (int(content["clock"]), -rank) > (clock, -last):
+                        clock, last = int(content["clock"]), rank
+                        theta = body.view(self._job.dtype) if body.size else None
+                elif kind == TrainingMessage.LOST:  # it has died, and is not waited for
+                    self._team.living.pop(rank).close()
+                else:
+                    self._refuse(rank, "waits for others, which have finished")
+                running.discard(rank)
+            if wait([self._server.fileno()], _NAP_SECONDS if running else 0.0):
+                self._hear_server()
+        if theta is None:
             self._server.send(AskCopy(0, final=True))
             while not isinstance(self._hear_server(), Copied):
                 pass
-        self._tell_all(Arrived())
+            theta = np.array(self._center.copy)
+        self._patience_seconds = END_SECONDS
+        self._team.tell(TrainingMessage.END, {}, theta)
+        return theta
 
     def _hear_server(self) -> Any:
         assert self._server is not None
         try:
-            return self._server.receive()
+            message = self._server.receive()
         except (ProcessDiedError, ProcessError) as error:
             raise ServerLostError(0, error.line) from None
-
-    def _tell_all(self, message: object) -> None:
-        for seat in self._seats.values():
-            with suppress(ConnectionError):  # of a rank that has died
-                seat.channel.send(message)
+        if isinstance(message, RaisedError):
+            raise message.error
+        return message
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close(kill=True)
             self._server = None
         for seat in self._seats.values():
-            seat.channel.close()
+            if isinstance(seat.way, Worker):
+                seat.way.close(kill=True)
+            else:
+                seat.way.close()
         self._seats.clear()
+        self._team.close(self._patience_seconds)

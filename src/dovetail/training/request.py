@@ -72,18 +72,22 @@ def named_backend(backend: str) -> str:
 def launched_ranks() -> int:
     """How many ranks a launcher has started, of which this process is one; 1 if none has. Raises
     `UsageError`."""
-    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
-        return 1
-    # Imported here, because few runs need it.
-    from dovetail.runtime.ranks import place_of_ranks
-
-    place = place_of_ranks("")
-    return 1 if place is None else place.ranks
+    return _launched_place()[1]
 
 
 def launched_rank() -> int:
     """The number of this process among the ranks that a launcher has started; 0 if none has."""
-    return int(os.environ["RANK"]) if launched_ranks() > 1 else 0
+    return _launched_place()[0]
+
+
+def _launched_place() -> tuple[int, int]:
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        return 0, 1
+    # Imported here, because few runs need it.
+    from dovetail.runtime.ranks import place_of_ranks
+
+    place = place_of_ranks("")
+    return (0, 1) if place is None else (place.rank, place.ranks)
 
 
 def prints() -> bool:

@@ -12,6 +12,7 @@ let in (`connections`); the ranks get the token by torch's store.
 
 from typing import Any
 
+from dovetail.runtime.ranks import end_with_launcher
 from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.backends.ranks.following import follow
 from dovetail.training.backends.ranks.leading import lead
@@ -32,6 +33,7 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
     """
     chosen = RanksOptions.of(options)
     place = launched_place()
+    end_with_launcher()
     if place.rank:
         return follow(place, assignment, chosen)
-    return lead(place, assignment, watcher, chosen)
+    return lead(assignment, watcher, chosen)

@@ -1,5 +1,8 @@
 """Connections between the ranks of a training: who may open one, and what goes through it.
 
+They are TCP, or between two processes of one host Unix sockets, whose names are the kernel's own
+and leave nothing behind.
+
     rank k ── nonce ──────────────────────────► rank 0
            ◄─ nonce, HMAC(token, both) ────────          rank 0 knows the token
            ── HMAC(token, both) ──────────────►          and so does rank k
@@ -10,10 +13,13 @@
 Who does not know the token is let go before anything else is read. Each side states how many bytes
 it accepts, and a frame of more ends the connection, like one that does not match its checksum.
 Bodies are a vector's bytes. Nothing is unpickled. Frames are neither encrypted nor signed.
+Encrypted, 10 MB there and back took 3.7 times as long by pyzmq with CURVE and 1.8 times by TLS, and
+100 MB 4.9 and 2.5 times as long: a commit would take that much longer.
 """
 
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
@@ -30,6 +36,8 @@ from numpy.typing import NDArray
 from dovetail.runtime.ranks import SILENT_SECONDS
 from dovetail.training.backends.ranks.messages import TrainingMessage
 
+Address = tuple[str, int] | str
+"""Where rank 0 listens: host and port, or the name of a Unix socket."""
 TOKEN_BYTES = 32
 HANDSHAKE_SECONDS = 10.0
 """A process that connects must prove within this time that it knows the token."""
@@ -38,7 +46,8 @@ HEAD_BYTES = 1 << 18
 BEAT_SECONDS = 1.0
 """Both ends of a control connection show their life this often."""
 STALLED_SECONDS = 30.0
-"""A connection whose other end takes nothing for so long is given up by the kernel."""
+"""A connection whose other end takes nothing for so long, or whose host is gone, is given up by the
+kernel."""
 _MOST_HANDSHAKES = 64
 """At most so many are being checked at once; when another comes, the oldest is let go."""
 _PART_BYTES = 1 << 20
@@ -46,9 +55,11 @@ _MAGIC = b"DVR1"
 _HEAD = struct.Struct("<4sIQQ")
 _NONCE_BYTES = 32
 _ROLES = b"rank 0", b"rank k"
+_CREDENTIALS = struct.Struct("3i")
+"""The kernel's `struct ucred`: process, user and group at the other end of a Unix socket."""
 
 Octets = NDArray[np.uint8]
-_NOTHING: Octets = np.zeros(0, np.uint8)
+NOTHING: Octets = np.zeros(0, np.uint8)
 
 
 class Connection:
@@ -63,10 +74,15 @@ class Connection:
         self.heard = time.monotonic()
         """When the other end was last heard of: any part of a frame counts."""
 
+    @property
+    def is_beside(self) -> bool:
+        """True if the other end is on this host, at a Unix socket."""
+        return self._socket.family == socket.AF_UNIX
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, kind: str, content: dict[str, Any], body: NDArray[Any] = _NOTHING) -> None:
+    def send(self, kind: str, content: dict[str, Any], body: NDArray[Any] = NOTHING) -> None:
         """Sends a frame. `content` is anything that JSON holds, `body` any contiguous array."""
         # numpy's numbers become Python's.
         text = json.dumps([kind, content], separators=(",", ":"), default=lambda each: each.item())
@@ -155,11 +171,18 @@ def _read_into(connected: socket.socket, octets: Octets, deadline: float | None)
 # ── Who is let in ──
 
 
-def connect(address: tuple[str, int], token: bytes) -> Connection:
+def connect(address: Address, token: bytes) -> Connection:
     """A connection with rank 0, which has proven that it knows the token. Raises `OSError` if there
     is none, or whoever is there does not know it."""
-    connected = socket.create_connection(address, HANDSHAKE_SECONDS)
+    if isinstance(address, str):
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.settimeout(HANDSHAKE_SECONDS)
+    else:
+        connected = socket.create_connection(address, HANDSHAKE_SECONDS)
     try:
+        if isinstance(address, str):
+            connected.connect(f"\0{address}")
+            _check_user(connected)
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connected.sendall(nonce)
@@ -177,6 +200,8 @@ def connect(address: tuple[str, int], token: bytes) -> Connection:
 def _admit(connected: socket.socket, token: bytes, deadline: float) -> Connection:
     """A connection with whoever has connected, once that knows the token. Raises `ConnectionError`
     if it does not."""
+    if connected.family == socket.AF_UNIX:
+        _check_user(connected)
     nonce = _read(connected, _NONCE_BYTES, deadline).tobytes()
     own = secrets.token_bytes(_NONCE_BYTES)
     connected.sendall(own + _proof(token, _ROLES[0], nonce, own))
@@ -190,24 +215,54 @@ def _proof(token: bytes, role: bytes, nonce: bytes, answer: bytes) -> bytes:
     return hmac.digest(token, role + nonce + answer, "sha256")
 
 
+def user_of(connected: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(packed)[1])
+
+
+def _check_user(connected: socket.socket) -> None:
+    if user_of(connected) != os.getuid():
+        raise ConnectionError("it is another user's")
+
+
 def _set_up(connected: socket.socket) -> socket.socket:
     connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stalled = round(1000 * STALLED_SECONDS)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled)
+    if connected.family == socket.AF_UNIX:
+        return connected
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_USER_TIMEOUT, round(1000 * STALLED_SECONDS)),
+        # The other host's kernel is asked for life when nothing is sent.
+        (socket.TCP_KEEPIDLE, round(STALLED_SECONDS / 3)),
+        (socket.TCP_KEEPINTVL, round(STALLED_SECONDS / 6)),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
     return connected
 
 
-class Door:
-    """Rank 0's listening socket. `came` holds each connection that was let in, with its first
-    frame: (connection, kind, content)."""
+Came = SimpleQueue[tuple[Connection, str, dict[str, Any]]]
 
-    def __init__(self, host: str, token: bytes) -> None:
+
+class Door:
+    """Rank 0's listening socket, on an address of this host, or with "" for this host's processes
+    alone. `came` holds each connection that was let in, with its first frame: (connection, kind,
+    content). Several doors may share it."""
+
+    def __init__(self, host: str, token: bytes, came: Came | None = None) -> None:
         self._token = token
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self.came: SimpleQueue[tuple[Connection, str, dict[str, Any]]] = SimpleQueue()
+        self.address: Address
+        if host:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family)
+            self.address = self._listener.getsockname()[:2]
+        else:
+            self.address = f"dovetail-{secrets.token_hex(16)}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0{self.address}")
+            self._listener.listen()
+        self.came: Came = SimpleQueue() if came is None else came
         self._checked: list[socket.socket] = []
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="door", daemon=True).start()
@@ -260,20 +315,25 @@ _RETRY_SECONDS = 0.1
 
 
 class Control:
-    """A connection of rank 0 with another rank, both of which show their life on it.
+    """A connection of rank 0 with another rank.
 
-    host   name of the other end's host
+    host         name of the other end's host
+    body_bytes   what a message's body may have
+    beats        both show their life on it, and are lost when they are silent. Without, a process
+                 may hold its interpreter for long, and only the end of it or of its host is noticed
     """
 
-    def __init__(self, connection: Connection, host: str, body_bytes: int = 0) -> None:
+    def __init__(
+        self, connection: Connection, host: str, body_bytes: int = 0, *, beats: bool = True
+    ) -> None:
         self.host = host
         self._connection, self._body_bytes = connection, body_bytes
         self._messages: SimpleQueue[tuple[str, dict[str, Any], Octets]] = SimpleQueue()
         self._closing = threading.Event()
-        for loop in (self._listen, self._show_life):
+        for loop in (self._listen, self._show_life) if beats else (self._listen,):
             threading.Thread(target=loop, name="control", daemon=True).start()
 
-    def send(self, kind: str, content: dict[str, Any], body: NDArray[Any] = _NOTHING) -> None:
+    def send(self, kind: str, content: dict[str, Any], body: NDArray[Any] = NOTHING) -> None:
         """Sends a message. If the connection is broken, `LOST` is among the messages that come."""
         with suppress(ConnectionError):
             self._connection.send(kind, content, body)
@@ -297,7 +357,7 @@ class Control:
                 if message[0] != TrainingMessage.BEAT:
                     self._messages.put(message)
         except ConnectionError as error:
-            self._messages.put((TrainingMessage.LOST, {"said": str(error)}, _NOTHING))
+            self._messages.put((TrainingMessage.LOST, {"said": str(error)}, NOTHING))
 
     def _show_life(self) -> None:
         last = time.monotonic()
@@ -310,6 +370,6 @@ class Control:
             last = now
             if now - self._connection.heard > SILENT_SECONDS:
                 said = f"it was silent for {SILENT_SECONDS:g} s"
-                self._messages.put((TrainingMessage.LOST, {"said": said}, _NOTHING))
+                self._messages.put((TrainingMessage.LOST, {"said": said}, NOTHING))
                 self._connection.close()
                 return

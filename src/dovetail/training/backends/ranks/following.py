@@ -13,16 +13,15 @@ import numpy as np
 from dovetail.errors import ProcessDiedError, ProcessError, RankLostError, UsageError
 from dovetail.runtime.parcels import pack_parcel
 from dovetail.runtime.processes import Worker, launch, ready
-from dovetail.runtime.ranks import RankPlace, host_name
+from dovetail.runtime.ranks import RankPlace
 from dovetail.runtime.stopped import STOPPED_SECONDS
 from dovetail.training.backends.contract import Assignment, WorkerPlan
-from dovetail.training.backends.ranks.connections import Control, Octets, connect
+from dovetail.training.backends.ranks.connections import Address, Control, Octets
 from dovetail.training.backends.ranks.meeting import (
     RanksOptions,
-    ask_address,
     check_rule,
     facts_of,
-    run_name,
+    next_meeting,
 )
 from dovetail.training.backends.ranks.messages import TrainingMessage
 from dovetail.training.backends.ranks.worker import LinkLost, RemoteStart, vector_bytes
@@ -37,22 +36,15 @@ _TRACEBACK_CHARACTERS = 20_000
 
 def follow(place: RankPlace, assignment: Assignment, options: RanksOptions) -> Outcome:
     """Runs workers until rank 0 ends the run; see `ranks.run`."""
-    check_rule(assignment)
+    check_rule(assignment.rule)
     # Slow preparations come first: from the connection on rank 0 waits for signs of life.
     facts, learner = facts_of(assignment), pack_parcel(assignment.learner)
-    name = run_name()
-    address, token = ask_address(place, name)
     try:
-        connection = connect(address, token)
-        hello = {"rank": place.rank, "host": host_name(), "facts": facts}
-        connection.send(TrainingMessage.RANK, hello)
-    except OSError as error:
+        connection, address, token = next_meeting().join(facts)
+    except BaseException:
         learner[1].close()
-        ask_address(place, name)  # which says so if rank 0 has failed
-        where = f"{address[0]}:{address[1]}"
-        says = f"rank 0 listens on {where}, which is not reached from here ({error}); name another"
-        raise UsageError("listen", f"{says} of its addresses") from error
-    control = Control(connection, address[0], vector_bytes(assignment.job))
+        raise
+    control = Control(connection, str(address[0]), vector_bytes(assignment.job))
     with _Follower(place, assignment, options, control, (address, token), learner) as follower:
         return follower.run()
 
@@ -66,7 +58,7 @@ class _Follower:
         assignment: Assignment,
         options: RanksOptions,
         control: Control,
-        door: tuple[tuple[str, int], bytes],
+        door: tuple[Address, bytes],
         learner: tuple[Any, Any],
     ) -> None:
         self._place, self._assignment, self._options = place, assignment, options

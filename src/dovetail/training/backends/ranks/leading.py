@@ -6,35 +6,27 @@ it told by nobody.
 """
 
 import itertools
-import json
 import os
-import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.errors import ProcessDiedError, ProcessError, RankLostError, UsageError
-from dovetail.runtime.ranks import JOIN_SECONDS, RankPlace, address_towards
-from dovetail.runtime.user_code import line_of
+from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.training.backends.contract import Assignment, Storage, Watcher
 from dovetail.training.backends.processes.messages import Finished
 from dovetail.training.backends.processes.transport import ProcessesTransport
-from dovetail.training.backends.ranks.connections import TOKEN_BYTES, Connection, Control, Door
+from dovetail.training.backends.ranks.connections import Connection, Control, Door
 from dovetail.training.backends.ranks.meeting import (
     RanksOptions,
-    check_others,
+    Team,
     check_rule,
     facts_of,
-    forget_address,
-    run_name,
-    tell_address,
-    tell_failure,
+    next_meeting,
 )
 from dovetail.training.backends.ranks.messages import TrainingMessage
 from dovetail.training.backends.ranks.worker import LinkLost
-from dovetail.training.records import Outcome, Vector
+from dovetail.training.records import Outcome
 from dovetail.training.supervisor import (
     Interrupted,
     RunProgress,
@@ -46,33 +38,18 @@ from dovetail.training.supervisor import (
 )
 
 STAND_IN_ENTRY = "dovetail.training.backends.ranks.worker:stand_in"
-END_SECONDS = 10.0
-"""Once the run has ended, the other ranks have this long to take its result."""
-_NAP_SECONDS = 0.1
 
 
-def lead(
-    place: RankPlace, assignment: Assignment, watcher: Watcher, options: RanksOptions
-) -> Outcome:
+def lead(assignment: Assignment, watcher: Watcher, options: RanksOptions) -> Outcome:
     """Runs the assignment with the other ranks, and gives them its result; see `ranks.run`."""
-    check_rule(assignment)
-    name, token = run_name(), secrets.token_bytes(TOKEN_BYTES)
+    check_rule(assignment.rule)
+    meeting = next_meeting()
     with ExitStack() as stack:
-        try:
-            door = Door(options.listen or address_towards(place.address), token)
-        except OSError as error:
-            says = f"rank 0 cannot listen on {options.listen or place.address[0]!r}: {error}"
-            tell_failure(place, name, says)
-            raise UsageError("listen", says) from error
-        stack.callback(door.close)
-        tell_address(place, name, door.address, token)
-        team = Team(place.ranks)
+        door = stack.enter_context(meeting.door(options.listen))
+        team = Team(meeting)
         stack.callback(team.close)
-        try:
-            team.gather(
-                door, facts_of(assignment), assignment.job.run, lambda: check_others(place, name)
-            )
-            forget_address(place, name)
+        with team.told_failures():
+            team.gather(door, facts_of(assignment), assignment.job.run)
             storage = assignment.storage
             if storage is None and options.log:
                 storage = stack.enter_context(temporary_storage(assignment))
@@ -80,104 +57,14 @@ def lead(
             stack.enter_context(transport)
             outcome = Supervisor(assignment, watcher, transport, late=options.late).run()
             theta = outcome.theta if watcher.result is None else watcher.result(outcome)
-        except BaseException as error:
-            said = "it was interrupted" if isinstance(error, KeyboardInterrupt) else line_of(error)
-            team.tell(TrainingMessage.FAILED, {"said": said})
-            # For a rank that comes later.
-            tell_failure(place, name, said)
-            raise
-        team.end(outcome, theta)
-    return outcome
-
-
-class Team:
-    """The other ranks, as far as they live: rank -> its control connection."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.living: dict[int, Control] = {}
-
-    def gather(
-        self, door: Door, facts: Mapping[str, Any], run: str, check_others: Callable[[], None]
-    ) -> None:
-        """Waits until all ranks are there, and welcomes them. Raises `UsageError` if one of them
-        would train something else, `RankLostError`, and `KeyboardInterrupt`.
-
-        check_others   raises if a rank that has not come yet says that it failed
-        """
-        deadline = time.monotonic() + JOIN_SECONDS
-        while len(self.living) < self.ranks - 1:
-            if (came := door.next(_NAP_SECONDS)) is not None:
-                self._let_in(*came, facts)
-            for rank, control in self.living.items():
-                self._check(rank, control)
-            check_others()
-            if time.monotonic() > deadline:
-                missing = min(set(range(1, self.ranks)) - set(self.living))
-                said = f"it did not begin within {JOIN_SECONDS:g} s"
-                raise RankLostError("unknown", missing, "", said)
-        self.tell(TrainingMessage.WELCOME, {"run": run})
-
-    def _let_in(
-        self, connection: Connection, kind: str, content: dict[str, Any], facts: Mapping[str, Any]
-    ) -> None:
-        rank = content.get("rank")
-        if kind != TrainingMessage.RANK or not isinstance(rank, int):
-            connection.close()
-            return
-        control = Control(connection, str(content.get("host")))
-        if rank in self.living or not 0 < rank < self.ranks:
-            says = f"is {rank} in two processes, or not one of {self.ranks}"
-            self._refuse("RANK", says, control)
-        self.living[rank] = control
-        theirs = content.get("facts")
-        given: dict[str, Any] = theirs if isinstance(theirs, dict) else {}
-        for name, expected in facts.items():
-            if json.dumps(given.get(name)) != json.dumps(expected):
-                says = f"rank {rank} on host {control.host} has {given.get(name)!r}, and rank 0 has"
-                self._refuse(name, f"{says} {expected!r}; start all ranks alike")
-
-    def _refuse(self, option: str, says: str, control: Control | None = None) -> None:
-        message = {"option": option, "says": says}
-        if control is not None:
-            control.send(TrainingMessage.REFUSED, message)
-            control.close()
-        self.tell(TrainingMessage.REFUSED, message)
-        raise UsageError(option, says)
-
-    def _check(self, rank: int, control: Control) -> None:
-        message = control.next()
-        if message is None:
-            return
-        if message[0] == TrainingMessage.INTERRUPTED:
-            raise KeyboardInterrupt
-        raise RankLostError(control.host, rank, "", str(message[1].get("said")))
-
-    def tell(self, kind: TrainingMessage, content: dict[str, Any]) -> None:
-        for control in self.living.values():
-            control.send(kind, content)
-
-    def end(self, outcome: Outcome, theta: Vector) -> None:
-        """Gives all ranks the result, `theta` [size]."""
-        content = {
+        ended = {
             "clock": outcome.clock,
             "samples": outcome.samples,
             "seconds": outcome.seconds,
             "stopped": outcome.stopped,
         }
-        for control in self.living.values():
-            control.send(TrainingMessage.END, content, theta)
-
-    def close(self) -> None:
-        """Closes the connections, once the others have read all that was sent."""
-        deadline = time.monotonic() + END_SECONDS
-        for control in self.living.values():
-            while time.monotonic() < deadline:
-                message = control.next(_NAP_SECONDS)
-                if message is not None and message[0] == TrainingMessage.LOST:
-                    break
-            control.close()
-        self.living.clear()
+        team.tell(TrainingMessage.END, ended, theta)
+    return outcome
 
 
 @dataclass

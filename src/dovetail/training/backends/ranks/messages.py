@@ -2,8 +2,10 @@
 
 rank k ── RANK, INTERRUPTED, ENDED, BEAT ──────────► rank 0          control: one for each rank
        ◄─ WELCOME, START, KILL, END, REFUSED, FAILED, BEAT ──
-worker ── WORKER, JOIN, TURN, ALIVE, LEAVE ────────► its stand-in    one for each worker
-       ◄─ JOINED, REPLY ──
+       ── ARRIVED, FINISHED ───────────────────────► rank 0          in loops of the caller's
+       ◄─ ARRIVED, END ──
+worker ── WORKER, JOIN, TURN, COPY, ALIVE, LEAVE ──► its stand-in    one for each worker
+       ◄─ JOINED, REPLY, COPIED ──
 """
 
 from enum import StrEnum
@@ -27,15 +29,21 @@ class TrainingMessage(StrEnum):
     # Another rank to rank 0
     ENDED = "ended"  # ticket, status, traceback: a worker has ended, by an exception if it has one
     INTERRUPTED = "interrupted"  # Ctrl-C was pressed there
+    FINISHED = (
+        "finished"  # clock: of the center that it pulled last; the vector, if any, is its own
+    )
 
     # Both
+    ARRIVED = "arrived"  # this rank waits for all; rank 0: all do, and the vector is its own
     BEAT = "beat"
     LOST = "lost"  # said: never sent; the last message that a broken connection gives
 
-    # A worker to its stand-in, which answers JOIN by JOINED and TURN by REPLY
+    # A worker to its stand-in, which answers JOIN by JOINED, TURN by REPLY and COPY by COPIED
     JOIN = "join"
     TURN = "turn"  # a turn's fields; the vector is the commit's, encoded
+    COPY = "copy"
     ALIVE = "alive"
     LEAVE = "leave"
     JOINED = "joined"  # sequence: of the last applied commit; seconds: of the run's clock
     REPLY = "reply"  # a reply's fields; the vector is the center, if it was asked for
+    COPIED = "copied"  # the vector is the center as it is now

@@ -8,6 +8,9 @@ To the server a stand-in is a worker of its own machine, by the same link (`Work
 server knows no network. When it is started again, the stand-in joins it again and repeats the turn,
 and the worker sees nothing of that. If the connection breaks, both ends die, and the supervisor
 starts another worker.
+
+In a loop of the caller's a rank is a worker itself. Nobody starts its server again, so the links of
+all ranks, and of their stand-ins, end with it (`LastLink`, `stand_in_of_loop`).
 """
 
 import os
@@ -27,10 +30,10 @@ from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import WorkerMemory
 from dovetail.training.backends.processes.messages import Finished, WorkerStart
 from dovetail.training.backends.processes.worker import WorkerLink
-from dovetail.training.backends.ranks.connections import Connection, Octets, connect
+from dovetail.training.backends.ranks.connections import Address, Connection, Octets, connect
 from dovetail.training.backends.ranks.messages import TrainingMessage
 from dovetail.training.liveness import LOOKS, on_alive
-from dovetail.training.records import Job
+from dovetail.training.records import Job, Vector
 from dovetail.training.wire import Wire, make_wire
 from dovetail.training.worker import Ask, Told, drive, work
 
@@ -46,7 +49,7 @@ class RemoteStart:
 
     plan: WorkerPlan
     learner: Parcel
-    address: tuple[str, int]
+    address: Address
     token: bytes
     ticket: int
 
@@ -71,7 +74,7 @@ def serve(channel: Channel) -> None:
     plan = start.plan
     make_learner = unpack_parcel(start.learner, channel.receive_descriptor())
     try:
-        link = _RemoteLink(connect(start.address, start.token), plan, start.ticket)
+        link = RemoteLink(connect(start.address, start.token), plan, start.ticket)
     except OSError as error:
         channel.send(LinkLost(f"it did not reach rank 0: {error}"))
         return
@@ -84,20 +87,20 @@ def serve(channel: Channel) -> None:
         steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
         drive(steps, link.ask, link.show_life)
         link.leave()
-    except _LinkBroken as error:
+    except LinkBroken as error:
         channel.send(LinkLost(str(error)))
         return
     channel.send(Finished(plan.worker))
     channel.receive()  # until the other end is closed
 
 
-class _LinkBroken(Exception):
-    """The connection with the stand-in broke. Code of the user's that fails by a connection of its
-    own raises other exceptions."""
+class LinkBroken(Exception):
+    """The connection with the stand-in or the server broke. Code of the user's that fails by a
+    connection of its own raises other exceptions."""
 
 
-class _RemoteLink:
-    """The worker's end of the connection."""
+class RemoteLink:
+    """The worker's end of the connection. Its methods raise `LinkBroken`."""
 
     def __init__(self, connection: Connection, plan: WorkerPlan, ticket: int) -> None:
         self._connection, self._plan = connection, plan
@@ -138,12 +141,20 @@ class _RemoteLink:
         center = body.view(self._plan.job.dtype) if ask.turn.pull and body.size else None
         return Told(frames.reply_of(content), center)
 
+    def copy(self) -> Vector:
+        """A copy of the center [size] as it is now; see `WorkerLink.copy`."""
+        _, body = self._exchange(TrainingMessage.COPY, {}, np.zeros(0, np.uint8))
+        return body.view(self._plan.job.dtype)
+
     def leave(self) -> None:
         """Tells the server that the worker has ended."""
         try:
             self._connection.send(TrainingMessage.LEAVE, {})
         except ConnectionError as error:
-            raise _LinkBroken(str(error)) from error
+            raise LinkBroken(str(error)) from error
+
+    def close(self) -> None:
+        self._connection.close()
 
     def _exchange(
         self, kind: str, content: dict[str, Any], octets: Octets
@@ -152,8 +163,35 @@ class _RemoteLink:
             self._connection.send(kind, content, octets)
             _, answer, body = self._connection.receive(vector_bytes(self._plan.job))
         except ConnectionError as error:
-            raise _LinkBroken(str(error)) from error
+            raise LinkBroken(str(error)) from error
         return answer, body
+
+
+class LastLink(WorkerLink):
+    """The link of a worker beside the server, which no other server will take over."""
+
+    def join(self) -> int:
+        """Raises `LinkBroken` if the server is gone."""
+        if self._socket is not None:
+            raise LinkBroken("the server has ended")
+        try:
+            return super().join()
+        except EOFError:
+            raise LinkBroken("the server was not started") from None
+
+    def show_life(self) -> None:
+        self._memory.show_life()
+
+    def copy(self) -> Vector:
+        """See `WorkerLink.copy`. Raises `LinkBroken` if the server is gone."""
+        if (center := super().copy()) is None:
+            raise LinkBroken("the server has ended")
+        return center
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._channel.close()
 
 
 # ── On rank 0 ──
@@ -162,14 +200,25 @@ class _RemoteLink:
 def stand_in(channel: Channel) -> None:
     """Does for the server what the remote worker does, until that has left or its connection
     broke."""
+    _stand_in(channel, WorkerLink)
+
+
+def stand_in_of_loop(channel: Channel) -> None:
+    """A `stand_in` that ends with the server: no other one will take over its link."""
+    _stand_in(channel, LastLink)
+
+
+def _stand_in(channel: Channel, make_link: type[WorkerLink]) -> None:
     start: WorkerStart = channel.receive()
     memory = WorkerMemory(Block(channel.receive_descriptor()), start.plan.job)
     for _ in range(2):  # the center's and the learner's, which the worker would need
         os.close(channel.receive_descriptor())
     connection = Connection(socket.socket(fileno=channel.receive_descriptor()))
     try:
-        _StandIn(channel, start.plan, memory, connection).run()
-    except ConnectionError as error:
+        # The worker's encoded numbers are decoded here, and go to the server as they are.
+        link = make_link(channel, replace(start.plan, wire="none"), memory, None)
+        _StandIn(link, start.plan, memory, connection).run()
+    except (ConnectionError, LinkBroken) as error:
         channel.send(LinkLost(str(error)))
         return
     channel.send(Finished(start.plan.worker))
@@ -178,12 +227,10 @@ def stand_in(channel: Channel) -> None:
 
 class _StandIn:
     def __init__(
-        self, channel: Channel, plan: WorkerPlan, memory: WorkerMemory, connection: Connection
+        self, link: WorkerLink, plan: WorkerPlan, memory: WorkerMemory, connection: Connection
     ) -> None:
-        self._plan, self._memory, self._connection = plan, memory, connection
+        self._link, self._plan, self._memory, self._connection = link, plan, memory, connection
         self._wire: Wire = make_wire(plan.wire, plan.job.size, plan.job.dtype)
-        # The worker's encoded numbers are decoded here, and go to the server as they are.
-        self._link = WorkerLink(channel, replace(plan, wire="none"), memory, None)
         self._vector = np.empty(plan.job.size, plan.job.dtype)
 
     def run(self) -> None:
@@ -199,6 +246,10 @@ class _StandIn:
                     self._connection.send(TrainingMessage.JOINED, joined)
                 case TrainingMessage.TURN:
                     self._take(content, body)
+                case TrainingMessage.COPY:
+                    if (center := self._link.copy()) is None:
+                        raise ConnectionError("the server has ended")
+                    self._connection.send(TrainingMessage.COPIED, {}, center)
                 case TrainingMessage.LEAVE:
                     self._link.leave()
                     return
