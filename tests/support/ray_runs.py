@@ -181,7 +181,6 @@ def dying_server(path):
         def __init__(self, *fields):
             crash = Lives.begin(path)
             server.Server = faulty(server.Server, crash)
-            server.ShardedServer = faulty(server.ShardedServer, crash)
             self.faults = ExitStack()  # kept open: the process is this actor's alone
             self.faults.enter_context(faulty_files(crash))
             super().__init__(*fields)

@@ -18,8 +18,9 @@ from dovetail.training.liveness import alive
 from dovetail.training.records import Turn
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.server import Server
+from dovetail.training.serving import Serving
 from dovetail.training.step_times import StepTimes
-from dovetail.training.supervisor import RunProgress, report_of
+from dovetail.training.supervisor import RunProgress
 from tests.support.least_squares import LeastSquares, a_job, start
 
 WINDOWS = {"one-shot": None, "sync": 1, "dc-asgd": 1, "dc-asgd-adaptive": 1}
@@ -471,7 +472,7 @@ def test_what_happens_while_the_watcher_is_told_is_told_next_time():
     server.rows.append("first")
     server.events.append("first")
     for _ in range(3):
-        progress.add(report_of(server, progress.known, done=False))
+        progress.add(Serving(server).report(progress.known, done=False))
     assert rows == server.rows
     assert events == server.events
 

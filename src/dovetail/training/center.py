@@ -11,25 +11,89 @@ sees one version in all shards. Shards do not wait for each other, so several co
 progress, each in another shard.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import TrainingError
-from dovetail.training.records import Vector
+from dovetail.training.checks import Check, check
+from dovetail.training.records import Refusal, Vector
 from dovetail.training.rules.contract import Arrival, Rule, Slice, new_slots
 from dovetail.training.steps import Apply, Combine, Forget, Read, Step
 
 BLOCK_BYTES = 2**18
 """The size of a block of theta~. It is well below a core's cache, which must also hold the block's
 part of the commit, of the rule's slots and of the pull."""
+
+
+@dataclass(frozen=True)
+class CommitPayload:
+    """A turn's vector and its check, or the reason of a refusal. All three are None if the turn has
+    no commit or its commit has no vector."""
+
+    vector: Vector | None = None
+    checked: Check | None = None
+    refusal: Refusal | None = None
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of the vector; nan without one."""
+        return math.nan if self.checked is None else self.checked.norm
+
+
+class ServedCenter(Protocol):
+    """What a server asks of its center, wherever the vectors lie; see `Center`.
+
+    A center whose vectors lie elsewhere is handed keys in place of vectors. Only one thread at a
+    time may call the methods, but for `examine`, `wait` and `done`.
+    """
+
+    @property
+    def tickets(self) -> int: ...
+
+    @property
+    def theta(self) -> Vector: ...
+
+    def attach(self, worker: int, inbox: Vector | None, outbox: Vector | None) -> None: ...
+
+    def inbox(self, worker: int) -> Vector | None: ...
+
+    def examine(self, received: Any, expected: int | None) -> CommitPayload:
+        """Returns what came with a commit as a payload, or the reason why it is refused. `expected`
+        is its checksum, if the sender gave one."""
+        ...
+
+    def stage(self, worker: int, vector: Vector) -> None: ...
+
+    def unstage(self, worker: int) -> None: ...
+
+    def execute(self, *steps: Step, values: Vector | None = None) -> int: ...
+
+    def wait(self, ticket: int) -> None: ...
+
+    def done(self, ticket: int) -> bool: ...
+
+    def flush(self) -> None: ...
+
+    def lost_a_part(self) -> bool:
+        """Whether a part of the center was lost and has come back since this was last asked."""
+        ...
+
+    def vectors(self) -> dict[str, Vector]: ...
+
+    def counts(self) -> dict[str, int]: ...
+
+    def restore(self, vectors: dict[str, Vector], counts: dict[str, int]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -122,6 +186,22 @@ class Center:
         same = (vector.shape, vector.dtype) == (theta.shape, theta.dtype)
         return same and vector.flags.c_contiguous
 
+    def examine(self, received: Vector | None, expected: int | None) -> CommitPayload:
+        """Returns the vector as a payload, or the reason why the center cannot take it.
+
+        It checks the size and type, the checksum if one is expected, and that all elements are
+        finite. A float64 that is too large to be squared counts as a norm too large.
+        """
+        if received is None or not self.fits(received):
+            return CommitPayload(refusal=Refusal.SHAPE)
+        checked = check(received)
+        if expected is not None and checked.checksum != expected:
+            return CommitPayload(refusal=Refusal.CHECKSUM)
+        if not checked.finite:
+            large = bool(np.isfinite(received).all())
+            return CommitPayload(refusal=Refusal.NORM if large else Refusal.NOT_FINITE)
+        return CommitPayload(received, checked)
+
     def stage(self, worker: int, vector: Vector) -> None:
         """Notes the worker's commit [size]. It is not copied, so it must not change until it has
         been applied."""
@@ -151,6 +231,10 @@ class Center:
     def flush(self) -> None:
         """Blocks until the shards have done all steps so far."""
         self._work.wait(self._work.tickets)
+
+    def lost_a_part(self) -> bool:
+        """Always false: the shards are threads of this process."""
+        return False
 
     @property
     def tickets(self) -> int:

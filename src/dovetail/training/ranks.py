@@ -20,6 +20,7 @@ import os
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -79,7 +80,8 @@ from dovetail.training.backends.ranks.worker import (
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
-from dovetail.training.server import Server
+from dovetail.training.server import Delivery, Server
+from dovetail.training.serving import Serving, WorkerPort
 from dovetail.training.worker import Ask, Told
 
 _STAND_IN_ENTRY = "dovetail.training.backends.ranks.worker:stand_in_of_loop"
@@ -183,17 +185,23 @@ class LoneCenter:
         self.rank, self.ranks, self.job = 0, 1, facts.job(1)
         self._rule = rule
         self._start_seconds = time.perf_counter()
-        self._server: Server | None = None
+        self._serving: Serving | None = None
+        self._answers: deque[Delivery] = deque()
 
     def share(self, theta: Vector) -> Vector:
         return theta
 
     def start(self, theta: Vector) -> None:
         center = theta.copy()
-        self._server = Server(self.job, self._rule, center, clock=self.seconds)
+        self._serving = Serving(Server(self.job, self._rule, center, clock=self.seconds))
         # Without locks the worker writes to the center itself.
-        self._pulled = center if self._rule.lock_free else np.empty_like(theta)
-        self._server.join(0, None, None if self._rule.lock_free else self._pulled)
+        outbox = None if self._rule.lock_free else np.empty_like(theta)
+        self._pulled = center if outbox is None else outbox
+        self._serving.join(0, WorkerPort(self._answer, outbox=outbox))
+
+    def _answer(self, delivery: Delivery) -> bool:
+        self._answers.append(delivery)
+        return True
 
     def meet(self) -> None: ...
 
@@ -201,22 +209,23 @@ class LoneCenter:
         return time.perf_counter() - self._start_seconds
 
     def ask(self, ask: Ask) -> Told:
-        assert self._server is not None
-        (delivery,) = self._server.take(ask.turn, vector=ask.vector)
+        assert self._serving is not None
+        self._serving.take(ask.turn, vector=ask.vector)
+        delivery = self._answers.popleft()
         return Told(delivery.reply, self._pulled if delivery.pulled else None)
 
     def show_life(self) -> None: ...
 
     def copy(self) -> Vector:
-        assert self._server is not None
-        return self._server.copy()[0]
+        assert self._serving is not None
+        return self._serving.server.copy()[0]
 
     def finish(self, clock: int, theta: Vector | None) -> Vector:
         return self.copy() if theta is None else theta
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._serving is not None:
+            self._serving.server.close()
 
 
 def _unlike(_host: str, rank: int, name: str, given: Any, expected: Any) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from dovetail.errors import RunMismatchError
 from dovetail.training.backends.contract import Guard, Storage
-from dovetail.training.center import Center
+from dovetail.training.center import Center, CommitPayload, ServedCenter
 from dovetail.training.checks import Check
 from dovetail.training.gate import TurnGate
 from dovetail.training.journal import Journal, JournalRecord
@@ -40,14 +40,7 @@ from dovetail.training.records import (
     Verdict,
 )
 from dovetail.training.rules.contract import Rule
-from dovetail.training.state import (
-    CommitPayload,
-    Delivery,
-    ServerState,
-    examine,
-    turn_fields,
-    turn_of,
-)
+from dovetail.training.state import Delivery, ServerState, turn_fields, turn_of
 
 __all__ = ["Delivery", "Server"]
 
@@ -58,17 +51,20 @@ NO_PAYLOAD = CommitPayload()
 class Server:
     """A run's center, its ledger, and their history.
 
-    theta      [size] the initial center; it is changed in place from then on
+    theta      [size] the initial center; it is changed in place from then on. Or a center whose
+               vectors lie elsewhere
     storage    a new or empty folder that keeps the state; None: the state is not kept
     order      turns are taken in this order of workers; None: as they come
     clock      returns the seconds since the run's start
+
+    ahead_seconds   the seconds that a resumed run had taken before: its time goes on from there
     """
 
     def __init__(
         self,
         job: Job,
         rule: Rule,
-        theta: Vector,
+        theta: Vector | ServedCenter,
         *,
         guard: Guard | None = None,
         storage: Storage | None = None,
@@ -79,7 +75,7 @@ class Server:
         self.job = job
         self.rule = rule
         self._clock = clock
-        self._ahead_seconds = 0.0
+        self.ahead_seconds = 0.0
         self._lock = threading.RLock()
         self._order = order
         self._held: dict[int, CommitPayload] = {}
@@ -103,7 +99,7 @@ class Server:
         cls,
         job: Job,
         rule: Rule,
-        theta: Vector,
+        theta: Vector | ServedCenter,
         *,
         storage: Storage,
         keeps_theta: bool = False,
@@ -122,7 +118,7 @@ class Server:
         server = cls(job, rule, theta, **options)
         try:
             server._open(storage, resume=True)
-            server._rebuild(theta.copy() if keeps_theta else None)
+            server._rebuild(keeps_theta=keeps_theta)
         except BaseException:
             server.close()
             raise
@@ -142,15 +138,14 @@ class Server:
             header = self._log({"kind": "join", "worker": worker})
             return self._state.join(worker, header["seconds"])
 
-    def take(
-        self, turn: Turn, checksum: int | None = None, vector: Vector | None = None
-    ) -> list[Delivery]:
+    def take(self, turn: Turn, checksum: int | None = None, vector: Any = None) -> list[Delivery]:
         """Takes a turn and returns the answers that follow from it: to its worker, to others, or
         none yet.
 
         checksum   the vector's, by `checks.checksum`, if the worker sent one
         vector     the commit's vector, if it is not in the inbox. It is not copied, so it must not
-                   change until the turn is answered.
+                   change until the turn is answered. If the vectors lie elsewhere: what the center
+                   knows of it
         """
         # Examining a vector takes time, and depends on nothing that another turn may change. It is
         # done outside of the lock, so that vectors of several workers are examined at once.
@@ -195,7 +190,7 @@ class Server:
                     vectors["theta"] = vectors["theta"].copy()
                 state["position"] = self._gate and self._gate.position
                 state["passed"] = [turn_fields(t) for t in self._gate.passed] if self._gate else []
-                state["seconds"] = self._seconds()
+                state["seconds"] = self.seconds()
                 self._journal.snapshot(state, vectors)
                 self._saved_rows = len(self._state.rows)
 
@@ -218,6 +213,10 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def seconds(self) -> float:
+        """The run's time: the seconds since its start, with those before it was resumed."""
+        return self._clock() + self.ahead_seconds
 
     @property
     def theta(self) -> Vector:
@@ -279,7 +278,7 @@ class Server:
 
     # Before anything changes
 
-    def _examine(self, turn: Turn, checksum: int | None, vector: Vector | None) -> CommitPayload:
+    def _examine(self, turn: Turn, checksum: int | None, vector: Any) -> CommitPayload:
         commit, state = turn.commit, self._state
         if commit is None or commit.steps == 0 or self.rule.lock_free:
             return CommitPayload()
@@ -287,7 +286,7 @@ class Server:
             if state.ledger.check(commit) is not None:
                 return CommitPayload()
             received = state.center.inbox(turn.worker) if vector is None else vector
-        return examine(state.center, received, checksum)
+        return state.center.examine(received, checksum)
 
     def _pass(self, turn: Turn, payload: CommitPayload) -> Iterable[Turn]:
         """Returns the turns that may be taken now. Their payloads are in `_held`."""
@@ -346,7 +345,7 @@ class Server:
 
     def _log(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> dict[str, Any]:
         """Adds the time to the header, writes it to the journal and returns it."""
-        header["seconds"] = self._seconds()
+        header["seconds"] = self.seconds()
         if self._gate is not None:
             header["position"] = self._gate.position
         checksum = 0
@@ -363,9 +362,6 @@ class Server:
         # for the answer to the repeated turn.
         return [d for d in self._state.enact(header, payload) if d.worker in self._here]
 
-    def _seconds(self) -> float:
-        return self._clock() + self._ahead_seconds
-
     def _finish(self, ticket: int, deliveries: list[Delivery]) -> list[Delivery]:
         """Waits for the shards, saves a snapshot if one is due, and returns the deliveries."""
         state = self._state
@@ -375,6 +371,8 @@ class Server:
             state.settle()
             if self._due():
                 self.snapshot()
+            if state.center.lost_a_part():
+                self._do({"kind": "restarted"})
         return deliveries
 
     def _due(self) -> bool:
@@ -393,10 +391,10 @@ class Server:
         self._check_change(began)
         self._state.ledger = Ledger(began, self.rule)
 
-    def _rebuild(self, theta: Vector | None) -> None:
-        """Takes over the snapshot's state, then does all inputs again that were logged since.
-        `theta` [size] is the center if it is known without the log."""
+    def _rebuild(self, *, keeps_theta: bool) -> None:
+        """Takes over the snapshot's state, then does all inputs again that were logged since."""
         journal, state = self._journal, self._state
+        theta = state.center.theta.copy() if keeps_theta else None
         assert journal is not None
         snapshot = journal.load()
         if snapshot is None:
@@ -437,7 +435,7 @@ class Server:
         if theta is not None:
             state.center.theta[:] = theta
         # The run's time goes on from the last input, so that it never runs backwards.
-        self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
+        self.ahead_seconds = max(0.0, last["seconds"] - self._clock())
         if changes:
             header = {"kind": "change", "epochs": self.job.epochs, "workers": self.job.workers}
             state.enact(self._log(header), CommitPayload())

@@ -4,8 +4,8 @@
                                                                     └──► deliveries
 
 The journal keeps the headers, which are JSON. Their kinds are join, turn, evict, leave, stop,
-continue, end_stream, change and restarted. A payload is a vector that has passed `examine`, or the
-reason of a refusal.
+continue, end_stream, change and restarted. A payload is a vector that the center has examined, or
+the reason of a refusal.
 """
 
 import math
@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.training.backends.contract import Guard
-from dovetail.training.center import Center
-from dovetail.training.checks import Check, check
+from dovetail.training.center import Center, CommitPayload, ServedCenter
 from dovetail.training.ledger import Ledger
 from dovetail.training.momentum import Momentum, adds_plainly
 from dovetail.training.records import Commit, Event, Job, Refusal, Reply, Row, Turn, Vector, Verdict
@@ -33,38 +32,6 @@ NORMS = 100
 """The guard compares a commit's norm with the median norm of the last so many commits."""
 FEWEST_NORMS = 10
 """The guard compares no norm with the median before it has seen so many norms."""
-
-
-@dataclass(frozen=True)
-class CommitPayload:
-    """A turn's vector and its check, or the reason of a refusal. All three are None if the turn has
-    no commit or its commit has no vector."""
-
-    vector: Vector | None = None
-    checked: Check | None = None
-    refusal: Refusal | None = None
-
-    @property
-    def norm(self) -> float:
-        """L2 norm of the vector; nan without one."""
-        return math.nan if self.checked is None else self.checked.norm
-
-
-def examine(center: Center, vector: Vector | None, checksum: int | None) -> CommitPayload:
-    """Returns the vector as a payload, or the reason why `center` cannot take it.
-
-    It checks the size and type, the checksum if the sender gave one, and that all elements are
-    finite. A float64 that is too large to be squared counts as a norm too large.
-    """
-    if vector is None or not center.fits(vector):
-        return CommitPayload(refusal=Refusal.SHAPE)
-    checked = check(vector)
-    if checksum is not None and checked.checksum != checksum:
-        return CommitPayload(refusal=Refusal.CHECKSUM)
-    if not checked.finite:
-        large = bool(np.isfinite(vector).all())
-        return CommitPayload(refusal=Refusal.NORM if large else Refusal.NOT_FINITE)
-    return CommitPayload(vector, checked)
 
 
 class Norms:
@@ -119,15 +86,24 @@ class ServerState:
     present    worker -> whether it has joined and was neither lost nor has left since
     """
 
-    def __init__(self, job: Job, rule: Rule, theta: Vector, guard: Guard, shards: int) -> None:
+    def __init__(
+        self, job: Job, rule: Rule, theta: Vector | ServedCenter, guard: Guard, shards: int
+    ) -> None:
         self.rows: list[Row] = []
         self.events: list[Event] = []
         self.refusals: Counter[Refusal] = Counter()
         self.present: dict[int, bool] = {}
         self.ledger = Ledger(job, rule)
-        self.momentum = Momentum(theta) if adds_plainly(rule, theta.dtype) else None
-        watched = None if self.momentum is None else self.momentum.coordinates
-        self.center = Center(theta, rule, shards, watched)
+        # The estimate needs the values of some coordinates at each commit, so there is none for a
+        # center that lies elsewhere.
+        self.momentum: Momentum | None = None
+        if not isinstance(theta, np.ndarray):
+            self.center: ServedCenter = theta
+        else:
+            if adds_plainly(rule, theta.dtype):
+                self.momentum = Momentum(theta)
+            watched = None if self.momentum is None else self.momentum.coordinates
+            self.center = Center(theta, rule, shards, watched)
         self.norms = Norms(guard)
         self._heads: dict[int, _CommitHead] = {}
         self._applied: deque[_Applied] = deque()

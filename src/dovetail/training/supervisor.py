@@ -23,7 +23,6 @@ that (`ledger`), together with the journal, which is written before anything cha
 import math
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -315,37 +314,6 @@ class RunProgress:
         if self.watcher.should_stop is None:
             return False
         return self.watcher.should_stop([each.figures for each in self.evaluations])
-
-
-def report_of(
-    server: Server,
-    reported: tuple[int, int],
-    *,
-    done: bool,
-    silent: Iterable[int] = (),
-    least_rows: int = 1,
-    most: int = sys.maxsize,
-) -> ServerReport:
-    """Reports what a server has beyond the rows and events that were reported before.
-
-    reported     how many rows and events the supervisor has
-    least_rows   if there are fewer new rows, the report has none
-    most         the report has at most so many rows, and so many events; the next one continues
-    """
-    # Counted once: rows that are added while the report is made are left to the next report.
-    total = len(server.rows), len(server.events)
-    # A restarted server without a log may have fewer than its predecessor had reported.
-    rows, events = min(reported[0], total[0]), min(reported[1], total[1])
-    new_rows = min(total[0] - rows, most)
-    return ServerReport(
-        first=(rows, events),
-        total=total,
-        rows=tuple(server.rows[rows : rows + new_rows]) if new_rows >= least_rows else (),
-        events=tuple(server.events[events : min(total[1], events + most)]),
-        samples=server.samples,
-        silent=tuple(sorted(silent)),
-        done=done,
-    )
 
 
 class Supervisor:

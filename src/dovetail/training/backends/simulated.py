@@ -17,9 +17,10 @@ the center as it was when the step began, and writes to it when the step ends.
 import heapq
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from numbers import Real
 from typing import Any
@@ -34,6 +35,7 @@ from dovetail.training.gate import TurnGate
 from dovetail.training.learner import Gradient, Learner
 from dovetail.training.records import Outcome, Turn, Vector
 from dovetail.training.server import Delivery, Server
+from dovetail.training.serving import Serving, WorkerPort
 from dovetail.training.step_times import StepTimes
 from dovetail.training.supervisor import (
     CenterCopy,
@@ -47,7 +49,6 @@ from dovetail.training.supervisor import (
     WorkerDied,
     WorkerFinished,
     WorkerRaised,
-    report_of,
 )
 from dovetail.training.wire import Octets, Wire, make_wire
 from dovetail.training.worker import Ask, Stepped, Told, Work, work
@@ -177,6 +178,7 @@ class SimulatedTransport:
         self.now = self.ended = 0.0
         self.theta = np.array(assignment.theta)  # the center itself
         self.server = self._server()
+        self.serving = Serving(self.server)
         self.gate = TurnGate(assignment.order or (), waiting=lambda: self.server.waiting)
         self.progress = RunProgress(Watcher())
         self.workers: dict[int, _VirtualWorker] = {}
@@ -225,7 +227,7 @@ class SimulatedTransport:
 
     def tell(self, message: Gone | Stop) -> None:
         if isinstance(message, Stop):
-            self._deliver(self.server.stop())
+            self.serving.stop()
 
     def turn(self, progress: RunProgress) -> Iterator[Word]:
         self.progress = progress
@@ -234,7 +236,7 @@ class SimulatedTransport:
             while self.raised:
                 yield self.raised.pop(0)
             return
-        assert self.server.done or self.server.stopped, "workers wait for each other"
+        assert self.serving.done, "workers wait for each other"
         yield self._report()
         theta, clock, samples = self.server.copy()
         yield RunEnded(CenterCopy(theta, clock, samples, self.ended, final=True))
@@ -248,18 +250,13 @@ class SimulatedTransport:
     # What is told
 
     def _report(self, silent: Iterable[int] = (), least_rows: int = 1) -> ServerReport:
-        return report_of(
-            self.server,
-            self.progress.known,
-            done=self.told_done,
-            silent=silent,
-            least_rows=least_rows,
-        )
+        known = self.progress.known
+        return self.serving.report(known, done=self.told_done, silent=silent, least_rows=least_rows)
 
     def _report_news(self) -> Iterator[ServerReport]:
         """Yields a report if there are enough new rows, new events, or the run is done."""
         server, progress = self.server, self.progress
-        done = server.done or server.stopped
+        done = self.serving.done
         rows = len(server.rows) - len(progress.rows)
         if rows >= ROWS or len(server.events) > len(progress.events) or done != self.told_done:
             self.told_done = done
@@ -296,8 +293,10 @@ class SimulatedTransport:
     def _end(self, worker: _VirtualWorker, kind: int) -> Iterator[Word]:
         """Ends a worker's life. A dead worker's samples go to others; one that leaves has none."""
         index = worker.index
-        leave = self.server.evict if kind == DEATH else self.server.leave
-        self._deliver(leave(index))
+        if kind == DEATH:
+            self.serving.evict(index)
+        else:
+            self.serving.leave(index)
         yield from self._take_turns(self.gate.drop(index))
         if kind == DEATH:
             yield WorkerDied(index, f"at {self.now:g} s of virtual time")
@@ -328,7 +327,8 @@ class SimulatedTransport:
         learner = self.assignment.learner(index)
         if self.assignment.rule.lock_free:
             learner = worker.stale = _StaleLearner(learner, self.theta)
-        sequence = self.server.join(index, None, worker.outbox)
+        port = WorkerPort(partial(self._answer, worker), outbox=worker.outbox)
+        sequence = self.serving.join(index, port)
         worker.work = work(
             job,
             self.assignment.rule,
@@ -341,9 +341,9 @@ class SimulatedTransport:
 
     def _lose(self, index: int, seconds: float) -> Iterator[Word]:
         """Takes the lease of a silent worker, so that its samples go to others."""
-        if self.server.done or self.server.stopped:
+        if self.serving.done:
             return
-        self._deliver(self.server.evict(index))
+        self.serving.take_back(index)
         yield from self._take_turns(self.gate.drop(index))
         workers = self.workers.values()
         silent = [worker.index for worker in workers if worker.alive and worker.hung(seconds)]
@@ -442,7 +442,7 @@ class SimulatedTransport:
             self.ended = self.now
             self.order.append(turn.worker)
             vector = self._decode_vector(self.workers[turn.worker])
-            self._deliver(self.server.take(turn, vector=vector))
+            self.serving.take(turn, vector=vector)
             if self.server.samples >= self.progress.due_samples:
                 yield self._copy()
         yield from self._report_news()
@@ -456,11 +456,10 @@ class SimulatedTransport:
         worker.sent = None
         return vector
 
-    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            worker, reply = self.workers[delivery.worker], delivery.reply
-            if not worker.alive or worker.ask is None:
-                continue
+    def _answer(self, worker: _VirtualWorker, delivery: Delivery) -> bool:
+        """Carries an answer to the worker, which goes on as soon as it arrives."""
+        reply = delivery.reply
+        if worker.alive and worker.ask is not None:
             worker.ask = None
             worker.silences.clear()
             worker.seconds = self.now + self.world.transfer_seconds(
@@ -472,6 +471,7 @@ class SimulatedTransport:
                 self._begin_step(worker)
             else:
                 self._advance(worker, Told(reply, worker.outbox if delivery.pulled else None))
+        return True
 
 
 class _StaleLearner:

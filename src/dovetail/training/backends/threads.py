@@ -1,6 +1,6 @@
 """Runs workers as threads around the server, in one process and in real time.
 
-    worker thread   work ── Ask ──► Server.take ──► answers, each to its worker's mailbox
+    worker thread   work ── Ask ──► Serving.take ─► answers, each to its worker's mailbox
                         ◄── Told ── mailbox
     caller          sleeps until there is news: rows, an evaluation, a worker lost, the end
 
@@ -14,9 +14,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,22 +25,21 @@ import numpy as np
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
 from dovetail.runtime.user_code import line_of
 from dovetail.training.backends.contract import Assignment, Watcher, check_options
-from dovetail.training.liveness import LOOKS, LeaseClock, on_alive
-from dovetail.training.records import Outcome, Vector
+from dovetail.training.liveness import LOOKS, on_alive
+from dovetail.training.records import Outcome
 from dovetail.training.server import Delivery, Server
+from dovetail.training.serving import Serving, WorkerPort
 from dovetail.training.supervisor import (
     CenterCopy,
     Gone,
     RunEnded,
     RunProgress,
-    ServerReport,
     Stop,
     Supervisor,
     Word,
     WorkerDied,
     WorkerFinished,
     WorkerRaised,
-    report_of,
 )
 from dovetail.training.worker import Stepped, Told, work
 
@@ -56,21 +55,19 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
     if assignment.wire != "none":
         raise UsageError("wire", "threads share their memory: there is nothing to encode")
     with closing(ThreadsTransport(assignment)) as transport:
-        progress = RunProgress.after(watcher, transport.server, transport.seconds())
+        progress = RunProgress.after(watcher, transport.server, transport.server.seconds())
         return Supervisor(assignment, watcher, transport, progress=progress).run()
 
 
 @dataclass
 class _WorkerThread:
-    """One life of a worker, with its vectors and messages.
+    """One life of a worker, with its messages.
 
-    outbox    [size] the worker's pulls; None without locks, where it uses the center itself
     mailbox   answers to the worker's turns; None: the run is over
     ended     the worker has ended and the supervisor has been told
     """
 
     index: int
-    outbox: Vector | None
     thread: threading.Thread | None = None
     mailbox: SimpleQueue[Told | None] = field(default_factory=SimpleQueue)
     ended: bool = False
@@ -86,9 +83,7 @@ class ThreadsTransport:
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
-        lease_seconds = assignment.policy.lease_seconds
-        self.life = LeaseClock(lease_seconds, doubt_seconds=lease_seconds / LOOKS)
-        self.start_seconds = time.perf_counter()
+        start_seconds = time.perf_counter()
         self.theta = np.array(assignment.theta)  # the center itself
         storage = assignment.storage
         resumes = storage is not None and storage.resume
@@ -101,20 +96,19 @@ class ThreadsTransport:
             storage=storage,
             shards=assignment.shards or 1,
             order=assignment.order,
-            clock=self.seconds,
+            clock=lambda: time.perf_counter() - start_seconds,
         )
         if resumes:
             self.server.dismiss_late()
+        lease_seconds = assignment.policy.lease_seconds
+        self.serving = Serving(self.server, lease_seconds, doubt_seconds=lease_seconds / LOOKS)
+        self.life = self.serving.life
         self.workers: dict[int, _WorkerThread] = {}
         self.ends: deque[WorkerRaised | WorkerDied | WorkerFinished] = deque()  # not told yet
         self.news = threading.Condition()
         self.is_news = False
         self.over = threading.Event()
         self.error: BaseException | None = None  # the first that no policy allows
-
-    def seconds(self) -> float:
-        """Seconds since the run's start."""
-        return time.perf_counter() - self.start_seconds
 
     # In the caller's thread
 
@@ -123,7 +117,14 @@ class ThreadsTransport:
 
     def start_worker(self, worker: int) -> None:
         outbox = None if self.assignment.rule.lock_free else np.zeros_like(self.theta)
-        life = self.workers[worker] = _WorkerThread(worker, outbox)
+        life = self.workers[worker] = _WorkerThread(worker)
+        center = self.theta if outbox is None else outbox
+
+        def send(delivery: Delivery) -> bool:
+            life.mailbox.put(Told(delivery.reply, center if delivery.pulled else None))
+            return True
+
+        self.serving.connect(worker, WorkerPort(send, outbox=outbox))
         life.thread = threading.Thread(
             target=self._live, args=(life,), name=f"worker {worker}", daemon=True
         )
@@ -136,11 +137,11 @@ class ThreadsTransport:
     def tell(self, message: Gone | Stop) -> None:
         """Stops the server. `Gone` needs nothing: `turn` evicts a dead worker before it says so."""
         if isinstance(message, Stop):
-            self._deliver(self.server.stop())
+            self.serving.stop()
 
     def turn(self, progress: RunProgress) -> Iterator[Word]:
         # Until there is news, a lease runs out, or an evaluation is due.
-        seconds = min(self.life.due_seconds(), progress.due_seconds) - self.seconds()
+        seconds = min(self.life.due_seconds(), progress.due_seconds) - self.server.seconds()
         limited = min(max(0.0, seconds), threading.TIMEOUT_MAX)
         with self.news:
             self.news.wait_for(lambda: self.is_news, None if math.isinf(seconds) else limited)
@@ -154,21 +155,21 @@ class ThreadsTransport:
                 # The eviction comes only now, after the supervisor has accepted `WorkerRaised`. An
                 # exception that ends the run leaves no trace in the journal, so the run can be
                 # resumed as if it had not happened.
-                self._deliver(self.server.evict(end.worker))
+                self.serving.evict(end.worker, surely=True)
             yield end
-        for worker in self.life.overdue(self.seconds()):
-            self._deliver(self.server.evict(worker))
+        self.serving.look_for_life()
         # This must be read before the last report: once no worker goes on, nothing follows, so the
         # report is complete.
         goes_on = any(not w.ended and w.index not in self.life.silent for w in self._lives())
-        yield self._report(progress)
-        seconds = self.seconds()
+        yield self.serving.report(progress.known)
+        seconds = self.server.seconds()
         # After a stop there is no further evaluation, though workers may have passed its mark
         # before they heard of the stop.
         if progress.is_due(self.server.samples, seconds) and not self.server.stopped:
-            yield CenterCopy(*self.server.copy(), seconds, news=lambda: self._report(progress))
+            copy = CenterCopy(*self.server.copy(), seconds)
+            yield replace(copy, news=lambda: self.serving.report(progress.known))
         if not goes_on:
-            yield RunEnded(CenterCopy(*self.server.copy(), self.seconds(), final=True))
+            yield RunEnded(CenterCopy(*self.server.copy(), self.server.seconds(), final=True))
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -180,26 +181,14 @@ class ThreadsTransport:
             worker.mailbox.put(None)
         for worker in self._lives():
             if worker.thread is not None and worker.index not in self.life.silent:
-                left_seconds = self.life.left_seconds(worker.index, self.seconds())
+                left_seconds = self.life.left_seconds(worker.index, self.server.seconds())
                 worker.thread.join(min(max(0.0, left_seconds), threading.TIMEOUT_MAX))
         self.server.close()
 
     def _lives(self) -> list[_WorkerThread]:
         return list(self.workers.values())
 
-    def _report(self, progress: RunProgress) -> ServerReport:
-        server = self.server
-        done = server.done or server.stopped
-        silent = tuple(self.life.silent)
-        return report_of(server, progress.known, done=done, silent=silent)
-
     # In any thread
-
-    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            worker = self.workers[delivery.worker]
-            center = self.theta if worker.outbox is None else worker.outbox
-            worker.mailbox.put(Told(delivery.reply, center if delivery.pulled else None))
 
     def _tell_caller(self) -> None:
         with self.news:
@@ -222,7 +211,7 @@ class ThreadsTransport:
                 self.ends.append(WorkerDied(worker.index, f"by {line_of(error)}"))
             else:
                 if not self.over.is_set():
-                    self._deliver(self.server.leave(worker.index))
+                    self.serving.leave(worker.index)
                 self.ends.append(WorkerFinished(worker.index))
         except BaseException as error:  # whatever it is, the run must not go on without it
             self.error = self.error or error
@@ -234,19 +223,19 @@ class ThreadsTransport:
 
         def hear() -> None:
             self.life.silent.discard(index)
-            self.life.start(index, self.seconds())
+            self.life.start(index, self.server.seconds())
 
         on_alive(hear)
         hear()
         learner = assignment.learner(index)
-        sequence = self.server.join(index, None, worker.outbox)
+        sequence = self.serving.join(index)
         steps = work(
             assignment.job,
             assignment.rule,
             learner,
             index,
             sequence=sequence,
-            clock=self.seconds,
+            clock=self.server.seconds,
         )
         answer: Told | None = None
         while True:
@@ -261,7 +250,7 @@ class ThreadsTransport:
             if isinstance(event, Stepped):
                 continue
             self.life.stop(index)
-            self._deliver(self.server.take(event.turn, vector=event.vector))
+            self.serving.take(event.turn, vector=event.vector)
             self._tell_caller()
             answer = worker.mailbox.get()
             if answer is None:

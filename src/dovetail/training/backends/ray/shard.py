@@ -12,9 +12,10 @@ done.
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +27,15 @@ from dovetail.training.center import Center
 from dovetail.training.checks import checksum
 from dovetail.training.journal import Journal
 from dovetail.training.records import Refusal, Vector
-from dovetail.training.rules.contract import Rule
-from dovetail.training.state import examine
 from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
 
 LOCK_SECONDS = 30.0
-"""The longest that a restarted shard waits for its former process to release the folder's lock."""
+"""The longest that a restarted actor waits for its former process to release the folder's lock."""
 KEPT = 2
 """The pieces that are kept for each worker's number. A worker that was thought dead may stage one
 beside its replacement's."""
+Opened = TypeVar("Opened")
 _KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
     "Apply": Apply,
     "Read": Read,
@@ -64,18 +64,11 @@ class Shard:
         assert plan.storage is not None, "an actor's run keeps a folder"
         folder = plan.storage.folder / f"shard-{index}"
         self._storage = replace(plan.storage, folder=folder)
-        self._journal = self._open(rule)
+        resumes = self._again or self._storage.resume
+        self._journal = open_again(
+            lambda: Journal(self._storage, self._job, rule, resume=resumes), self._again
+        )
         self._rebuild()
-
-    def _open(self, rule: Rule) -> Journal:
-        resumes, until = self._again or self._storage.resume, time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                return Journal(self._storage, self._job, rule, resume=resumes)
-            except UsageError:
-                if not self._again or time.monotonic() > until:
-                    raise
-                time.sleep(0.1)  # its former life has not ended yet
 
     def _rebuild(self) -> None:
         snapshot = self._journal.load()
@@ -107,7 +100,7 @@ class Shard:
             vector = np.empty(self._job.size, self._job.dtype)
             if not self._wire.decode(sent, vector):
                 return PieceCheck(Refusal.SHAPE)
-        payload = examine(self._center, vector, expected if self._wire is None else None)
+        payload = self._center.examine(vector, expected if self._wire is None else None)
         if payload.checked is None:
             return PieceCheck(payload.refusal)
         self._journal.append({"worker": worker, "key": key}, vector, payload.checked.checksum)
@@ -176,6 +169,19 @@ class Shard:
     def close(self) -> None:
         """Closes the journal, so that the folder is free."""
         self._journal.close()
+
+
+def open_again(make: Callable[[], Opened], again: bool) -> Opened:
+    """What `make` opens. With `again`, an actor's former process may still hold the folder's lock:
+    it is waited for."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return make()
+        except UsageError as error:
+            if not again or error.option != "storage" or time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def cuts(size: int, shards: int) -> list[tuple[int, int]]:
