@@ -62,11 +62,12 @@ from dovetail.machine.gpus import card_of
 from dovetail.plans import Plan
 from dovetail.runtime.cuda import cuda_here
 from dovetail.runtime.formats import to_file
-from dovetail.runtime.ranks import RankPlace, Ranks
+from dovetail.runtime.ranks import BEAT_SECONDS, RankPlace, Ranks
 from dovetail.runtime.shared import Block, Layout
 from dovetail.runtime.stopped import state_of
 from dovetail.runtime.torch_versions import broadcast
 from dovetail.runtime.waiting import ABORTED, SPIN_NS, address_of, barrier, publish, wait
+from dovetail.runtime.watch import Watch
 from dovetail.units import format_seconds
 
 _PINGS = 10
@@ -344,10 +345,10 @@ class Bridge:
         # lost and have this one abort.
         self._abort_flag = block.view(self.shares.abort, (1,), np.int64)
         self._abort_address = address_of(self._abort_flag)
-        self._watch = _HangWatch(self, workers)
+        self._workers, self._watch = workers, Watch(BEAT_SECONDS)
         ranks.on_lost(self._abort)
         ranks.doing = self._doing
-        ranks.watch(self._watch.look)
+        ranks.watch(self._look)
         self._all = ranks.group("all", tuple(range(ranks.ranks)))
         # This rank's end of each pair. All ranks go through the pairs in one order, so that no two
         # wait for each other.
@@ -432,7 +433,7 @@ class Bridge:
     def close(self) -> None:
         """Carry nothing more, and look at this rank's devices no more."""
         self.ranks.doing = str
-        self.ranks.unwatch(self._watch.look)
+        self.ranks.unwatch(self._look)
         # A rank that is lost later must not write to the block, which is gone then.
         self.ranks.off_lost(self._abort)
         # The threads end once they have done what they were given.
@@ -475,6 +476,40 @@ class Bridge:
             if index >= 0:
                 return self.captured.graph.names[share.instructions[index].op]
         return ""
+
+    def _look(self) -> tuple[str, str] | None:
+        """Look whether a CPU device of this rank hangs: in an op, or because its process was
+        stopped. (Op, what hangs), or None; see `runtime.ranks.Look`.
+
+        The workers of GPUs do not say at which op they are.
+        """
+        watch = self._watch
+        watch.tick()
+        states = {pid: state_of(pid) for pid in self._workers.pids}
+        # A user who debugs one of them holds up the ops of others as well.
+        if "t" in states.values():
+            watch.forget_all()
+            return None
+        for pid, state in states.items():
+            if watch.still_seconds(("process", pid), state) >= HUNG_SECONDS and state == "T":
+                return "", f"process {pid} of its devices was stopped for {HUNG_SECONDS:g} s"
+        for share in self.own_shares:
+            index = progress_of(share, self.block)[0]
+            ran = watch.still_seconds(("device", share.device), (self.number, index))
+            if index < 0 or isinstance(instruction := share.instructions[index], AwaitFlag):
+                continue
+            # Predicted seconds of what the instruction runs or sends.
+            if isinstance(instruction, SendTensor):
+                predicted = instruction.slot.bytes / _SLOWEST_COPY if instruction.slot else 0.0
+            else:
+                ops = list(ops_of(instruction)) or [instruction.op]
+                of_ops = self.plan.compute_seconds[ops, share.device]
+                predicted = float(np.where(np.isfinite(of_ops), of_ops, 0.0).sum())
+            if ran >= HUNG_SECONDS + _HUNG_FACTOR * predicted:
+                name = self.captured.graph.names[instruction.op]
+                expected = format_seconds(predicted)
+                return name, f"it has run for {ran:.0f} s, where {expected} are predicted"
+        return None
 
     # ── Between ranks ──
 
@@ -619,54 +654,6 @@ class Bridge:
 def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := queue.get()) is not None:
         task()
-
-
-class _HangWatch:
-    """Notices that a CPU device of this rank hangs: in an op, or because its process was stopped.
-    The workers of GPUs do not say at which op they are."""
-
-    def __init__(self, bridge: Bridge, workers: Workers) -> None:
-        self._bridge, self._workers = bridge, workers
-        self._since: dict[int, tuple[tuple[int, int], float]] = {}
-        """device -> (step and instruction that it is at, when that was first seen)"""
-        self._stopped: dict[int, float] = {}
-        """process -> when it was first seen stopped"""
-
-    def look(self, stopped: bool) -> tuple[str, str] | None:
-        """(op, what hangs), or None; see `runtime.ranks.Watch`."""
-        now = time.monotonic()
-        states = {pid: state_of(pid) for pid in self._workers.pids}
-        # A user who stopped this process, or debugs one of them, may have stopped ops as well.
-        if stopped or "t" in states.values():
-            self._since.clear()
-            self._stopped.clear()
-            return None
-        for pid, state in states.items():
-            if state != "T":
-                self._stopped.pop(pid, None)
-            elif now - self._stopped.setdefault(pid, now) > HUNG_SECONDS:
-                return "", f"process {pid} of its devices was stopped for {HUNG_SECONDS:g} s"
-        for share in self._bridge.own_shares:
-            index = progress_of(share, self._bridge.block)[0]
-            place = self._bridge.number, index
-            before, since = self._since.get(share.device, ((-1, -1), now))
-            if place != before:
-                self._since[share.device] = place, now
-                continue
-            if index < 0 or isinstance(instruction := share.instructions[index], AwaitFlag):
-                continue
-            # Predicted seconds of what the instruction runs or sends.
-            if isinstance(instruction, SendTensor):
-                seconds = instruction.slot.bytes / _SLOWEST_COPY if instruction.slot else 0.0
-            else:
-                ops = list(ops_of(instruction)) or [instruction.op]
-                of_ops = self._bridge.plan.compute_seconds[ops, share.device]
-                seconds = float(np.where(np.isfinite(of_ops), of_ops, 0.0).sum())
-            if now - since > HUNG_SECONDS + _HUNG_FACTOR * seconds:
-                ran, predicted = f"{now - since:.0f} s", format_seconds(seconds)
-                name = self._bridge.captured.graph.names[instruction.op]
-                return name, f"it has run for {ran}, where {predicted} are predicted"
-        return None
 
 
 LINK_BYTES = (4096, 65536, 1048576)
