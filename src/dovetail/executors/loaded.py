@@ -187,8 +187,8 @@ class LoadedStep(ABC):
         """Copies of this part of the state, by name."""
 
     @abstractmethod
-    def _examples_of(self, what: StateName) -> dict[str, Tensor]:
-        """Name -> a tensor of the shape and dtype that this part of the state has."""
+    def _values(self, what: StateName) -> dict[str, Tensor]:
+        """Name -> a tensor like the one that this part of the state has there, or itself."""
 
     @abstractmethod
     def _put(self, what: StateName, state: dict[str, Tensor]) -> None:
@@ -219,7 +219,7 @@ class LoadedStep(ABC):
     def _replace(self, what: StateName, state: dict[str, Tensor]) -> None:
         self._check_open()
         # All are checked before the first is copied, so that an error leaves everything as it was.
-        check_values(what, self._examples_of(what), state)
+        check_values(what, self._values(what), state)
         self._put(what, state)
 
     def _check_open(self) -> None:

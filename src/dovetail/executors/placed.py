@@ -293,9 +293,6 @@ class PlacedNetwork(LoadedStep):
         self._fetch()
         return {name: value.clone() for name, value in self._values(what, kept=True).items()}
 
-    def _examples_of(self, what: StateName) -> dict[str, Tensor]:
-        return self._values(what)
-
     def _put(self, what: StateName, state: dict[str, Tensor]) -> None:
         self._fetch()
         for name, value in self._values(what, kept=True).items():
@@ -311,8 +308,7 @@ class PlacedNetwork(LoadedStep):
             self.bridge.fetch()
 
     def _values(self, what: StateName, *, kept: bool = False) -> dict[str, Tensor]:
-        """A part of the state itself, not copies, by name. With `kept`, only what this host
-        keeps."""
+        """This part of the state itself, not copies. With `kept`, only what this host keeps."""
         if what == "optimizer_state_dict":
             own_names = {
                 source.name: source.name

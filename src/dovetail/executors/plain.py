@@ -402,7 +402,7 @@ class PlainNetwork(LoadedStep):
             found = substitute(found, Tensor, lambda tensor: tensor.detach().clone())
         return found
 
-    def _examples_of(self, what: StateName) -> dict[str, Tensor]:
+    def _values(self, what: StateName) -> dict[str, Tensor]:
         if what == "state_dict":
             examples: dict[str, Tensor] = self.captured.module.state_dict()
             return examples

@@ -17,7 +17,9 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
     """
     spans: list[tuple[int, int, int, int]] = []
     transfers: list[tuple[int, int, int, int, int, int, int]] = []
-    begin, end = step_span(shares, block)
+    rows_of_progress = [progress_of(share, block) for share in shares]
+    begin = min((row[1] for row in rows_of_progress), default=0)
+    end = max((row[2] for row in rows_of_progress), default=0)
     for share in shares:
         shape = (len(share.instructions), 2)
         stamps = block.view(share.stamps, shape, np.int64).tolist()
@@ -55,12 +57,6 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
         memory_bytes=tuple(np.empty(0, dtype=np.int64) for _ in machine.devices),
         step_seconds=(end - begin) / 1e9,
     )
-
-
-def step_span(shares: tuple[Share, ...], block: Block) -> tuple[int, int]:
-    """(start of the first device, end of the last device) of the last step, in ns."""
-    rows = [progress_of(share, block) for share in shares]
-    return min((row[1] for row in rows), default=0), max((row[2] for row in rows), default=0)
 
 
 def progress_of(share: Share, block: Block) -> list[int]:
