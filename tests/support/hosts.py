@@ -227,7 +227,9 @@ def resumed(captured, ranks, folder):
         state = network.state_dict() | network.optimizer_state_dict()
     with run(plans[1], captured, seed=7, ranks=ranks) as network:
         step = network.resume(folder)
-        begun = whole_state(captured, network.state_dict(), network.optimizer_state_dict())
+        begun = network.state_dict(), network.optimizer_state_dict()
+        if ranks.rank:
+            begun = blank_state(captured, begun[0])
         found = [network.step(*inputs, *targets) for _ in range(2)]
         after = network.state_dict() | network.optimizer_state_dict()
         # What is loaded is rank 0's, and comes back from where it lives.
@@ -239,22 +241,20 @@ def resumed(captured, ranks, folder):
     return step, [i for i in range(2) if not found[i].equal(expected[i])], names
 
 
-def whole_state(captured, state, of_optimizer):
-    """Parameters and buffers, and the optimizer's state, with numbers that count for nothing where
-    this rank lacks a tensor."""
+def blank_state(captured, held):
+    """Parameters and buffers, and the optimizer's state, of the right shapes, and no number that
+    counts. What the graph does not use is taken from `held`."""
     graph, sources = captured.graph, captured.program.sources
-    last = {s.name: graph.outputs_of(op)[0] for op, s in enumerate(sources) if s is not None}
     blank = {
-        name: torch.full(graph.shapes[tensor], 7, dtype=getattr(torch, graph.dtypes[tensor]))
-        for name, tensor in last.items()
+        source.name: torch.full(graph.shapes[tensor], 7, dtype=getattr(torch, graph.dtypes[tensor]))
+        for op, source in enumerate(sources)
+        if source is not None
+        for tensor in graph.outputs_of(op)
     }
-    names = [s.name for s in sources if s is not None and s.role == "state"]
-    aliases = captured.program.aliases
-    of_module = {
-        name: state[name] if name in state else blank[aliases.get(name, name)]
-        for name in captured.module.state_dict()
-    }
-    return of_module, {name: of_optimizer.get(name, blank[name]) for name in names}
+    own_names = {n: captured.program.aliases.get(n, n) for n in captured.module.state_dict()}
+    names = [source.name for source in sources if source is not None and source.role == "state"]
+    of_module = {n: blank[own] if own in blank else held[n] for n, own in own_names.items()}
+    return of_module, {name: blank[name] for name in names}
 
 
 @played()
