@@ -281,6 +281,7 @@ class Bridge:
     `RankLostError`.
 
     rank_of       [devices] the rank that runs each
+    devices       those of this rank
     part          what this rank has of the plan
     owned         tensors of the sources that this rank is the first to read; rank 0 has those that
                   nobody reads
@@ -292,6 +293,7 @@ class Bridge:
         different plans."""
         self.plan, self.captured, self.ranks = plan, captured, ranks
         self.rank_of = deal(plan.machine, ranks.hosts)
+        self.devices = tuple(d for d, rank in enumerate(self.rank_of) if rank == ranks.rank)
         # All ranks must run the same plan of the same step, with one seed.
         written = [to_file(plan), machine_to_dict(plan.machine)]
         facts = {
@@ -323,11 +325,6 @@ class Bridge:
         self._queues: list[SimpleQueue[Callable[[], None] | None]] = []
         self._ended: SimpleQueue[None] = SimpleQueue()
 
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """The devices of this rank."""
-        return tuple(d for d, rank in enumerate(self.rank_of) if rank == self.ranks.rank)
-
     def connect(
         self,
         block: Block,
@@ -345,6 +342,7 @@ class Bridge:
         # lost and have this one abort.
         self._abort_flag = block.view(self.shares.abort, (1,), np.int64)
         self._abort_address = address_of(self._abort_flag)
+        self._abort = partial(publish, self._abort_address, 1)
         self._workers, self._watch = workers, Watch(BEAT_SECONDS)
         ranks.on_lost(self._abort)
         ranks.doing = self._doing
@@ -466,9 +464,6 @@ class Bridge:
         seats, abort = self._seats, self._abort_address
         return int(barrier(self._flags, seats, seats - 1, value, abort, SPIN_NS))
 
-    def _abort(self) -> None:
-        publish(self._abort_address, 1)
-
     def _doing(self) -> str:
         """The op that a device of this rank is at; "" between steps."""
         for share in self.own_shares:
@@ -483,13 +478,13 @@ class Bridge:
 
         The workers of GPUs do not say at which op they are.
         """
-        watch = self._watch
-        watch.tick()
+        self._watch.tick()
         states = {pid: state_of(pid) for pid in self._workers.pids}
         # A user who debugs one of them holds up the ops of others as well.
         if "t" in states.values():
-            watch.forget_all()
+            self._watch = Watch(BEAT_SECONDS)
             return None
+        watch = self._watch
         for pid, state in states.items():
             if watch.still_seconds(("process", pid), state) >= HUNG_SECONDS and state == "T":
                 return "", f"process {pid} of its devices was stopped for {HUNG_SECONDS:g} s"

@@ -71,8 +71,19 @@ class LoadedStep(ABC):
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
-        # This quick look spares most steps the checks that name what is wrong.
-        if tensors is None or not self._are_usual(tensors):
+        # Most steps are given dense tensors that fit, and of no class of their own. This quick look
+        # spares them the checks that name what is wrong.
+        if (
+            tensors is None
+            or len(tensors) != len(self._forms)
+            or not all(
+                type(tensor) is Tensor
+                and tensor.layout is torch.strided
+                and not tensor.is_meta
+                and (form is None or (tensor.dtype is form[1] and tensor.shape == form[0]))
+                for form, tensor in zip(self._forms, tensors, strict=True)
+            )
+        ):
             given = labelled(self.captured, tensors, self._seed)
             for form, (_, name, tensor) in zip(self._forms, given, strict=True):
                 if form is not None:
@@ -203,18 +214,6 @@ class LoadedStep(ABC):
     def _step_on_fed(self) -> Any:
         self.feed(self.fed)
         return self._run_step()
-
-    def _are_usual(self, tensors: Sequence[Tensor]) -> bool:
-        """True if these are dense tensors of the shapes and dtypes that the step takes, and of no
-        class of their own."""
-        if len(self._forms) != len(tensors):
-            return False
-        for form, tensor in zip(self._forms, tensors, strict=True):
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
-                return False
-            if form is not None and (tensor.dtype is not form[1] or tensor.shape != form[0]):
-                return False
-        return True
 
     def _replace(self, what: StateName, state: dict[str, Tensor]) -> None:
         self._check_open()

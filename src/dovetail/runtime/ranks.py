@@ -270,7 +270,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave. The others no longer watch this rank."""
-        if self._watch.is_closed:
+        if self._watch.closing.is_set():
             return
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
@@ -280,7 +280,7 @@ class Ranks:
                 deadline = time.monotonic() + _LINGER_SECONDS
                 while not self._store.check(left) and time.monotonic() < deadline:
                     time.sleep(_NAP_SECONDS)
-        self._watch.close()
+        self._watch.closing.set()
         self._guard.close(kill=True)
 
     def _leave(self) -> None:
@@ -326,7 +326,7 @@ class Ranks:
             lost = self._look_at_others()
         # Any error is told: without this thread nobody would hear of a lost rank.
         except Exception as error:
-            if self._watch.is_closed:
+            if self._watch.closing.is_set():
                 return False
             lost = self._store_lost(error)
         if lost is None:
@@ -339,7 +339,7 @@ class Ranks:
             self._answers.put((False, lost))
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
-            if not self._waiters or self._watch.is_closed:
+            if not self._waiters or self._watch.closing.is_set():
                 return False
             time.sleep(_NAP_SECONDS)
         sys.stdout.flush()

@@ -58,7 +58,7 @@ def watch(pid: int, kill: Callable[[], None], patience_seconds: float) -> None:
     global _watch
     with _lock:
         _watched[pid] = _Watched(WeakMethod(kill), patience_seconds)
-        if _watch is None or not _watch.is_running:
+        if _watch is None or _watch.thread is None or not _watch.thread.is_alive():
             _watch = Watch(LOOK_SECONDS)
             _watch.run("stopped", _look)
         _watch.forget(pid)

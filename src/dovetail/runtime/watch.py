@@ -29,13 +29,15 @@ class Watch:
 
     every_seconds   between two looks
     clock           returns seconds
+    closing         is set to look no more
+    thread          looks, if `run` was called
     """
 
     def __init__(self, every_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.every_seconds, self._clock = every_seconds, clock
         self._now, self._ticked = 0.0, clock()
         self._seen: dict[Hashable, tuple[object, float]] = {}
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self.thread: threading.Thread | None = None
 
     def tick(self) -> None:
@@ -55,30 +57,14 @@ class Watch:
         """Have the thing's time begin anew."""
         self._seen.pop(thing, None)
 
-    def forget_all(self) -> None:
-        self._seen.clear()
-
     def run(self, name: str, look: Callable[[], bool]) -> None:
-        """Look so often in a thread of this name, until `look` returns False or this is closed."""
+        """Look so often in a thread of this name, until `look` returns False or this closes."""
 
         def loop() -> None:
-            while not self._closing.wait(self.every_seconds):
+            while not self.closing.wait(self.every_seconds):
                 self.tick()
                 if not look():
                     return
 
         self.thread = threading.Thread(target=loop, name=name, daemon=True)
         self.thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        """True while its thread looks."""
-        return self.thread is not None and self.thread.is_alive()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closing.is_set()
-
-    def close(self) -> None:
-        """Look no more."""
-        self._closing.set()
