@@ -31,7 +31,7 @@ from cases import NAMES, step_of
 from torch import Tensor
 
 import dovetail as dt
-from dovetail.executors.placed import seconds_of_call
+from dovetail.executors.loaded import seconds_of_call
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.plain import PlainModule

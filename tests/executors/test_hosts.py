@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from dovetail.cli import using
 from dovetail.errors import FileFormatError, UsageError
-from dovetail.executors.hosts import _SlotBuffer, deal
-from dovetail.executors.placed import HostPart, part_bytes
+from dovetail.executors.hosts import HostPart, _SlotBuffer, deal
+from dovetail.executors.placed import part_bytes
 from dovetail.executors.rank_checkpoints import (
     INDEX,
     check_own,

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from dovetail.errors import UsageError
-from dovetail.executors.placed import measure_steps, timeline_of
+from dovetail.executors.loaded import measure_steps
 from dovetail.executors.shares import share_out
+from dovetail.executors.timelines import timeline_of
 from dovetail.runtime.shared import Block
 from dovetail.timeline import Timeline
 from tests.executors.test_shares import plan_for, small_graph

@@ -68,8 +68,9 @@ def test_only_looks_in_a_row_at_a_stopped_process_count(monkeypatch, states, kil
     process = Process()
     monkeypatch.setattr(stopped, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(stopped, "state_of", lambda _pid: left.pop(0) if left else over.set() or "")
-    stopped.watch(-1, process.kill, 0.0025)
-    thread = stopped._thread
+    # Two looks more count for 0.002 s at least, and one for 0.0015 s at most.
+    stopped.watch(-1, process.kill, 0.0018)
+    thread = stopped._watch.thread
     if "Z" in states:
         thread.join(60)
         assert left == []

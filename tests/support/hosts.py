@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dovetail.executors import Workers, run
-from dovetail.executors.hosts import deal, run_on_ranks
+from dovetail.executors.hosts import deal
 from dovetail.frontends import Adam, example_values, initial_values, resolve, run_step
 from dovetail.machine import Device, Link, Machine
 from dovetail.runtime.ranks import Ranks, place_of_ranks
@@ -78,7 +78,7 @@ def differing(captured, machine, seeds, ranks):
     with Workers(machine, mine) as workers:
         for seed in seeds:
             plan = drawn_plan(captured, machine, seed)
-            with run_on_ranks(plan, captured, ranks, seed=7, workers=workers) as network:
+            with run(plan, captured, seed=7, workers=workers, ranks=ranks) as network:
                 # What other ranks than the first give does not count.
                 given = [t if ranks.rank == 0 else torch.zeros_like(t) for t in (*inputs, *targets)]
                 listening = listens()
@@ -154,7 +154,7 @@ def differing_pipelines(captured, ranks):
         inputs, targets = example_values(step)
         values = initial_values(step, 7)
         losses = [run_step(step, values, inputs, targets, seed=7, step=i) for i in range(STEPS)]
-        with run_on_ranks(plan, step, ranks, seed=7) as network:
+        with run(plan, step, seed=7, ranks=ranks) as network:
             mine = [network.step(*inputs, *targets) for _ in range(STEPS)]
             state = network.state_dict() | network.optimizer_state_dict()
         found += [f"{name} loss" for a, b in zip(mine, losses, strict=True) if not a.equal(b)]
@@ -192,9 +192,9 @@ def differing_on_gpus(captured, ranks):
             with_nccl = name == "GPUs alone" or not seed
             # That one rank has no NCCL is enough.
             os.environ["DOVETAIL_NCCL"] = "1" if with_nccl or ranks.rank else "0"
-            with run_on_ranks(plan, captured, ranks, seed=7) as network:
-                pairs += len(network._local._direct)
-                assert with_nccl == bool(network._local._direct)
+            with run(plan, captured, seed=7, ranks=ranks) as network:
+                pairs += len(network.bridge.part.direct)
+                assert with_nccl == bool(network.bridge.part.direct)
                 mine = [network.step(*inputs, *targets) for _ in range(count)]
                 network.timeline()
                 state = network.state_dict() | network.optimizer_state_dict()
@@ -218,19 +218,43 @@ def resumed(captured, ranks, folder):
         drawn_plan(captured, machine_of(*core_devices(2)), 0),
         drawn_plan(captured, machine_of(*core_devices(3, ("box0", "box1", "box0"))), 1),
     ]
-    with run_on_ranks(plans[0], captured, ranks, seed=7) as network:
+    with run(plans[0], captured, seed=7, ranks=ranks) as network:
         network.keep_checkpoints(folder, 2)
         network.step(*inputs, *targets)
         network.step(*inputs, *targets)
         network.keep_checkpoints(folder, 100)
         expected = [network.step(*inputs, *targets) for _ in range(2)]
         state = network.state_dict() | network.optimizer_state_dict()
-    with run_on_ranks(plans[1], captured, ranks, seed=7) as network:
+    with run(plans[1], captured, seed=7, ranks=ranks) as network:
         step = network.resume(folder)
+        begun = network.state_dict(), network.optimizer_state_dict()
+        if ranks.rank:
+            begun = blank_state(captured, begun[0])
         found = [network.step(*inputs, *targets) for _ in range(2)]
         after = network.state_dict() | network.optimizer_state_dict()
-    names = [name for name in state if ranks.rank == 0 and not after[name].equal(state[name])]
+        # What is loaded is rank 0's, and comes back from where it lives.
+        network.load_state_dict(begun[0])
+        network.load_optimizer_state_dict(begun[1])
+        loaded = network.state_dict() | network.optimizer_state_dict()
+    pairs = [(state, after), (begun[0] | begun[1], loaded)] if ranks.rank == 0 else []
+    names = [name for a, b in pairs for name in a if not a[name].equal(b[name])]
     return step, [i for i in range(2) if not found[i].equal(expected[i])], names
+
+
+def blank_state(captured, held):
+    """Parameters and buffers, and the optimizer's state, of the right shapes, and no number that
+    counts. What the graph does not use is taken from `held`."""
+    graph, sources = captured.graph, captured.program.sources
+    blank = {
+        source.name: torch.full(graph.shapes[tensor], 7, dtype=getattr(torch, graph.dtypes[tensor]))
+        for op, source in enumerate(sources)
+        if source is not None
+        for tensor in graph.outputs_of(op)
+    }
+    own_names = {n: captured.program.aliases.get(n, n) for n in captured.module.state_dict()}
+    names = [source.name for source in sources if source is not None and source.role == "state"]
+    of_module = {n: blank[own] if own in blank else held[n] for n, own in own_names.items()}
+    return of_module, {name: blank[name] for name in names}
 
 
 @played()
@@ -241,8 +265,8 @@ def until_lost(captured, ranks, fault, gpus=False):
     devices = on_gpus if gpus else core_devices(ranks.ranks)
     plan = drawn_plan(captured, machine_of(*devices), 0)
     inputs, targets = example_values(captured)
-    with run_on_ranks(plan, captured, ranks) as network:
-        assert gpus == bool(network._local._direct)
+    with run(plan, captured, ranks=ranks) as network:
+        assert gpus == bool(network.bridge.part.direct)
         print(json.dumps([os.getpid(), *children()]), flush=True)
         for number in itertools.count():
             if ranks.rank == 1 and number == 5:
@@ -265,11 +289,11 @@ def until_hung(captured, ranks, stops):
     plan = plan_for(captured, placement, "by index", machine)
     # An op that hangs has the longer to end, the more seconds are predicted.
     plan = replace(plan, compute_seconds=np.full_like(plan.compute_seconds, 0.05))
-    with run_on_ranks(plan, captured, ranks) as network:
+    with run(plan, captured, ranks=ranks) as network:
         print(json.dumps([os.getpid(), *children()]), flush=True)
         for number in itertools.count():
             if number == 5 and stops and ranks.rank == 1:
-                os.kill(network._local.workers.pids[0], signal.SIGSTOP)
+                os.kill(network.workers.pids[0], signal.SIGSTOP)
             elif number == 5 and not stops:
                 inputs[0][:] = math.nan
             network.step(*inputs, *targets)
@@ -288,8 +312,8 @@ def until_raised(captured, ranks):
     placement = np.zeros(len(captured.graph), dtype=np.int32)
     placement[chosen] = 1
     plan = plan_for(captured, placement, "by index", machine_of(*devices))
-    with run_on_ranks(plan, captured, ranks) as network:
-        assert network._local._direct
+    with run(plan, captured, ranks=ranks) as network:
+        assert network.bridge.part.direct
         print(json.dumps([os.getpid(), *children()]), flush=True)
         network.step(*inputs, *targets)
         inputs[0][:] = math.nan

@@ -81,17 +81,16 @@ def run(  # noqa: PLR0917  one argument an option
             progress("running", 0.0, None)
             with pipeline.run(opened, captured, seed=seed, ranks=ranks) as placed:
                 if checkpoint is not None:
-                    from dovetail.executors.hosts import HostsNetwork
+                    if ranks is None:
+                        from dovetail.executors.loaded import NEEDS_RANKS
 
-                    if not isinstance(placed, HostsNetwork):
-                        says = "is of a run on several ranks; start them by torchrun"
-                        raise UsageError("--checkpoint", says)
+                        raise UsageError("--checkpoint", NEEDS_RANKS)
                     if not placed.captured.graph.training:
                         says = "keeps the state of training steps; plan with --train"
                         raise UsageError("--checkpoint", says)
                     if resume:
                         last = placed.resume(checkpoint)
-                        if placed.ranks.rank == 0:
+                        if tells:
                             say(f"goes on from step {last}")
                     placed.keep_checkpoints(checkpoint, every or EVERY)
                 measurement = placed.measure(steps=steps)

@@ -27,66 +27,49 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.errors import FileFormatError, PeerLostError, UsageError
+from dovetail.errors import PeerLostError, UsageError
 from dovetail.executors.gpus.peers import PeerPair
-from dovetail.executors.placed import (
-    HostPart,
-    LoadedStep,
-    PlacedNetwork,
-    progress_of,
-    step_span,
-    timeline_of,
-)
-from dovetail.executors.rank_checkpoints import (
-    check_own,
-    file_of,
-    latest_in,
-    load_tensors,
-    read_index,
-    save_index,
-    save_part,
-)
+from dovetail.executors.rank_checkpoints import RankCheckpoints
 from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
     SendTensor,
+    Share,
     Shares,
     ops_of,
     share_out,
     strides_at,
 )
+from dovetail.executors.timelines import progress_of
 from dovetail.executors.workers import Workers
 from dovetail.frontends.program import Captured
 from dovetail.frontends.runners import NEXT, SKEW, strides_offset
 from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.machine.gpus import card_of
-from dovetail.plans import Plan, check
+from dovetail.plans import Plan
 from dovetail.runtime.cuda import cuda_here
 from dovetail.runtime.formats import to_file
-from dovetail.runtime.neighbours import Neighbours
-from dovetail.runtime.ranks import Ranks
+from dovetail.runtime.ranks import BEAT_SECONDS, RankPlace, Ranks
 from dovetail.runtime.shared import Block, Layout
 from dovetail.runtime.stopped import state_of
 from dovetail.runtime.timers import Repeats, time_steps
 from dovetail.runtime.torch_versions import broadcast
 from dovetail.runtime.waiting import ABORTED, SPIN_NS, address_of, barrier, publish, wait
-from dovetail.timeline import Timeline
+from dovetail.runtime.watch import Watch
 from dovetail.units import format_seconds
 
 _PINGS = 10
@@ -248,8 +231,6 @@ class _Pair:
 class _Sender(_Pair):
     """Sends each message as soon as its flag is set."""
 
-    def begin(self) -> None: ...
-
     def run(self, number: int, abort: int) -> None:
         """All messages of a step; returns when they have left, or when the step was aborted."""
         works = []
@@ -266,7 +247,7 @@ class _Sender(_Pair):
 class _Receiver(_Pair):
     """Receives into slots, and sets each message's flag when it has arrived."""
 
-    def begin(self) -> None:
+    def post(self) -> None:
         """Post the receives of a step."""
         self.works = [
             self.group.recv([buffer.bytes], 0, tag) for tag, buffer in enumerate(self.buffers)
@@ -280,133 +261,41 @@ class _Receiver(_Pair):
             publish(self.base + message.flag, number * NEXT + mark)
 
 
-class _Bridge:
-    """The threads of all pairs of a rank, and its seat in the block's barrier."""
+@dataclass(frozen=True)
+class HostPart:
+    """The part of a run that one host of several has.
 
-    def __init__(
-        self, network: PlacedNetwork, pairs: Sequence[_Sender | _Receiver], ranks: Ranks
-    ) -> None:
-        self.pairs, self._ranks, self._abort = pairs, ranks, network.abort
-        shares = network.own_shares
-        base = int(network.block.bytes.ctypes.data)
-        # A rank whose devices run nothing has the barrier to itself.
-        self._seats = shares[0].seats if shares else 1
-        self._flags = base + network.shares.barrier
-        self._queues: list[SimpleQueue[Callable[[], None] | None]] = []
-        self._ended: SimpleQueue[None] = SimpleQueue()
-        for _ in range(len(pairs) + 1):
-            queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-            self._queues.append(queue)
-            threading.Thread(target=self._serve, args=(queue,), name="bridge", daemon=True).start()
-
-    def post(self) -> None:
-        """Post all receives of the next step."""
-        for pair in self.pairs:
-            pair.begin()
-
-    def run(self, number: int, begin_ns: int) -> None:
-        """Have the threads run a step, which begins at this moment of the clock."""
-        own, *queues = self._queues
-        for pair, queue in zip(self.pairs, queues, strict=True):
-            queue.put(lambda pair=pair: self._run_pair(pair, number))  # type: ignore[misc]
-        own.put(lambda: self._meet(number, begin_ns))
-
-    def _run_pair(self, pair: _Sender | _Receiver, number: int) -> None:
-        try:
-            pair.run(number, self._abort)
-        # Any error is told: the step would wait for ever for a pair that ends silently.
-        except Exception as error:
-            self._ranks.suspect(str(error), pair.other)
-            # The others of this rank are freed when the lost rank is known.
-        else:
-            self._ended.put(None)
-
-    def _meet(self, number: int, begin_ns: int) -> None:
-        time.sleep(max(begin_ns - _SPUN_NS - time.perf_counter_ns(), 0) / 1e9)
-        while time.perf_counter_ns() < begin_ns:
-            pass
-        if self._barrier(2 * number - 1) == ABORTED:
-            return
-        for _ in self.pairs:
-            self._ended.get()
-        self._barrier(2 * number)
-
-    def _barrier(self, value: int) -> int:
-        seat = self._seats - 1
-        return int(barrier(self._flags, self._seats, seat, value, self._abort, SPIN_NS))
-
-    def close(self) -> None:
-        """End the threads once they have done what they were given."""
-        for queue in self._queues:
-            queue.put(None)
-
-    def _serve(self, queue: "SimpleQueue[Callable[[], None] | None]") -> None:
-        while (task := queue.get()) is not None:
-            task()
-
-
-class _HangWatch:
-    """Notices that a CPU device of this rank hangs: in an op, or because its process was stopped.
-    The workers of GPUs do not say at which op they are."""
-
-    def __init__(self, network: PlacedNetwork, plan: Plan, captured: Captured) -> None:
-        self._network, self._plan, self._captured = network, plan, captured
-        self._since: dict[int, tuple[tuple[int, int], float]] = {}
-        """device -> (step and instruction that it is at, when that was first seen)"""
-        self._stopped: dict[int, float] = {}
-        """process -> when it was first seen stopped"""
-
-    def look(self, stopped: bool) -> tuple[str, str] | None:
-        """(op, what hangs), or None; see `runtime.ranks.Watch`."""
-        now = time.monotonic()
-        states = {pid: state_of(pid) for pid in self._network.workers.pids}
-        # A user who stopped this process, or debugs one of them, may have stopped ops as well.
-        if stopped or "t" in states.values():
-            self._since.clear()
-            self._stopped.clear()
-            return None
-        for pid, state in states.items():
-            if state != "T":
-                self._stopped.pop(pid, None)
-            elif now - self._stopped.setdefault(pid, now) > HUNG_SECONDS:
-                return "", f"process {pid} of its devices was stopped for {HUNG_SECONDS:g} s"
-        for share in self._network.own_shares:
-            index = progress_of(share, self._network.block)[0]
-            place = self._network.steps, index
-            before, since = self._since.get(share.device, ((-1, -1), now))
-            if place != before:
-                self._since[share.device] = place, now
-                continue
-            if index < 0 or isinstance(instruction := share.instructions[index], AwaitFlag):
-                continue
-            # Predicted seconds of what the instruction runs or sends.
-            if isinstance(instruction, SendTensor):
-                seconds = instruction.slot.bytes / _SLOWEST_COPY if instruction.slot else 0.0
-            else:
-                ops = list(ops_of(instruction)) or [instruction.op]
-                of_ops = self._plan.compute_seconds[ops, share.device]
-                seconds = float(np.where(np.isfinite(of_ops), of_ops, 0.0).sum())
-            if now - since > HUNG_SECONDS + _HUNG_FACTOR * seconds:
-                ran, predicted = f"{now - since:.0f} s", format_seconds(seconds)
-                name = self._captured.graph.names[instruction.op]
-                return name, f"it has run for {ran}, where {predicted} are predicted"
-        return None
-
-
-class HostsNetwork(LoadedStep):
-    """A loaded plan on several hosts, seen from one rank; a context manager with the methods of
-    `PlacedNetwork`. `run_on_ranks` makes it.
-
-    All ranks call the same methods in the same order. Rank 0's tensors count; other ranks give
-    tensors of the same shapes, whose values are not read. All return rank 0's results. Raises
-    `RankLostError` if a rank was lost.
+    shares    of all devices of the plan
+    sources   tensors of the sources that this host keeps; None: all
+    direct    (source, destination) GPUs of two ranks between which tensors go straight, once these
+              are connected
     """
 
-    def __init__(
-        self, plan: Plan, captured: Captured, ranks: Ranks, seed: int, workers: Workers | None
-    ) -> None:
+    shares: Shares
+    sources: Collection[int] | None = None
+    direct: Collection[tuple[int, int]] = ()
+
+
+class Bridge:
+    """What a rank does together with the others for a plan on several hosts.
+
+    All ranks call the same methods in the same order. Where a rank was lost they raise
+    `RankLostError`.
+
+    rank_of       [devices] the rank that runs each
+    devices       those of this rank
+    part          what this rank has of the plan
+    owned         tensors of the sources that this rank is the first to read; rank 0 has those that
+                  nobody reads
+    checkpoints   those that all ranks write together
+    """
+
+    def __init__(self, plan: Plan, captured: Captured, ranks: Ranks, seed: int) -> None:
+        """Raises `UsageError` if the devices do not deal out to the ranks, or the ranks have
+        different plans."""
         self.plan, self.captured, self.ranks = plan, captured, ranks
         self.rank_of = deal(plan.machine, ranks.hosts)
+        self.devices = tuple(d for d, rank in enumerate(self.rank_of) if rank == ranks.rank)
         # All ranks must run the same plan of the same step, with one seed.
         written = [to_file(plan), machine_to_dict(plan.machine)]
         facts = {
@@ -420,204 +309,206 @@ class HostsNetwork(LoadedStep):
                 if others.get(name) != value:
                     says = f"rank {rank} has {others.get(name)}, and rank {ranks.rank} has {value}"
                     raise UsageError(name, f"{says}; all ranks must have the same")
-        own = tuple(d for d, rank in enumerate(self.rank_of) if rank == ranks.rank)
-        self._shares = share_out(plan, captured.graph, captured.program, self.rank_of)
+        self.shares = share_out(plan, captured.graph, captured.program, self.rank_of)
         # [ranks] tensors of the sources that each reads; rank 0 keeps all, to hand them out.
         self._sources: list[list[int]] = [[] for _ in range(ranks.ranks)]
-        for share in self._shares.shares:
+        for share in self.shares.shares:
             self._sources[self.rank_of[share.device]] += [tensor for tensor, _ in share.sources]
+        before = {tensor for part in self._sources[: ranks.rank] for tensor in part}
+        self.owned = set(self._sources[ranks.rank]) - before
+        if ranks.rank == 0:
+            self.owned |= self.shares.sources.keys() - {t for part in self._sources for t in part}
+        self._pairs = messages_of(self.shares, self.rank_of)
+        self._direct = self._take_direct()
         kept = None if ranks.rank == 0 else set(self._sources[ranks.rank])
-        owns = workers is None
-        workers = workers or Workers(plan.machine, own)
-        self._pairs = messages_of(self._shares, self.rank_of)
-        direct = self._take_direct()
-        part = HostPart(self._shares, kept, [*direct])
-        self._local = PlacedNetwork(plan, captured, workers, owns, seed, part)
-        self._block = self._local.block
+        self.part = HostPart(self.shares, kept, [*self._direct])
+        self.checkpoints = RankCheckpoints(ranks)
+        self.number = 0
+        self._queues: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._ended: SimpleQueue[None] = SimpleQueue()
+
+    def connect(
+        self,
+        block: Block,
+        workers: Workers,
+        connect_peers: Callable[[RankPlace, Sequence[PeerPair]], None],
+    ) -> None:
+        """Connect with the other ranks, once the plan is loaded.
+
+        connect_peers   connects the GPUs of this rank with those of others
+        """
+        ranks, self.block = self.ranks, block
+        own = tuple(s for s in self.shares.shares if s.device in workers.devices)
+        self.own_shares = own
         # With a view of it the block stays mapped after a step has failed, when a rank may yet be
         # lost and have this one abort.
-        self._abort_flag = self._block.view(self._shares.abort, (1,), np.int64)
-        self._watch = _HangWatch(self._local, plan, captured)
-        self._steps = 0
-        self._folder, self._every, self._run = Path(), 0, uuid4().hex
+        self._abort_flag = block.view(self.shares.abort, (1,), np.int64)
+        self._abort_address = address_of(self._abort_flag)
+        self._abort = partial(publish, self._abort_address, 1)
+        self._workers, self._watch = workers, Watch(BEAT_SECONDS)
+        ranks.on_lost(self._abort)
+        ranks.doing = self._doing
+        ranks.watch(self._look)
+        self._all = ranks.group("all", tuple(range(ranks.ranks)))
+        # This rank's end of each pair. All ranks go through the pairs in one order, so that no two
+        # wait for each other.
+        self._ends: list[_Sender | _Receiver] = []
+        names = self.plan.machine.device_names
+        for (source, destination), messages in self._pairs.items():
+            ends = self.rank_of[source], self.rank_of[destination]
+            if ranks.rank in ends:
+                group = ranks.group(f"{names[source]}->{names[destination]}", ends)
+                sends = ranks.rank == ends[0]
+                kind, other = (_Sender, ends[1]) if sends else (_Receiver, ends[0])
+                self._ends.append(kind(block, messages, group, other))
+        self._flags = int(block.bytes.ctypes.data) + self.shares.barrier
+        # A rank whose devices run nothing has the barrier to itself.
+        self._seats = own[0].seats if own else 1
+        for _ in range(len(self._ends) + 1):
+            queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            self._queues.append(queue)
+            threading.Thread(target=_serve, args=(queue,), name="bridge", daemon=True).start()
+        peers = []
+        for (source, destination), name in self._direct.items():
+            ends = self.rank_of[source], self.rank_of[destination]
+            if ranks.rank in ends:
+                sends = ranks.rank == ends[0]
+                peers.append(PeerPair(name, source, destination, sends, ends[int(sends)]))
         try:
-            ranks.on_lost(self._abort)
-            ranks.doing = self._doing
-            ranks.watch(self._watch.look)
-            self._all = ranks.group("all", tuple(range(ranks.ranks)))
-            # This rank's end of each pair. All ranks go through the pairs in one order, so that no
-            # two wait for each other.
-            pairs: list[_Sender | _Receiver] = []
-            names = plan.machine.device_names
-            for (source, destination), messages in self._pairs.items():
-                ends = self.rank_of[source], self.rank_of[destination]
-                if ranks.rank in ends:
-                    group = ranks.group(f"{names[source]}->{names[destination]}", ends)
-                    sends = ranks.rank == ends[0]
-                    kind, other = (_Sender, ends[1]) if sends else (_Receiver, ends[0])
-                    pairs.append(kind(self._block, messages, group, other))
-            self._bridge = _Bridge(self._local, pairs, ranks)
-            peers = []
-            for (source, destination), name in direct.items():
-                ends = self.rank_of[source], self.rank_of[destination]
-                if ranks.rank in ends:
-                    sends = ranks.rank == ends[0]
-                    peers.append(PeerPair(name, source, destination, sends, ends[int(sends)]))
-            try:
-                ranks.wait_for(lambda: self._local.connect_peers(ranks.place, peers))
-            except PeerLostError as error:
-                raise ranks.lost_behind(error.said, error.rank) from error
-            # [ranks] a rank's clock less that of rank 0, and the slowest message, in ns
-            self._offsets, self._slowest = ranks.wait_for(self._compare_clocks)
-            self._spread(self._shares.sources)
-        except BaseException:
-            self._local.workers.close(kill=True)
-            raise
+            ranks.wait_for(lambda: connect_peers(ranks.place, peers))
+        except PeerLostError as error:
+            raise ranks.lost_behind(error.said, error.rank) from error
+        # [ranks] a rank's clock less that of rank 0, and the slowest message, in ns
+        self._offsets, self._slowest = ranks.wait_for(self._compare_clocks)
 
-    # ── What all ranks do together ──
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Within the block this rank's devices run the step of this number, and the bridge carries
+        what crosses ranks. It begins on all ranks at one moment, and ends once all have ended."""
+        ranks, self.number = self.ranks, number
+        offset = self._offsets[ranks.rank]
+        ranks.check()
+        # All receives are posted before any rank begins.
+        for end in self._ends:
+            if isinstance(end, _Receiver):
+                end.post()
+        ready = self._gather([time.perf_counter_ns() - offset])
+        begin = max(row[0] for row in ready) + self._slowest * ranks.ranks + _MARGIN_NS
+        own, *queues = self._queues
+        for end, queue in zip(self._ends, queues, strict=True):
+            queue.put(partial(self._run_end, end, number))
+        own.put(partial(self._meet, number, begin + offset))
+        try:
+            with ranks.waiting():
+                yield
+        except PeerLostError as error:
+            raise ranks.lost_behind(error.said, error.rank) from error
+        # A lost rank aborts the step, which its devices do not count as a failure.
+        ranks.check()
+        self._gather([number])
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on rank 0's arguments; see `PlacedNetwork.step`. All ranks return the
-        result."""
-        self.feed(self.captured.signature.tensors(args, kwargs))
-        return self._step()
+    def share_outputs(self) -> None:
+        """Bring the step's outputs to all ranks."""
 
-    def _step(self) -> Any:
-        self._advance()
-
-        def share_outputs() -> None:
-            """Bring the step's outputs to all ranks."""
-            for share in self._shares.shares:
+        def task() -> None:
+            for share in self.shares.shares:
                 for _, slot in share.outputs:
                     broadcast(self._all, self._bytes_at(slot), self.rank_of[share.device])
 
-        self.ranks.wait_for(share_outputs)
-        return self._local.results()
+        self.ranks.wait_for(task)
 
-    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Set the inputs and targets of the next steps: rank 0's. None stands for the captured
-        examples."""
-        self._local.feed(tensors)
-        names = (source.name for source in self.captured.program.sources if source is not None)
-        given = [name for name in names if name.startswith(("input.", "target."))]
-        self._spread(self._local.by_name[name] for name in given)
+    def spread(self, tensors: Iterable[int]) -> None:
+        """Bring rank 0's values of these sources to the blocks of the ranks that read them."""
+        self.ranks.wait_for(lambda: self._carry(tensors, outward=True))
 
-    def _neighbours(self) -> Neighbours:
-        devices = [self.plan.machine.devices[share.device] for share in self._local.own_shares]
-        cores = [core for device in devices for core in device.cores]
-        return Neighbours(cores, self._local.workers.pids)
+    def fetch(self) -> None:
+        """Bring the values of all sources from the blocks where they live to that of rank 0."""
+        self.ranks.wait_for(lambda: self._carry(self.shares.sources, outward=False))
 
-    def _step_on_fed(self) -> Any:
-        self.feed(self._local.fed)
-        return self._step()
-
-    def timeline(self) -> Timeline:
-        """The timeline of one more step: of all ranks on rank 0, and of this rank elsewhere."""
-        self._advance(timed=True)
+    def stamped(self) -> tuple[Share, ...]:
+        """Bring the stamps of a step to rank 0. The shares of which this rank has stamps then."""
         self.ranks.wait_for(self._fetch_stamps)
-        shares = self._shares.shares if self.ranks.rank == 0 else self._local.own_shares
-        return timeline_of(self.plan.machine, shares, self._block)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of parameters and buffers, by their names in the plain module's state_dict. They
-        are whole on rank 0; elsewhere only what lives there is up to date."""
-        self._fetch_state()
-        return self._local.state_dict()
-
-    def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"; on rank 0, as
-        `state_dict`."""
-        self._fetch_state()
-        return self._local.optimizer_state_dict()
-
-    def keep_checkpoints(self, folder: str | Path, every: int) -> None:
-        """Save the state in this folder after each `every` steps from now on. Raises `UsageError`
-        if others' checkpoints are there, or what is none."""
-        self._check_folder(Path(folder))
-        self._folder, self._every = Path(folder), every
-
-    def _check_folder(self, folder: Path) -> None:
-        self._run = self.ranks.gather("run", self._run)[0]
-        check_own(folder, self._run, "folder")
-
-    def save(self, folder: str | Path) -> None:
-        """Write parameters, buffers and the optimizer's state; see `executors.rank_checkpoints`.
-        Raises `UnwritableError` on all ranks if one could not write, and as `keep_checkpoints`."""
-        if Path(folder) != self._folder:
-            self._check_folder(Path(folder))
-        self._local.save()
-        step, file = self._steps, file_of(self.ranks.rank, self.ranks.ranks)
-        tensors = self._kept_state(owned=True)
-        save_part(Path(folder), step, file, tensors)
-        told = self.ranks.gather("saved", {file: sorted(tensors)})
-        if self.ranks.rank == 0:
-            files = {file: names for part in told for file, names in part.items()}
-            save_index(Path(folder), step, files, self._run)
-        # Nobody goes on, and perhaps dies, before the checkpoint is whole.
-        self.ranks.gather("whole", step)
-
-    def resume(self, folder: str | Path) -> int:
-        """Go on from the last checkpoint in this folder, which may be of a plan with other devices;
-        return its step. Raises `FileFormatError`."""
-        if self._steps:
-            # Flags count steps, so that setting them back would let every wait pass at once.
-            raise UsageError("resume", f"comes before the first step, not after step {self._steps}")
-        where = latest_in(Path(folder))
-        step = load_tensors(where, self._kept_state(owned=False))
-        for rank, other in enumerate(self.ranks.gather("resumed", step)):
-            if other != step:
-                says = (
-                    f"rank {rank} sees step {other} there, and rank {self.ranks.rank} step {step}"
-                )
-                raise FileFormatError(str(folder), f"{says}; all ranks must see one folder")
-        self._local.reload()
-        self._steps = self._local.steps = step
-        self._run = read_index(where).run
-        return step
-
-    def _kept_state(self, *, owned: bool) -> dict[str, Tensor]:
-        """Name -> parameter, buffer or state that this rank keeps; with `owned` only those that it
-        is the first to read."""
-        me = self.ranks.rank
-        before = {tensor for rank in range(me) for tensor in self._sources[rank]}
-        mine = set(self._sources[me]) - before
-        # Nobody reads these, and rank 0 keeps them.
-        if me == 0:
-            mine |= self._local.sources.keys() - {t for part in self._sources for t in part}
-        return {
-            source.name: self._local.sources[tensor]
-            for source in self.captured.program.sources
-            if source is not None
-            and source.role in ("parameter", "buffer", "state")
-            and (tensor := self._local.by_name[source.name]) in self._local.sources
-            and (tensor in mine or not owned)
-        }
+        return self.shares.shares if self.ranks.rank == 0 else self.own_shares
 
     def close(self) -> None:
-        """End this rank's processes. A closed network cannot be opened again."""
+        """Carry nothing more, and look at this rank's devices no more."""
         self.ranks.doing = str
-        self.ranks.unwatch(self._watch.look)
+        self.ranks.unwatch(self._look)
         # A rank that is lost later must not write to the block, which is gone then.
         self.ranks.off_lost(self._abort)
-        self._bridge.close()
-        if self.ranks.lost is not None:
-            self._local.workers.close(kill=True)
-        self._local.close()
+        # The threads end once they have done what they were given.
+        for queue in self._queues:
+            queue.put(None)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._local.workers.close(kill=True)
-        self.close()
+    # ── A step ──
 
-    # ── Below ──
+    def _run_end(self, end: "_Sender | _Receiver", number: int) -> None:
+        try:
+            end.run(number, self._abort_address)
+        # Any error is told: the step would wait for ever for a pair that ends silently.
+        except Exception as error:
+            self.ranks.suspect(str(error), end.other)
+            # The others of this rank are freed when the lost rank is known.
+        else:
+            self._ended.put(None)
 
-    def _abort(self) -> None:
-        publish(address_of(self._abort_flag), 1)
+    def _meet(self, number: int, begin_ns: int) -> None:
+        time.sleep(max(begin_ns - _SPUN_NS - time.perf_counter_ns(), 0) / 1e9)
+        while time.perf_counter_ns() < begin_ns:
+            pass
+        if self._barrier(2 * number - 1) == ABORTED:
+            return
+        for _ in self._ends:
+            self._ended.get()
+        self._barrier(2 * number)
+
+    def _barrier(self, value: int) -> int:
+        seats, abort = self._seats, self._abort_address
+        return int(barrier(self._flags, seats, seats - 1, value, abort, SPIN_NS))
+
+    def _doing(self) -> str:
+        """The op that a device of this rank is at; "" between steps."""
+        for share in self.own_shares:
+            index = progress_of(share, self.block)[0]
+            if index >= 0:
+                return self.captured.graph.names[share.instructions[index].op]
+        return ""
+
+    def _look(self) -> tuple[str, str] | None:
+        """Look whether a CPU device of this rank hangs: in an op, or because its process was
+        stopped. (Op, what hangs), or None; see `runtime.ranks.Look`.
+
+        The workers of GPUs do not say at which op they are.
+        """
+        self._watch.tick()
+        states = {pid: state_of(pid) for pid in self._workers.pids}
+        # A user who debugs one of them holds up the ops of others as well.
+        if "t" in states.values():
+            self._watch = Watch(BEAT_SECONDS)
+            return None
+        watch = self._watch
+        for pid, state in states.items():
+            if watch.still_seconds(("process", pid), state) >= HUNG_SECONDS and state == "T":
+                return "", f"process {pid} of its devices was stopped for {HUNG_SECONDS:g} s"
+        for share in self.own_shares:
+            index = progress_of(share, self.block)[0]
+            ran = watch.still_seconds(("device", share.device), (self.number, index))
+            if index < 0 or isinstance(instruction := share.instructions[index], AwaitFlag):
+                continue
+            # Predicted seconds of what the instruction runs or sends.
+            if isinstance(instruction, SendTensor):
+                predicted = instruction.slot.bytes / _SLOWEST_COPY if instruction.slot else 0.0
+            else:
+                ops = list(ops_of(instruction)) or [instruction.op]
+                of_ops = self.plan.compute_seconds[ops, share.device]
+                predicted = float(np.where(np.isfinite(of_ops), of_ops, 0.0).sum())
+            if ran >= HUNG_SECONDS + _HUNG_FACTOR * predicted:
+                name = self.captured.graph.names[instruction.op]
+                expected = format_seconds(predicted)
+                return name, f"it has run for {ran:.0f} s, where {expected} are predicted"
+        return None
+
+    # ── Between ranks ──
 
     def _take_direct(self) -> dict[tuple[int, int], str]:
         """(source, destination) -> name of the group, for the GPUs of two ranks between which
@@ -650,36 +541,6 @@ class HostsNetwork(LoadedStep):
             self._pairs[pair] = [m for m in self._pairs[pair] if m.slot is None]
         self._pairs = {pair: messages for pair, messages in self._pairs.items() if messages}
         return found
-
-    def _advance(self, timed: bool = False) -> float:
-        """Run one step on all ranks. Returns seconds, from the first device's start to the last
-        device's end."""
-        self.ranks.check()
-        if self._local.fed is None:
-            self.feed()
-        self._steps += 1
-        self._bridge.post()
-        ready = self._gather([time.perf_counter_ns() - self._offset])
-        begin = max(row[0] for row in ready) + self._slowest * self.ranks.ranks + _MARGIN_NS
-        self._bridge.run(self._steps, begin + self._offset)
-        try:
-            with self.ranks.waiting():
-                self._local.advance(timed)
-        except PeerLostError as error:
-            raise self.ranks.lost_behind(error.said, error.rank) from error
-        # A lost rank aborts the step, which its devices do not count as a failure.
-        self.ranks.check()
-        own = self._local.own_shares
-        span = [time_ns - self._offset for time_ns in step_span(own, self._block)]
-        spans = self._gather([*span, len(own)])
-        ran = [row for row in spans if row[2]]
-        if self._every and self._steps % self._every == 0:
-            self.save(self._folder)
-        return (max(row[1] for row in ran) - min(row[0] for row in ran)) / 1e9
-
-    @property
-    def _offset(self) -> int:
-        return int(self._offsets[self.ranks.rank])
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """[ranks] the int64s that each rank gave, as many on all."""
@@ -721,17 +582,6 @@ class HostsNetwork(LoadedStep):
         *offsets, slowest = found.tolist()
         return offsets, slowest
 
-    def _spread(self, tensors: Iterable[int]) -> None:
-        """Bring rank 0's values of these sources to the ranks that read them."""
-        wanted = set(tensors)
-        self.ranks.wait_for(lambda: self._carry(wanted, outward=True))
-        self._local.reload(wanted)
-
-    def _fetch_state(self) -> None:
-        """Bring the values of all sources from where they live to rank 0."""
-        self._local.save()
-        self.ranks.wait_for(lambda: self._carry(self._shares.sources, outward=False))
-
     def _carry(self, tensors: Iterable[int], *, outward: bool) -> None:
         """Copy sources between rank 0 and the ranks that read them. Where several read a source,
         all have the same value, and the first one's counts."""
@@ -744,7 +594,7 @@ class HostsNetwork(LoadedStep):
                     continue
                 fetched.add(tensor)
                 source, destination = (0, rank) if outward else (rank, 0)
-                content = self._bytes_at(self._shares.sources[tensor])
+                content = self._bytes_at(self.shares.sources[tensor])
                 if me == source:
                     self._all.send([content], destination, 1).wait()
                 elif me == destination:
@@ -752,7 +602,7 @@ class HostsNetwork(LoadedStep):
 
     def _bytes_at(self, slot: BlockSlot) -> Tensor:
         # Gloo takes no message of no bytes.
-        return torch.from_numpy(self._block.view(slot.offset, (max(slot.bytes, 1),), np.uint8))
+        return torch.from_numpy(self.block.view(slot.offset, (max(slot.bytes, 1),), np.uint8))
 
     def _fetch_stamps(self) -> None:
         """Bring all stamps of a step into the block of rank 0, by its clock.
@@ -760,8 +610,9 @@ class HostsNetwork(LoadedStep):
         A transfer between two ranks ends when the receiver has it: the sender knows only when its
         copy left the device. A transfer by NCCL ends when the sender's GPU has sent it.
         """
-        me, shares = self.ranks.rank, self._shares.shares
-        arrived = [(self._incoming(0), list(self._arrivals()), 0)]
+        me, shares = self.ranks.rank, self.shares.shares
+        own = [end.arrivals for end in self._ends if isinstance(end, _Receiver)]
+        arrived = [(self._incoming(0), own, 0)]
         for rank in range(1, self.ranks.ranks):
             places = [
                 place
@@ -769,9 +620,9 @@ class HostsNetwork(LoadedStep):
                 if self.rank_of[share.device] == rank
                 for place in ((share.progress, 3), (share.stamps, 2 * len(share.instructions)))
             ]
-            views = [self._block.view(offset, (count,), np.int64) for offset, count in places]
+            views = [self.block.view(offset, (count,), np.int64) for offset, count in places]
             if me == rank:
-                numbers = np.concatenate([*views, *self._arrivals(), np.zeros(1, dtype=np.int64)])
+                numbers = np.concatenate([*views, *own, np.zeros(1, dtype=np.int64)])
                 self._all.send([torch.from_numpy(numbers)], 0, 2).wait()
             elif me == 0:
                 incoming = self._incoming(rank)
@@ -789,23 +640,17 @@ class HostsNetwork(LoadedStep):
                     for message, ended in zip(messages, times.tolist(), strict=True):
                         share = shares[message.share]
                         shape = (len(share.instructions), 2)
-                        stamps = self._block.view(share.stamps, shape, np.int64)
+                        stamps = self.block.view(share.stamps, shape, np.int64)
                         stamps[message.index, 1] = ended - offset
 
     def _incoming(self, rank: int) -> list[list[RankMessage]]:
         """The messages of each pair that ends at this rank."""
         return [messages for (_, to), messages in self._pairs.items() if self.rank_of[to] == rank]
 
-    def _arrivals(self) -> Iterable[NDArray[np.int64]]:
-        return (pair.arrivals for pair in self._bridge.pairs if isinstance(pair, _Receiver))
 
-    def _doing(self) -> str:
-        """The op that a device of this rank is at; "" between steps."""
-        for share in self._local.own_shares:
-            index = progress_of(share, self._block)[0]
-            if index >= 0:
-                return self.captured.graph.names[share.instructions[index].op]
-        return ""
+def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (task := queue.get()) is not None:
+        task()
 
 
 LINK_BYTES = (4096, 65536, 1048576)
@@ -856,7 +701,7 @@ def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, floa
         sent, heard = (there, back) if is_source else (back, there)
         sender = _Sender(block, [sent], groups[0 if is_source else 1], other)
         receiver = _Receiver(block, [heard], groups[1 if is_source else 0], other)
-        receiver.begin()
+        receiver.post()
         threads = [
             threading.Thread(target=end.run, args=(number, base + abort), daemon=True)
             for end in (sender, receiver)
@@ -895,22 +740,3 @@ def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, floa
         hops = time_steps(partial(timed_hop, size), repeats, agreed=agreed)
         medians[size] = float(np.median(hops))
     return {str(size): medians[size] - medians[0] / 2 for size in LINK_BYTES} if is_source else {}
-
-
-def run_on_ranks(
-    plan: Plan,
-    captured: Captured,
-    ranks: Ranks,
-    *,
-    seed: int = 0,
-    workers: Workers | None = None,
-) -> HostsNetwork:
-    """Load the plan on the devices of all ranks, which call this together.
-
-    workers   processes of this rank's devices, to share with other plans
-
-    Raises as `executors.run` does, `UsageError` if the devices do not deal out to the ranks or the
-    ranks have different plans, and `RankLostError`.
-    """
-    check(plan, captured.graph)
-    return HostsNetwork(plan, captured, ranks, seed, workers)

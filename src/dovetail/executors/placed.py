@@ -15,17 +15,13 @@ the workers. Sources that live on GPUs are copied from the block when a plan is 
 when they are asked for.
 """
 
-import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.errors import (
@@ -42,275 +38,52 @@ from dovetail.errors import (
 from dovetail.executors.gpus.peers import PeerPair
 from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadGpus
+from dovetail.executors.hosts import Bridge, HostPart
+from dovetail.executors.loaded import LoadedStep, StateName
 from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
-    ReadSource,
     SendTensor,
     Share,
-    Shares,
     most_bytes,
-    ops_of,
     share_out,
     tensor_at,
 )
+from dovetail.executors.timelines import progress_of, timeline_of
 from dovetail.executors.worker import Failed, Load
 from dovetail.executors.workers import DeviceWorker, Workers
-from dovetail.frontends.interpret import example_values, held_values, source_value
+from dovetail.frontends.interpret import held_values, source_value
 from dovetail.frontends.program import Call, Captured, Ref
-from dovetail.frontends.recording import is_fake
 from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
-from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.processes import Worker, ready
-from dovetail.runtime.ranks import RankPlace
+from dovetail.runtime.ranks import RankPlace, Ranks
 from dovetail.runtime.setup import op_threads, rest_openmp
 from dovetail.runtime.shared import Block
-from dovetail.runtime.timers import Repeats, clock, summarise, time_steps
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
-
-
-def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Timeline:
-    """The timeline of the last step, from its stamps in the block. It must have been a timed step.
-
-    A transfer's span is the time that the sending device takes for the copy. Where the machine has
-    no link between the two devices, the span is on the channel of the first hop, to the host. Ops
-    that ran together all have the span of their stage, as in a simulation. Memory is not recorded.
-    """
-    spans: list[tuple[int, int, int, int]] = []
-    transfers: list[tuple[int, int, int, int, int, int, int]] = []
-    begin, end = step_span(shares, block)
-    for share in shares:
-        shape = (len(share.instructions), 2)
-        stamps = block.view(share.stamps, shape, np.int64).tolist()
-        for instruction, (start, stop) in zip(share.instructions, stamps, strict=True):
-            spans += [(start, op, share.device, stop) for op in ops_of(instruction)]
-            if isinstance(instruction, SendTensor):
-                to = instruction.destination
-                channel = _channel(machine, share.device, to)
-                row = (instruction.tensor, instruction.op, share.device, to)
-                transfers.append((start, channel, *row, stop))
-            if isinstance(instruction, ReadSource):
-                channel = _channel(machine, instruction.source, share.device)
-                ends = (instruction.source, share.device)
-                row = (instruction.tensor, instruction.producer, *ends)
-                transfers.append((start, channel, *row, stop))
-    # Rows begin with the start, so that sorting them puts spans in order of time.
-    op_rows = np.array(sorted(spans), dtype=np.int64).reshape(-1, 4)
-    rows = np.array(sorted(transfers), dtype=np.int64).reshape(-1, 7)
-    nothing = tuple(np.empty(0) for _ in machine.devices)
-    return Timeline(
-        devices=machine.device_names,
-        channels=machine.channels,
-        ops=op_rows[:, 1].astype(np.int32),
-        op_devices=op_rows[:, 2].astype(np.int32),
-        op_starts=(op_rows[:, 0] - begin) / 1e9,
-        op_ends=(op_rows[:, 3] - begin) / 1e9,
-        transfer_tensors=rows[:, 2].astype(np.int32),
-        transfer_ops=rows[:, 3].astype(np.int32),
-        transfer_sources=rows[:, 4].astype(np.int32),
-        transfer_destinations=rows[:, 5].astype(np.int32),
-        transfer_channels=rows[:, 1].astype(np.int32),
-        transfer_starts=(rows[:, 0] - begin) / 1e9,
-        transfer_ends=(rows[:, 6] - begin) / 1e9,
-        memory_times=nothing,
-        memory_bytes=tuple(np.empty(0, dtype=np.int64) for _ in machine.devices),
-        step_seconds=(end - begin) / 1e9,
-    )
-
-
-def step_span(shares: tuple[Share, ...], block: Block) -> tuple[int, int]:
-    """(start of the first device, end of the last device) of the last step, in ns."""
-    rows = [progress_of(share, block) for share in shares]
-    return min((row[1] for row in rows), default=0), max((row[2] for row in rows), default=0)
-
-
-def progress_of(share: Share, block: Block) -> list[int]:
-    """[index of the running instruction, -1 between steps; start, end of the last step in ns]."""
-    return [int(value) for value in block.view(share.progress, (3,), np.int64)]
-
-
-def _channel(machine: Machine, source: int, destination: int) -> int:
-    """Index of the channel that a send takes, or that its first hop takes."""
-    link = int(machine.link_index[source, destination])
-    if link < 0:
-        link = int(machine.link_index[source, machine.host_index])
-    return machine.channels.index(machine.links[link].channel)
-
-
-TIMED_STEPS = 3
-"""A measurement runs this many stamped steps for the timeline, after the steps that count."""
-
-
-@dataclass(frozen=True, eq=False)
-class Measurement:
-    """Result of measuring a loaded plan.
-
-    step_seconds   [steps] seconds of each step that counts
-    timeline       the stamped step of median length
-    others_cores   how many of the plan's cores other programs used meanwhile; 0 where that is not
-                   known
-    """
-
-    step_seconds: NDArray[np.float64]
-    timeline: Timeline
-    others_cores: float = 0.0
-
-    @property
-    def median_seconds(self) -> float:
-        return float(np.median(self.step_seconds))
-
-    @property
-    def mean_seconds(self) -> float:
-        return float(np.mean(self.step_seconds))
-
-    @property
-    def minimum_seconds(self) -> float:
-        return float(np.min(self.step_seconds))
-
-    @property
-    def spread(self) -> float:
-        """Interquartile range, divided by the median."""
-        return summarise(self.step_seconds.tolist()).spread
-
-
-def measure_steps(
-    step_seconds: Callable[[], float],
-    timeline: Callable[[], Timeline],
-    *,
-    steps: int,
-    warmup: int,
-    others_cores: Callable[[], float | None] = lambda: None,
-) -> Measurement:
-    """Warm up, time `steps` (at least 2) steps and drop the first, then run the stamped steps.
-
-    Paper: the protocol of RL17 (Mirhoseini et al., "Device Placement Optimization with
-    Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4). Differences:
-    the median is reported, because identical runs differ on a shared machine. The steps that count
-    are calls as a user makes them (`seconds_of_call`), and not stamped, because stamping takes
-    time.
-
-    `step_seconds()` runs a step and returns its seconds, and `timeline()` returns the timeline of
-    one more step. `others_cores()` returns how many cores other programs used meanwhile.
-    """
-    check_steps(steps)
-    # The first of the `steps` warms up as well.
-    seconds = np.array(time_steps(step_seconds, Repeats(steps - 1), warm_ups=warmup + 1))
-    others = others_cores() or 0.0
-    timelines = sorted(
-        (timeline() for _ in range(TIMED_STEPS)), key=lambda timeline: timeline.step_seconds
-    )
-    return Measurement(seconds, timelines[TIMED_STEPS // 2], others)
-
-
-def seconds_of_call(step: Callable[[], object]) -> float:
-    """Seconds of one call of `step` as its user has them, who works between steps on torch's own
-    threads. Such work leaves threads behind that spin, and a step pays for them."""
-    torch.ones(USERS_WORK).add_(1.0)
-    began = clock()
-    step()
-    seconds = clock() - began
-    # The next call that is measured must not pay for this step's threads.
-    rest_openmp()
-    return seconds
-
-
-USERS_WORK = 1 << 18
-"""A user's own work between two steps, as numbers that are added up: enough for eight threads."""
-
-
-def check_steps(steps: int) -> None:
-    """Raise `UsageError` for so few steps that none would count."""
-    if steps < 2:
-        raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")
-
-
-class LoadedStep:
-    """A step at work, which can be measured; a context manager. Abstract."""
-
-    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Set the inputs and targets of the next steps. None stands for the captured examples."""
-        raise NotImplementedError
-
-    def timeline(self) -> Timeline:
-        """The timeline of one more step, on what was fed last or on the captured examples."""
-        raise NotImplementedError
-
-    def _step_on_fed(self) -> Any:
-        """Call `step` on what was fed last or on the captured examples."""
-        raise NotImplementedError
-
-    def _neighbours(self) -> Neighbours:
-        """A watch for other programs on the cores that the step runs on."""
-        raise NotImplementedError
-
-    def measure(
-        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
-    ) -> Measurement:
-        """Measure by RL17's protocol (see `measure_steps`).
-
-        Steps run on `inputs` (with targets). Without it they run on what was fed last, or on the
-        captured examples. They are real steps: in training they change the parameters.
-        """
-        if inputs is not None:
-            self.feed(inputs)
-        return measure_steps(
-            partial(seconds_of_call, self._step_on_fed),
-            self.timeline,
-            steps=steps,
-            warmup=warmup,
-            others_cores=self._neighbours().settled,
-        )
-
-    def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
-        """[steps - 1] seconds of each of `steps` steps, without the first.
-
-        These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
-        serves as the reward of a search.
-        """
-        check_steps(steps)
-        one_step = partial(seconds_of_call, self._step_on_fed)
-        return np.array(time_steps(one_step, Repeats(steps - 1)))
-
-    def __enter__(self) -> Self:
-        return self
-
 
 DRAIN_SECONDS = 10.0
 """After a failed step, borrowed workers have this long to answer before they are killed."""
 
 
-@dataclass(frozen=True)
-class HostPart:
-    """The part of a run that one host of several has (`executors.hosts`).
-
-    shares    of all devices of the plan
-    sources   tensors of the sources that this host keeps; None: all
-    direct    (source, destination) GPUs of two ranks between which tensors go straight, once
-              `connect_peers` was called
-    """
-
-    shares: Shares
-    sources: Collection[int] | None = None
-    direct: Collection[tuple[int, int]] = ()
-
-
 class PlacedNetwork(LoadedStep):
-    """A loaded plan, ready to run steps; a context manager. `executors.run` makes it.
+    """A loaded plan, ready to run steps. `executors.run` makes it.
 
-    A failed step closes it. Later calls raise `RunError` with that reason.
+    On several ranks all call the same methods in the same order. Rank 0's tensors count; the others
+    give tensors of the same shapes, whose values are not read. All return rank 0's results, but
+    state is whole on rank 0 alone: elsewhere only what lives there is up to date. Raises
+    `RankLostError` if a rank was lost.
 
     block        of shared memory, which `shares` lay out
     abort        address of its abort flag
     own_shares   those of the devices of this host
     sources      tensor -> where it lies in the block
     by_name      name of a source -> its tensor
-    steps        number of steps that were run; random ops draw by it
-    fed          inputs and targets that were fed last; None: none were
+    bridge       carries what crosses ranks; None: there is one process
     """
 
     def __init__(
@@ -320,21 +93,18 @@ class PlacedNetwork(LoadedStep):
         workers: Workers,
         owns_workers: bool,
         seed: int,
-        part: HostPart | None = None,
+        bridge: Bridge | None = None,
     ) -> None:
         """The plan, loaded on those of its devices that `workers` serve: all of them, or a host's
         part of a run on several."""
-        self.plan = plan
-        self.captured = captured
-        self.workers = workers
+        super().__init__(captured, seed)
+        self.plan, self.workers, self.bridge = plan, workers, bridge
         self._owns_workers = owns_workers
-        self._seed = seed
-        self._closed = ""
-        # Threads of the caller's take turns.
-        self._one_step = threading.RLock()
-        self.steps = 0
         self._key = workers.new_key()
-        part = part or HostPart(share_out(plan, captured.graph, captured.program))
+        if bridge is None:
+            part = HostPart(share_out(plan, captured.graph, captured.program))
+        else:
+            part = bridge.part
         self.shares, self._direct = part.shares, part.direct
         self.own_shares = tuple(s for s in self.shares.shares if s.device in workers.devices)
         needed_bytes = self.shares.size_bytes
@@ -352,11 +122,11 @@ class PlacedNetwork(LoadedStep):
                     raise OutOfMemoryError(device.name, gpu_bytes, device.memory_bytes)
         self.block = Block.create(self.shares.size_bytes)
         self.abort = address_of(self.block.view(self.shares.abort, (1,), np.int64))
+        # Those that another host keeps take no memory here, unless they are read or written.
         self.sources = {
-            tensor: tensor_at(self.block, slot)
-            for tensor, slot in self.shares.sources.items()
-            if part.sources is None or tensor in part.sources
+            tensor: tensor_at(self.block, slot) for tensor, slot in self.shares.sources.items()
         }
+        self._kept = frozenset(self.sources if part.sources is None else part.sources)
         self._outputs = {
             tensor: distinct(tensor_at(self.block, slot), slot.strides).expand(slot.shape)
             for tensor, slot in self.shares.outputs.items()
@@ -366,54 +136,104 @@ class PlacedNetwork(LoadedStep):
             for op, source in enumerate(captured.program.sources)
             if source is not None
         }
-        self._held = _fill(captured, self.sources, seed)
-        self.fed: list[Tensor] | None = None
+        self._held = self._fill()
+        # Where each tensor that is fed goes, in order; None: nobody reads it here.
+        given = [self.by_name.get(name, -1) for name, _ in captured.signature.sources]
+        self._slots = [self.sources[t] if t in self._kept else None for t in given]
+        del self._slots[len(self._forms) :]  # inference has no use for targets
+        for place, slot in enumerate(self._slots):
+            if slot is None:
+                self._forms[place] = None
+        self._inputs = frozenset(
+            self.by_name[source.name]
+            for source in captured.program.sources
+            if source is not None and source.role == "input"
+        )
         self._processes: list[DeviceWorker] = []
         self._of_processes: list[Share] = []
         self._gpus: DeviceWorker | None = None
         # Where a GPU is the host, inputs live there, and each new one must be copied to it.
-        self._inputs_on_gpus: frozenset[int] = frozenset()
+        host = plan.machine.devices[plan.machine.host_index]
+        self._has_inputs_on_gpus = bool(host.torch_device)
         self._load()
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on the model's own arguments, followed by what its loss takes (positional).
+    def timeline(self) -> Timeline:
+        """The timeline of one more step: of all ranks on rank 0, and of this rank elsewhere."""
+        self._advance(timed=True)
+        shares = self.shares.shares if self.bridge is None else self.bridge.stamped()
+        return timeline_of(self.plan.machine, shares, self.block)
 
-        Returns the loss in training, and otherwise what the model returns, in the model's own
-        type. Raises `UsageError` for arguments that do not fit or that were captured as constants
-        of another value, and `WorkerError` or `WorkerDiedError` if a device fails.
-        """
-        tensors = self.captured.signature.tensors(args, kwargs)
-        with self._one_step:
-            self.feed(tensors)
-            self.advance()
-            return self.results()
+    def keep_checkpoints(self, folder: str | Path, every: int) -> None:
+        if self.bridge is None:
+            super().keep_checkpoints(folder, every)
+        else:
+            self.bridge.checkpoints.keep(Path(folder), every)
 
-    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
+    def save(self, folder: str | Path) -> None:
+        if self.bridge is None:
+            super().save(folder)
+        else:
+            self._check_open()
+            self._save_gpus()
+            owned = self._checkpointed(self.bridge.owned)
+            self.bridge.checkpoints.save(Path(folder), self.steps, owned)
+
+    def resume(self, folder: str | Path) -> int:
+        if self.bridge is None:
+            return super().resume(folder)
         self._check_open()
-        given = labelled(self.captured, tensors, self._seed)
+        if self.steps:
+            # Flags count steps, so that setting them back would let every wait pass at once.
+            raise UsageError("resume", f"comes before the first step, not after step {self.steps}")
+        kept = self._checkpointed(self._kept)
+        self.steps = self.bridge.checkpoints.load(Path(folder), kept)
+        self._load_gpus()
+        return self.steps
+
+    # ── A step ──
+
+    def _take(self, tensors: Sequence[Tensor]) -> None:
         with self._copying():
-            for source, name, tensor in given:
-                if (slot := self.sources.get(self.by_name.get(source, -1))) is not None:
-                    check_fits(slot, tensor, name)
+            for slot, tensor in zip(self._slots, tensors, strict=True):
+                if slot is not None:
                     strides = slot.stride()
                     distinct(slot, strides).copy_(distinct(tensor.detach(), strides))
-        if self._inputs_on_gpus:
-            self._with_gpus("read_sources", self._inputs_on_gpus)
-        self.fed = [tensor for _, _, tensor in given]
+        if self.bridge is not None:
+            self.bridge.spread(self._inputs)
+        if self._has_inputs_on_gpus or self.bridge is not None:
+            self._load_gpus(self._inputs)
+
+    def _run_step(self) -> Any:
+        self._advance()
+        if self.bridge is not None:
+            self.bridge.share_outputs()
+        # Results are copies, because the next step writes over the slots.
+        with self._copying():
+            values = {tensor: value.clone() for tensor, value in self._outputs.items()}
+        return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
 
     def _copying(self) -> AbstractContextManager[None]:
         """Copies within use one thread where the devices have processes of their own: threads that
         OpenMP starts for a copy would then spin on the cores that these processes need."""
         return nullcontext() if self.workers.is_local else op_threads(1)
 
-    def advance(self, timed: bool = False) -> float:
+    def _advance(self, *, timed: bool = False) -> None:
         """Run one step on what was fed last. With `timed`, stamp every instruction for `timeline`.
 
-        Returns seconds, from the first device's start to the last device's end.
+        On several ranks it begins on all at one moment, and ends once it has ended on all.
         """
         self._check_open()
         if self.fed is None:
             self.feed()
+        self.steps += 1
+        bridge = self.bridge
+        with nullcontext() if bridge is None else bridge.step(self.steps):
+            self._run_devices(timed)
+        if bridge is not None and (folder := bridge.checkpoints.due_after(self.steps)) is not None:
+            self.save(folder)
+
+    def _run_devices(self, timed: bool) -> None:
+        """Have this host's devices run a step."""
         if not self.workers.is_local:
             rest_openmp()
         self.steps += 1
@@ -461,83 +281,102 @@ class PlacedNetwork(LoadedStep):
                 self.workers.close(kill=True)
             self._release(f"a step failed ({type(error).__name__})")
             raise
-        begin, end = step_span(self.own_shares, self.block)
-        return (end - begin) / 1e9
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of parameters and buffers, by their names in the plain module's state_dict."""
-        self._check_open()
-        self.save()
-        return {
-            name: value.clone()
-            for name in self.captured.module.state_dict()
-            if (value := self._value_of(name)) is not None
-        }
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set parameters and buffers.
-
-        Raises `UsageError` for missing or unknown names and for tensors that do not fit. In that
-        case nothing has changed.
-        """
-        self._check_open()
-        self.save()
-        values = {
-            name: value
-            for name in self.captured.module.state_dict()
-            if (value := self._value_of(name)) is not None
-        }
-        _load_values("state_dict", values, state)
-        self.reload()
-
-    def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"."""
-        self._check_open()
-        self.save()
-        return {name: value.clone() for name, value in self._optimizer_state().items()}
-
-    def load_optimizer_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the optimizer's state. Raises as `load_state_dict` does.
-
-        Training then goes on as if it had not stopped, except that random ops draw by the number
-        of the step in this run.
-        """
-        self._check_open()
-        self.save()
-        _load_values("optimizer_state_dict", self._optimizer_state(), state)
-        self.reload()
 
     def _neighbours(self) -> Neighbours:
-        cores = [core for device in self.plan.machine.devices for core in device.cores]
+        devices = [self.plan.machine.devices[index] for index in self.workers.devices]
+        cores = [core for device in devices for core in device.cores]
         return Neighbours(cores, self.workers.pids)
 
-    def _step_on_fed(self) -> Any:
-        self.feed(self.fed)
-        self.advance()
-        return self.results()
+    # ── State ──
 
-    def timeline(self) -> Timeline:
-        self.advance(timed=True)
-        return timeline_of(self.plan.machine, self.shares.shares, self.block)
+    def _copies(self, what: StateName) -> dict[str, Tensor]:
+        self._fetch()
+        return {name: value.clone() for name, value in self._values(what, kept=True).items()}
 
-    def close(self) -> None:
-        """Release the plan's memory, and end its processes unless they were borrowed."""
-        if self._owns_workers:
-            self.workers.close()
+    def _put(self, what: StateName, state: dict[str, Tensor]) -> None:
+        self._fetch()
+        for name, value in self._values(what, kept=True).items():
+            value.copy_(state[name])
+        if self.bridge is not None:
+            self.bridge.spread(self.sources)
+        self._load_gpus()
+
+    def _fetch(self) -> None:
+        """Bring what lives on GPUs into the block, and all into that of rank 0."""
+        self._save_gpus()
+        if self.bridge is not None:
+            self.bridge.fetch()
+
+    def _values(self, what: StateName, *, kept: bool = False) -> dict[str, Tensor]:
+        """This part of the state itself, not copies. With `kept`, only what this host keeps."""
+        if what == "optimizer_state_dict":
+            own_names = {
+                source.name: source.name
+                for source in self.captured.program.sources
+                if source is not None and source.role == "state"
+            }
+        else:
+            # A parameter or buffer has its value under any of its names.
+            aliases = self.captured.program.aliases
+            own_names = {n: aliases.get(n, n) for n in self.captured.module.state_dict()}
+        found = {}
+        for name, own_name in own_names.items():
+            if own_name not in self.by_name:
+                found[name] = self._held[own_name]
+            elif not kept or self.by_name[own_name] in self._kept:
+                found[name] = self.sources[self.by_name[own_name]]
+        return found
+
+    def _checkpointed(self, tensors: Collection[int]) -> dict[str, Tensor]:
+        """Name -> value of those of these sources that last from step to step."""
+        return {
+            source.name: self.sources[tensor]
+            for source in self.captured.program.sources
+            if source is not None
+            and source.role in ("parameter", "buffer", "state")
+            and (tensor := self.by_name[source.name]) in tensors
+        }
+
+    def _fill(self) -> dict[str, Tensor]:
+        """Write the first value of every source but the inputs.
+
+        Returns copies of the parameters and buffers that the module holds and the graph does not
+        use.
+        """
+        captured = self.captured
+        held = held_values(captured, self._seed)
+        with torch.no_grad():
+            for op, source in enumerate(captured.program.sources):
+                if source is None or source.role == "input":
+                    continue
+                tensor = captured.graph.outputs_of(op)[0]
+                value = held.pop(source.name) if source.role in ("parameter", "buffer") else None
+                if tensor not in self._kept:
+                    continue
+                place = self.sources[tensor]
+                if value is not None:
+                    place.copy_(value)
+                elif source.fill is not None:
+                    place.fill_(source.fill)
+                else:
+                    value = source_value(captured.graph, tensor, source)
+                    strides = captured.graph.strides[tensor]
+                    distinct(place, strides).copy_(distinct(value, strides))
+        return {name: value.detach().clone() for name, value in held.items()}
+
+    # ── Processes ──
+
+    def _end(self, *, kill: bool) -> None:
+        if self.bridge is not None:
+            self.bridge.close()
+            kill = kill or self.bridge.ranks.lost is not None
+        # Workers of a rank may wait for one that is lost, so that they are not lent any more.
+        if self._owns_workers or (kill and self.bridge is not None):
+            self.workers.close(kill=kill)
         elif not self._closed and not self.workers.closed:
             for process in self._processes:
                 process.post("unload", self._key)
         self._release("it was closed")
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and self._owns_workers:
-            self.workers.close(kill=True)
-        self.close()
 
     def _load(self) -> None:
         graph = self.captured.graph
@@ -547,12 +386,6 @@ class PlacedNetwork(LoadedStep):
         on_gpus = [share for share in self.own_shares if self._is_on_gpu(share)]
         self._of_processes = [s for s in self.own_shares if s not in on_gpus[1:]]
         gpus = next((d for d in own if devices[d].torch_device), -1)
-        if devices[self.plan.machine.host_index].torch_device:
-            self._inputs_on_gpus = frozenset(
-                self.by_name[source.name]
-                for source in self.captured.program.sources
-                if source is not None and source.role == "input"
-            )
         try:
             self._processes = self.workers.start(
                 tuple(gpus if s in on_gpus else s.device for s in self._of_processes)
@@ -594,6 +427,14 @@ class PlacedNetwork(LoadedStep):
             self.workers.close(kill=True)
             self._release("its devices could not be started")
             raise
+        if self.bridge is not None:
+            try:
+                self.bridge.connect(self.block, self.workers, self._connect_peers)
+                self.bridge.spread(self.sources)
+                self._load_gpus()
+            except BaseException:
+                self.workers.close(kill=True)
+                raise
 
     def _is_on_gpu(self, share: Share) -> bool:
         return bool(self.plan.machine.devices[share.device].torch_device)
@@ -604,15 +445,15 @@ class PlacedNetwork(LoadedStep):
         number, fresh = self.workers.unsent(program, device, ops)
         return number, {op: call for op in fresh if (call := program.calls[op]) is not None}
 
-    def save(self) -> None:
+    def _save_gpus(self) -> None:
         """Bring what lives on GPUs into the block."""
         self._with_gpus("save_sources")
 
-    def reload(self, tensors: Collection[int] | None = None) -> None:
+    def _load_gpus(self, tensors: frozenset[int] | None = None) -> None:
         """Bring what lives on GPUs from the block: all sources, or those of `tensors`."""
-        self._with_gpus("read_sources", None if tensors is None else frozenset(tensors))
+        self._with_gpus("read_sources", tensors)
 
-    def connect_peers(self, place: RankPlace, pairs: Sequence[PeerPair]) -> None:
+    def _connect_peers(self, place: RankPlace, pairs: Sequence[PeerPair]) -> None:
         """Connect GPUs with those of other ranks, which call this as well. Raises
         `PeerLostError`."""
         if pairs:
@@ -653,37 +494,9 @@ class PlacedNetwork(LoadedStep):
         if not self._closed:
             self._closed, self.fed = reason, None
             self.sources.clear()
+            self._slots.clear()
             self._outputs.clear()
             self.block.close()
-
-    def _check_open(self) -> None:
-        """Raise `RunError` if this plan was closed."""
-        if self._closed:
-            raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
-
-    def results(self) -> Any:
-        """The results of the last step, as copies: the next step writes over the slots."""
-        with self._copying():
-            values = {tensor: value.clone() for tensor, value in self._outputs.items()}
-        return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
-
-    def _value_of(self, name: str) -> Tensor | None:
-        """The parameter or buffer itself, not a copy, by any of its names; None if this host does
-        not keep it."""
-        name = self.captured.program.aliases.get(name, name)
-        if name not in self.by_name:
-            return self._held[name]
-        return self.sources.get(self.by_name[name])
-
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        """The tensors of the optimizer's state themselves, not copies, by name."""
-        return {
-            source.name: value
-            for source in self.captured.program.sources
-            if source is not None
-            and source.role == "state"
-            and (value := self.sources.get(self.by_name[source.name])) is not None
-        }
 
     def _device_name(self, share: Share) -> str:
         return self.plan.machine.device_names[share.device]
@@ -692,73 +505,35 @@ class PlacedNetwork(LoadedStep):
         return self.captured.graph.names[op] if op >= 0 else ""
 
 
-def labelled(
-    captured: Captured, tensors: Sequence[Tensor] | None, seed: int
-) -> list[tuple[str, str, Tensor]]:
-    """(name of the source, name for the user, tensor) of each input of a step, and in training of
-    each target. Raises `UsageError` if there are too many or too few tensors.
-
-    tensors   None stands for the captured examples, drawn with `seed` if they are fake
-    """
-    if tensors is None:
-        inputs, targets = example_values(captured, seed)
-        tensors = (*inputs, *targets)
-    sources = captured.signature.sources
-    if not captured.graph.training:
-        count = len(captured.signature.names)
-        if len(tensors) == count + len(captured.targets):
-            # Inference has no use for targets.
-            tensors = tensors[:count]
-        sources = sources[:count]
-    if len(tensors) != len(sources):
-        needed = ", ".join(name for _, name in sources)
-        raise UsageError("step", f"takes {needed}, but got {len(tensors)} tensors")
-    return [(*names, tensor) for names, tensor in zip(sources, tensors, strict=True)]
-
-
 def run(
-    plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None
+    plan: Plan,
+    captured: Captured,
+    *,
+    seed: int = 0,
+    workers: Workers | None = None,
+    ranks: Ranks | None = None,
 ) -> PlacedNetwork:
     """Load the plan on this machine's devices; return it ready to run.
 
     `seed` seeds the weights where the captured module is fake, and the numbers of random ops.
-    `workers` are processes to share with other plans for the same devices.
+    `workers` are processes to share with other plans for the same devices. `ranks` run the plan
+    together, each on the devices of its own, and call this together.
 
     Raises what `plans.check` raises, `OutOfMemoryError` if the block of shared memory is larger
-    than the available memory, and `UsageError` for a machine that is not the one we run on.
+    than the available memory, and `UsageError` for a machine that is not the one we run on. With
+    ranks also `UsageError` if the devices do not deal out to them or they have different plans, and
+    `RankLostError`.
     """
     check(plan, captured.graph)
+    if workers is not None:
+        if not workers.serves(plan.machine):
+            raise UsageError("workers", f"are for other devices than {plan.machine.name}'s")
+        workers.check_open()
+    bridge = None if ranks is None else Bridge(plan, captured, ranks, seed)
     if workers is None:
-        return PlacedNetwork(plan, captured, Workers(plan.machine), True, seed)
-    if not workers.serves(plan.machine):
-        raise UsageError("workers", f"are for other devices than {plan.machine.name}'s")
-    workers.check_open()
-    return PlacedNetwork(plan, captured, workers, False, seed)
-
-
-def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str, Tensor]:
-    """Write the first value of every source but the inputs.
-
-    Returns copies of the parameters and buffers that the module holds and the graph does not use.
-    """
-    held = held_values(captured, seed)
-    with torch.no_grad():
-        for op, source in enumerate(captured.program.sources):
-            if source is None or source.role == "input":
-                continue
-            tensor = captured.graph.outputs_of(op)[0]
-            value = held.pop(source.name) if source.role in ("parameter", "buffer") else None
-            if tensor not in sources:  # another host's
-                continue
-            if value is not None:
-                sources[tensor].copy_(value)
-            elif source.fill is not None:
-                sources[tensor].fill_(source.fill)
-            else:
-                value = source_value(captured.graph, tensor, source)
-                strides = captured.graph.strides[tensor]
-                distinct(sources[tensor], strides).copy_(distinct(value, strides))
-    return {name: value.detach().clone() for name, value in held.items()}
+        own = Workers(plan.machine, None if bridge is None else bridge.devices)
+        return PlacedNetwork(plan, captured, own, True, seed, bridge)
+    return PlacedNetwork(plan, captured, workers, False, seed, bridge)
 
 
 def part_bytes(own: Sequence[Share], part: HostPart) -> int:
@@ -783,33 +558,3 @@ def part_bytes(own: Sequence[Share], part: HostPart) -> int:
                 slots.append(slot)
     touched = {slot.offset: slot.sent_bytes for slot in slots if slot.offset >= 0}
     return sum(touched.values())
-
-
-def _load_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Copy each tensor of `given` into the value of the same name, or raise `UsageError`."""
-    # All are checked before the first is copied, so that an error leaves everything as it was.
-    check_values(what, values, given)
-    for name, value in values.items():
-        value.copy_(given[name])
-
-
-def check_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Raise `UsageError` unless `given` has a tensor that fits for each value, and no other."""
-    missing, unknown = set(values) - set(given), set(given) - set(values)
-    if missing or unknown:
-        raise UsageError(what, f"lacks {sorted(missing)}, has unknown {sorted(unknown)}")
-    for name, value in values.items():
-        check_fits(value, given[name], name)
-
-
-def check_fits(slot: Tensor, tensor: Tensor, name: str) -> None:
-    """Raise `UsageError` unless the tensor is dense, real, and of the slot's shape and dtype."""
-    if tensor.layout != torch.strided or is_fake(tensor):
-        kind = "sparse" if tensor.layout != torch.strided else "without numbers (meta or fake)"
-        raise UsageError(name, f"is {kind}; give a dense tensor")
-    if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-        raise UsageError(
-            name,
-            f"is {tensor.dtype} of shape {tuple(tensor.shape)}, but the plan was made for "
-            f"{slot.dtype} of shape {tuple(slot.shape)}",
-        )

@@ -14,12 +14,11 @@ a step ends when the GPU has ended.
 
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -30,19 +29,11 @@ from torch import Tensor, nn
 from dovetail.errors import (
     ProcessDiedError,
     ProcessError,
-    RunError,
     UsageError,
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.placed import (
-    LoadedStep,
-    check_fits,
-    check_steps,
-    check_values,
-    labelled,
-    seconds_of_call,
-)
+from dovetail.executors.loaded import LoadedStep, StateName, check_steps, seconds_of_call
 from dovetail.executors.workers import LocalWorker, check_here, is_this_process
 from dovetail.frontends.interpret import seed_for, source_value
 from dovetail.frontends.plain import GRAPHS, PlainModule
@@ -225,8 +216,7 @@ _STEPS_THAT_COMPILE = 3
 
 
 class PlainNetwork(LoadedStep):
-    """A step at work as its user would run it; a context manager, with the methods of
-    `PlacedNetwork`.
+    """A step at work as its user would run it.
 
     machine    of one device, whose cores and threads the step has, or a GPU
     mode       of `torch.compile`, whose first step compiles; "": eager
@@ -235,8 +225,7 @@ class PlainNetwork(LoadedStep):
                it compiles, and its steps count as if this process ran them
     threads    on which each op runs now
 
-    Raises `UsageError` if the step has no plain form, or if it cannot be copied. A
-    failed step closes it, and later calls raise `RunError`.
+    Raises `UsageError` if the step has no plain form, or if it cannot be copied.
     """
 
     def __init__(
@@ -250,14 +239,9 @@ class PlainNetwork(LoadedStep):
     ) -> None:
         (self.device,) = machine.devices
         check_here(self.device)
-        self.machine, self.captured, self.mode = machine, captured, mode
+        super().__init__(captured, seed)
+        self.machine, self.mode = machine, mode
         self.threads = self.device.op_threads
-        self._seed, self._steps, self._closed = seed, 0, ""
-        # Threads of the caller's take turns.
-        self._one_step = threading.RLock()
-        self._fed: tuple[Tensor, ...] | None = None
-        examples = captured.inputs + (captured.targets if captured.graph.training else ())
-        self._forms = [(example.shape, example.dtype) for example in examples]
         self._may_return_own = _may_return_own(captured)
         is_local = is_this_process(machine)
         # Of a step that this process would run, its own process counts the seconds.
@@ -294,29 +278,12 @@ class PlainNetwork(LoadedStep):
         """The process that runs the step."""
         return self._process.pid
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on the model's own arguments, followed by what its loss takes. See
-        `PlacedNetwork.step`."""
-        tensors = self.captured.signature.tensors(args, kwargs)
-        with self._one_step:
-            self.feed(tensors)
-            return self._advance(returns=True)[1]
-
-    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
-        self._check_open()
-        # This quick look spares most steps the checks that name what is wrong.
-        if tensors is None or not _are_of(self._forms, tensors):
-            given = labelled(self.captured, tensors, self._seed)
-            examples = (*self.captured.inputs, *self.captured.targets)
-            for example, (_, name, tensor) in zip(examples, given, strict=False):
-                check_fits(example, tensor, name)
-            tensors = tuple(tensor for _, _, tensor in given)
-        self._fed = tuple(tensors)
+    def _take(self, tensors: Sequence[Tensor]) -> None:
         if self._local is not None:
-            self._local.tensors = tuple(tensor.detach() for tensor in self._fed)
+            self._local.tensors = tuple(tensor.detach() for tensor in tensors)
             return
         with op_threads(1):
-            self._process.post("feed", tuple(map(_alone, self._fed)))
+            self._process.post("feed", tuple(map(_alone, tensors)))
         rest_openmp()
 
     def begin(self) -> float:
@@ -346,10 +313,10 @@ class PlainNetwork(LoadedStep):
             return super().step_seconds(steps)
         check_steps(steps)
         self._check_open()
-        if self._fed is None:
+        if self.fed is None:
             self.feed()
-        self._process.begin("time_steps", self._steps, steps)
-        self._steps += steps
+        self._process.begin("time_steps", self.steps, steps)
+        self.steps += steps
         try:
             return np.array(self._receive()[1:])
         except KeyboardInterrupt:
@@ -357,8 +324,7 @@ class PlainNetwork(LoadedStep):
             self._release("a measurement was interrupted", kill=True)
             raise
 
-    def _step_on_fed(self) -> Any:
-        self.feed(self._fed)
+    def _run_step(self) -> Any:
         return self._advance(returns=True)[1]
 
     def _neighbours(self) -> Neighbours:
@@ -375,38 +341,28 @@ class PlainNetwork(LoadedStep):
             seconds,
         )  # fmt: skip
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of parameters and buffers, by their names in the plain module's state_dict."""
-        return self._state()[0]
+    def _copies(self, what: StateName) -> dict[str, Tensor]:
+        module, optimizer = self._ask("state")
+        found: dict[str, Tensor] = module
+        if what == "optimizer_state_dict":
+            found = _initial_state(self.captured) | optimizer
+        if self._local is not None:
+            found = substitute(found, Tensor, lambda tensor: tensor.detach().clone())
+        return found
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set parameters and buffers. Raises as `PlacedNetwork.load_state_dict` does."""
-        self._check_open()
-        check_values("state_dict", self.captured.module.state_dict(), state)
-        self._ask("set_state", {name: _alone(t) for name, t in state.items()}, None)
+    def _values(self, what: StateName) -> dict[str, Tensor]:
+        if what == "state_dict":
+            examples: dict[str, Tensor] = self.captured.module.state_dict()
+            return examples
+        return _initial_state(self.captured)
 
-    def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"."""
-        return _initial_state(self.captured) | self._state()[1]
+    def _put(self, what: StateName, state: dict[str, Tensor]) -> None:
+        given = {name: _alone(tensor) for name, tensor in state.items()}
+        self._ask("set_state", *((given, None) if what == "state_dict" else (None, given)))
 
-    def load_optimizer_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the optimizer's state. Raises as `load_state_dict` does."""
-        self._check_open()
-        check_values("optimizer_state_dict", _initial_state(self.captured), state)
-        self._ask("set_state", None, {name: _alone(t) for name, t in state.items()})
-
-    def close(self) -> None:
-        """End the step's process, if it has one."""
-        # In the middle of a compilation it would not see that its channel is closed.
-        self._release("it was closed", kill=bool(self.mode))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._release("it was closed", kill=error is not None or bool(self.mode))
+    def _end(self, *, kill: bool) -> None:
+        # In the middle of a compilation the process would not see that its channel is closed.
+        self._release("it was closed", kill=kill or bool(self.mode))
 
     def _advance(self, *, returns: bool = False) -> tuple[float, Any]:
         """Run one step: (seconds, result)."""
@@ -420,7 +376,7 @@ class PlainNetwork(LoadedStep):
             # own work has driven them out of the processor's caches.
             self._check_open()
             assert isinstance(self._process, LocalWorker), "it serves what runs here"
-            number, self._steps = self._steps, self._steps + 1
+            number, self.steps = self.steps, self.steps + 1
             ordinary = not torch.is_inference_mode_enabled()
             self._process.answer(local.run, number, ordinary)
             result = self._receive()
@@ -440,17 +396,10 @@ class PlainNetwork(LoadedStep):
 
     def _ask_step(self, returns: bool) -> None:
         self._check_open()
-        if self._fed is None:
+        if self.fed is None:
             self.feed()
-        self._process.begin("step", self._steps, returns)
-        self._steps += 1
-
-    def _state(self) -> State:
-        self._check_open()
-        found: State = self._ask("state")
-        if self._local is not None:
-            found = substitute(found, Tensor, lambda tensor: tensor.detach().clone())
-        return found
+        self._process.begin("step", self.steps, returns)
+        self.steps += 1
 
     def _ask(self, method: str, *arguments: object, files: Sequence[int] = ()) -> Any:
         """What the process's method returns; raises as `_receive` does."""
@@ -470,25 +419,9 @@ class PlainNetwork(LoadedStep):
 
     def _release(self, reason: str, *, kill: bool) -> None:
         if not self._closed:
-            self._closed, self._fed = reason, None
+            self._closed, self.fed = reason, None
             self._process.close(kill=kill)
             self._block.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
-
-
-def _are_of(forms: list[tuple[torch.Size, torch.dtype]], tensors: Sequence[Tensor]) -> bool:
-    """True if these are dense tensors of these shapes and dtypes, and of no class of their own."""
-    if len(forms) != len(tensors):
-        return False
-    for (shape, dtype), tensor in zip(forms, tensors, strict=True):
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            return False
-        if tensor.dtype is not dtype or tensor.shape != shape:
-            return False
-    return True
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from dovetail.errors import FileFormatError, UnwritableError, UsageError
 from dovetail.runtime.files import read_json, refuse_links, write_atomically
+from dovetail.runtime.ranks import Ranks
 
 INDEX, LATEST = "model.safetensors.index.json", "latest"
 _STEP = re.compile("step-(0|[1-9][0-9]{0,17})")
@@ -215,3 +217,52 @@ def _copy(path: Path, name: str, value: Tensor, target: Tensor) -> None:
         wants = f"{target.dtype} of shape {tuple(target.shape)}"
         raise FileFormatError(str(path), f"{name!r} is {has}, but the plan's is {wants}")
     target.copy_(value)
+
+
+class RankCheckpoints:
+    """The checkpoints of a run, which all its ranks write and read together."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._folder, self._every, self._run = Path(), 0, uuid4().hex
+
+    def keep(self, folder: Path, every: int) -> None:
+        """Keep those of each `every` steps in this folder from now on. Raises as `check_own`."""
+        self._check(folder)
+        self._folder, self._every = folder, every
+
+    def due_after(self, step: int) -> Path | None:
+        """The folder in which this step's state is to be kept, if it is."""
+        return self._folder if self._every and step % self._every == 0 else None
+
+    def save(self, folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the state after this step, of which this rank has these tensors. Raises
+        `UnwritableError` on all ranks if one could not write, and as `check_own`."""
+        if folder != self._folder:
+            self._check(folder)
+        file = file_of(self._ranks.rank, self._ranks.ranks)
+        save_part(folder, step, file, tensors)
+        told = self._ranks.gather("saved", {file: sorted(tensors)})
+        if self._ranks.rank == 0:
+            files = {file: names for part in told for file, names in part.items()}
+            save_index(folder, step, files, self._run)
+        # Nobody goes on, and perhaps dies, before the checkpoint is whole.
+        self._ranks.gather("whole", step)
+
+    def load(self, folder: Path, into: Mapping[str, Tensor]) -> int:
+        """Copy the last state in this folder into these tensors, and go on with its run; return its
+        step. Raises `FileFormatError`."""
+        where = latest_in(folder)
+        step = load_tensors(where, into)
+        for rank, other in enumerate(self._ranks.gather("resumed", step)):
+            if other != step:
+                says = (
+                    f"rank {rank} sees step {other} there, and rank {self._ranks.rank} step {step}"
+                )
+                raise FileFormatError(str(folder), f"{says}; all ranks must see one folder")
+        self._run = read_index(where).run
+        return step
+
+    def _check(self, folder: Path) -> None:
+        self._run = self._ranks.gather("run", self._run)[0]
+        check_own(folder, self._run, "folder")

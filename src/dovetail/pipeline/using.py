@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import UnwritableError, UsageError
-from dovetail.executors import MODES, Measurement, PlacedNetwork, PlainNetwork
+from dovetail.executors import MODES, LoadedStep, Measurement, PlainNetwork
 from dovetail.executors import run as execute
 from dovetail.executors.compiling import CompileTarget, has_code
-from dovetail.executors.hosts import HostsNetwork, run_on_ranks
 from dovetail.executors.shares import compiled_stages
 from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.exports.pipelines import megatron, torch_schedule, torchtitan, vllm
@@ -28,11 +27,8 @@ from dovetail.runtime.ranks import Ranks, host_name
 from dovetail.timeline import Timeline
 
 
-def run(
-    plan: Plan, step: Captured, *, seed: int = 0, ranks: Ranks | None = None
-) -> PlacedNetwork | PlainNetwork | HostsNetwork:
-    """The network placed by the plan: a context manager with `step`, `measure`, `state_dict`. A
-    plan to run the step as it is, eager or compiled, has the same methods.
+def run(plan: Plan, step: Captured, *, seed: int = 0, ranks: Ranks | None = None) -> LoadedStep:
+    """The step at work as the plan has it: a context manager with `step`, `measure`, `state_dict`.
 
     ranks   those that a launcher started, which run the plan together
     """
@@ -51,7 +47,7 @@ def run(
         if plan.way != PLACED:
             says = "it runs the module as it is, in one process; start it without torchrun"
             raise UsageError("plan", says)
-        return run_on_ranks(plan, step, ranks, seed=seed)
+        return execute(plan, step, seed=seed, ranks=ranks)
     hosts = dict.fromkeys(device.host for device in plan.machine.devices)
     if not hosts.keys() <= {"", host_name()}:
         says = f"it is for the hosts {', '.join(filter(None, hosts))}; start ranks by torchrun"

@@ -6,7 +6,7 @@
     torch.compile    all cores, best threads       ─┘
 
 All are measured in the same rounds and on the same cores, as calls of a program that works between
-its steps (`executors.placed.seconds_of_call`): the plan's by this process, as a user calls them,
+its steps (`executors.loaded.seconds_of_call`): the plan's by this process, as a user calls them,
 and each of the user's own ways within a process of its own, so that it can be killed while it
 compiles. On a machine with GPUs these run on the first of them, `torch.compile` in its mode
 reduce-overhead too. "Best threads" is the number of threads with which an eager step is fastest.

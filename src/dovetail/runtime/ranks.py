@@ -35,6 +35,7 @@ from dovetail.errors import DovetailError, RankLostError, UsageError
 from dovetail.interrupts import INTERRUPTED
 from dovetail.runtime.processes import Channel, launch
 from dovetail.runtime.stopped import state_of
+from dovetail.runtime.watch import Watch
 from dovetail.units import printable
 
 BEAT_SECONDS = 0.5
@@ -117,9 +118,8 @@ def _number(variable: str, default: int) -> int:
     return int(text)
 
 
-Watch = Callable[[bool], tuple[str, str] | None]
-"""Looks whether this rank hangs: (op, what hangs, as the end of a sentence), or None. It is told
-whether the rank was stopped itself since the last look."""
+Look = Callable[[], tuple[str, str] | None]
+"""Looks whether this rank hangs: (op, what hangs, as the end of a sentence), or None."""
 
 
 class Ranks:
@@ -134,14 +134,17 @@ class Ranks:
         self.rank, self.ranks, self.host = place.rank, place.ranks, place.host
         self.hosts: tuple[str, ...] = ()
         self.doing: Callable[[], str] = str
-        self._watches: list[Watch] = []
+        self._looks: list[Look] = []
         self.lost: RankLostError | None = None
         self._ends: list[Callable[[], None]] = []
         self._told: dict[str, int] = {}
         self._suspects: dict[int, str] = {}
-        self._suspected = 0.0
         self._waiters = 0
-        self._closing = threading.Event()
+        self._watch = Watch(BEAT_SECONDS)
+        self._beat = 0
+        # Of the other ranks: the op of the last beat, and the seconds for which there was no other.
+        self._ops: dict[int, str] = {}
+        self._silent_seconds: dict[int, float] = {}
         self._status = 0
         self._groups = 0
         atexit.register(self._leave)
@@ -153,8 +156,8 @@ class Ranks:
         self._beats = connect_store(place, keeps=False, timeout_seconds=_STORE_SECONDS)
         self._guard = launch("dovetail.runtime.ranks:guard", name="guard")
         self._guard.send(os.getpid())
-        for loop in (self._serve, self._watch):
-            threading.Thread(target=loop, name="ranks", daemon=True).start()
+        threading.Thread(target=self._serve, name="ranks", daemon=True).start()
+        self._watch.run("ranks", self._look)
         greeted = self.gather("hello", place.host)
         self.hosts = tuple(map(str, greeted))
 
@@ -258,14 +261,14 @@ class Ranks:
         with suppress(ValueError):
             self._ends.remove(end)
 
-    def watch(self, look: "Watch") -> None:
+    def watch(self, look: Look) -> None:
         """Have `look` called, in another thread, every `BEAT_SECONDS`."""
-        self._watches.append(look)
+        self._looks.append(look)
 
-    def unwatch(self, look: "Watch") -> None:
+    def unwatch(self, look: Look) -> None:
         """Have `look` called no more."""
         with suppress(ValueError):
-            self._watches.remove(look)
+            self._looks.remove(look)
 
     # ── The end ──
 
@@ -280,7 +283,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave. The others no longer watch this rank."""
-        if self._closing.is_set():
+        if self._watch.closing.is_set():
             return
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
@@ -290,7 +293,7 @@ class Ranks:
                 deadline = time.monotonic() + _LINGER_SECONDS
                 while not self._store.check(left) and time.monotonic() < deadline:
                     time.sleep(_NAP_SECONDS)
-        self._closing.set()
+        self._watch.closing.set()
         self._guard.close(kill=True)
 
     def _leave(self) -> None:
@@ -321,34 +324,26 @@ class Ranks:
             except BaseException as error:
                 answers.put((False, error))
 
-    def _watch(self) -> None:
-        seen: dict[int, tuple[bytes, float]] = {}
-        beats, last = 0, time.monotonic()
-        lost: RankLostError | None = None
-        while lost is None:
-            if self._closing.wait(BEAT_SECONDS):
-                return
-            beats += 1
-            stopped = time.monotonic() - last > SILENT_SECONDS / 2
-            if stopped:
-                # This process was stopped itself: the others are not to blame for what it missed.
-                seen.clear()
-            last = time.monotonic()
-            try:
-                op = ""
-                with suppress(Exception):  # of a network that is just being closed
-                    op = self.doing()
-                self._beats.set(f"beat/{self.rank}", json.dumps([beats, op]))
-                for watch in tuple(self._watches):
-                    with suppress(Exception):  # as above
-                        if hung := watch(stopped):
-                            self._write_down(self.rank, *hung)
-                lost = self._look(seen)
-            # Any error is told: without this thread nobody would hear of a lost rank.
-            except Exception as error:
-                if self._closing.is_set():
-                    return
-                lost = self._store_lost(error)
+    def _look(self) -> bool:
+        """Show life, and look at this rank and the others; False once one of them is lost."""
+        try:
+            op = ""
+            with suppress(Exception):  # of a network that is just being closed
+                op = self.doing()
+            self._beat += 1
+            self._beats.set(f"beat/{self.rank}", json.dumps([self._beat, op]))
+            for look in tuple(self._looks):
+                with suppress(Exception):  # as above
+                    if hung := look():
+                        self._write_down(self.rank, *hung)
+            lost = self._look_at_others()
+        # Any error is told: without this thread nobody would hear of a lost rank.
+        except Exception as error:
+            if self._watch.closing.is_set():
+                return False
+            lost = self._store_lost(error)
+        if lost is None:
+            return True
         # A rank is lost, which ends this rank's part of the run.
         self.lost = lost
         for end in tuple(self._ends):
@@ -357,8 +352,8 @@ class Ranks:
             self._answers.put((False, lost))
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
-            if not self._waiters or self._closing.is_set():
-                return
+            if not self._waiters or self._watch.closing.is_set():
+                return False
             time.sleep(_NAP_SECONDS)
         sys.stdout.flush()
         sys.stderr.write(printable(f"error: {lost.line}") + "\n")
@@ -370,42 +365,37 @@ class Ranks:
         said = f"torch's store at {host}:{port} cannot be reached ({_one_line(str(error))})"
         return RankLostError(self.hosts[0] if self.hosts else host, 0, "", said)
 
-    def _look(self, seen: dict[int, tuple[bytes, float]]) -> RankLostError | None:
-        """The error of a rank that is lost, if one is.
-
-        seen   rank -> (its last beat, when it was first seen)
-        """
+    def _look_at_others(self) -> RankLostError | None:
+        """The error of a rank that is lost, if one is."""
         store = self._beats
         if store.check([_LOST]):
             return self._read_lost()
         for rank in range(self.ranks):
             # Until its first beat a rank begins, which `gather` waits for.
-            if rank == self.rank or store.check([f"left/{rank}"]):
-                continue
-            if not store.check([f"beat/{rank}"]):
+            if rank == self.rank or not store.check([f"beat/{rank}"]):
                 continue
             beat = store.get(f"beat/{rank}")
-            if seen.get(rank, (b"", 0.0))[0] != beat:
-                seen[rank] = (beat, time.monotonic())
-            if time.monotonic() - seen[rank][1] > SILENT_SECONDS:
+            self._ops[rank] = json.loads(beat)[1]
+            silent_seconds = self._watch.still_seconds(rank, beat)
+            self._silent_seconds[rank] = silent_seconds
+            if silent_seconds >= SILENT_SECONDS and not store.check([f"left/{rank}"]):
                 said = f"it was silent for {SILENT_SECONDS:g} s"
-                self._write_down(rank, json.loads(beat)[1], said)
+                self._write_down(rank, self._ops[rank], said)
                 return self._read_lost()
         if not self._suspects:
             return None
         # A connection has failed. A rank that fails by itself says so, and the process of one that
         # was killed beats no more: what is first known counts.
         rank, said = next(iter(self._suspects.items()))
-        now = time.monotonic()
-        self._suspected = self._suspected or now
-        quiet = [r for r, (_, since) in seen.items() if now - since > _QUIET_SECONDS]
+        suspected_seconds = self._watch.still_seconds("a connection", "failed")
+        quiet = [r for r, seconds in self._silent_seconds.items() if seconds > _QUIET_SECONDS]
         if rank < 0 and quiet:
-            rank = min(quiet, key=lambda other: seen[other][1])
-        if rank not in quiet and now - self._suspected < SILENT_SECONDS:
+            rank = max(quiet, key=lambda other: self._silent_seconds[other])
+        if rank not in quiet and suspected_seconds < SILENT_SECONDS:
             return None
         if rank < 0:  # all live, so it is this rank's own connections
             rank = self.rank
-        self._write_down(rank, json.loads(seen[rank][0])[1] if rank in seen else "", said)
+        self._write_down(rank, self._ops.get(rank, ""), said)
         return self._read_lost()
 
     def _write_down(self, rank: int, op: str, said: str) -> None:
@@ -422,10 +412,11 @@ class Ranks:
 def guard(channel: Channel) -> None:
     """Kills the process of the rank once somebody has stopped it for `STOPPED_SECONDS`: the other
     ranks have lost it, and nobody may be there to let it go on. The first message is its number."""
-    pid, looks = channel.receive(), 0
+    pid, watch = channel.receive(), Watch(BEAT_SECONDS)
     while not channel.poll(BEAT_SECONDS):
-        looks = looks + 1 if state_of(pid) == "T" else 0
-        if looks * BEAT_SECONDS > STOPPED_SECONDS:
+        watch.tick()
+        state = state_of(pid)
+        if watch.still_seconds(pid, state) >= STOPPED_SECONDS and state == "T":
             os.kill(pid, signal.SIGKILL)
 
 
@@ -440,9 +431,9 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
 
-    def watch() -> None:
-        while os.getppid() == _LAUNCHER:
-            time.sleep(BEAT_SECONDS)
+    def look() -> bool:
+        if os.getppid() == _LAUNCHER:
+            return True
         with suppress(OSError):
             sys.stderr.write("error: torchrun has ended, and so do its ranks\n")
             sys.stderr.flush()
@@ -451,7 +442,7 @@ def end_with_launcher() -> None:
         time.sleep(_ORPHAN_SECONDS)
         os._exit(1)
 
-    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    Watch(BEAT_SECONDS).run("launcher", look)
 
 
 def connect_store(place: RankPlace, *, keeps: bool, timeout_seconds: float) -> Any:

@@ -5,19 +5,20 @@
 
 A stopped process (SIGSTOP, or SIGTTOU where background processes may not write to the terminal)
 keeps its channel open, so a wait for its reply would not end. A thread looks once a second at the
-state that the kernel gives. It counts looks, not time: if this process was stopped as well, as when
-a whole job is suspended, the others have the same patience after it goes on. It ends when nothing
-is left to watch. A process that a debugger holds is in another state.
+state that the kernel gives (`runtime.watch`). A suspension of the whole job, this process included,
+does not count. The thread ends when nothing is left to watch. A process that a debugger holds is in
+another state.
 """
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakMethod
+
+from dovetail.runtime.watch import Watch
 
 STOPPED_SECONDS = 10.0
 """A process may be stopped for so long."""
@@ -29,19 +30,18 @@ LOOK_SECONDS = 1.0
 class _Watched:
     kill: WeakMethod[Callable[[], None]]
     patience_seconds: float
-    looks: int = 0
 
 
 # A collection of garbage within a block may end workers, which calls `unwatch`.
 _lock = threading.RLock()
 _watched: dict[int, _Watched] = {}
-_thread: threading.Thread | None = None
+_watch: Watch | None = None
 
 
 def _forget() -> None:
     """Watch nothing, in a process that was forked from one that did."""
-    global _lock, _thread
-    _lock, _thread = threading.RLock(), None
+    global _lock, _watch
+    _lock, _watch = threading.RLock(), None
     _watched.clear()
 
 
@@ -55,12 +55,13 @@ def watch(pid: int, kill: Callable[[], None], patience_seconds: float) -> None:
     The method's object is not kept: nothing is watched for it once nobody else holds it, and a
     process that is stopped then lives on until this one ends.
     """
-    global _thread
+    global _watch
     with _lock:
         _watched[pid] = _Watched(WeakMethod(kill), patience_seconds)
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_look, name="stopped", daemon=True)
-            _thread.start()
+        if _watch is None or _watch.thread is None or not _watch.thread.is_alive():
+            _watch = Watch(LOOK_SECONDS)
+            _watch.run("stopped", _look)
+        _watch.forget(pid)
 
 
 def unwatch(pid: int) -> None:
@@ -83,24 +84,25 @@ def describe_stop(seconds: float) -> str:
     return f"killed, as it was stopped for {seconds:.3g} s"
 
 
-def _look() -> None:
-    global _thread
-    while True:
-        time.sleep(LOOK_SECONDS)
-        with _lock:
-            for pid, each in list(_watched.items()):
-                state, kill = state_of(pid), each.kill()
-                each.looks = each.looks + 1 if state == "T" else 0
-                is_over = each.looks * LOOK_SECONDS > each.patience_seconds
-                if is_over and kill is not None:
-                    kill()
-                if is_over or kill is None or state in ("", "Z"):
-                    _watched.pop(pid, None)
-                # Else the object would live until the next look.
-                del kill
-            if not _watched:
-                _thread = None
-                return
+def _look() -> bool:
+    """Look at all; False if there is nothing to look at any more."""
+    global _watch
+    with _lock:
+        for pid, each in list(_watched.items()):
+            state, kill = state_of(pid), each.kill()
+            assert _watch is not None, "its thread runs this"
+            is_over = (
+                _watch.still_seconds(pid, state == "T") >= each.patience_seconds and state == "T"
+            )
+            if is_over and kill is not None:
+                kill()
+            if is_over or kill is None or state in ("", "Z"):
+                _watched.pop(pid, None)
+            # Else the object would live until the next look.
+            del kill
+        if not _watched:
+            _watch = None
+        return bool(_watched)
 
 
 def state_of(pid: int) -> str:

@@ -34,6 +34,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from dovetail.runtime.ranks import SILENT_SECONDS
+from dovetail.runtime.watch import Watch
 from dovetail.training.backends.ranks.messages import TrainingMessage
 
 Address = tuple[str, int] | str
@@ -360,15 +361,11 @@ class Control:
             self._messages.put((TrainingMessage.LOST, {"said": str(error)}, NOTHING))
 
     def _show_life(self) -> None:
-        last = time.monotonic()
+        watch = Watch(BEAT_SECONDS)
         while not self._closing.wait(BEAT_SECONDS):
             self.send(TrainingMessage.BEAT, {})
-            now = time.monotonic()
-            if now - last > SILENT_SECONDS / 2:
-                # This process was stopped itself: the other is not to blame for what it missed.
-                self._connection.heard = now
-            last = now
-            if now - self._connection.heard > SILENT_SECONDS:
+            watch.tick()
+            if watch.still_seconds("the other end", self._connection.heard) >= SILENT_SECONDS:
                 said = f"it was silent for {SILENT_SECONDS:g} s"
                 self._messages.put((TrainingMessage.LOST, {"said": said}, NOTHING))
                 self._connection.close()
