@@ -59,6 +59,7 @@ class FusedUpdates:
     those of the second, and so on.
 
     The layouts of the tensors of the first call are those of all later ones, as in a plan's steps.
+    Which updates one kernel does is found then: a call knows no dtype and no layout of its tensors.
     """
 
     updates: tuple[OneUpdate, ...]

