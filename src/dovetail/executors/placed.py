@@ -43,19 +43,21 @@ from dovetail.executors.gpus.peers import ConnectPeers, PeerPair
 from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadGpus, ReadSources, SaveSources
 from dovetail.executors.shares import (
-    AwaitFlag,
-    BlockSlot,
-    ReadSource,
-    SendTensor,
     Share,
     Shares,
     most_bytes,
-    ops_of,
     share_out,
     tensor_at,
 )
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import DeviceWorker, Workers
+from dovetail.frontends.instructions import (
+    AwaitFlag,
+    BlockSlot,
+    ReadSource,
+    SendTensor,
+    ops_of,
+)
 from dovetail.frontends.interpret import example_values, held_values, source_value
 from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.recording import is_fake
