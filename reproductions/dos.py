@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages.placing import require
+from dovetail.executors.stages.preparing import require
 from dovetail.machine.local import local_machine
 from dovetail.pipeline.requests import CPU, is_cuda, runs_here
 from dovetail.pipeline.scheduling import one_device

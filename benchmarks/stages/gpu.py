@@ -35,8 +35,7 @@ from harness import among, count, error_line, in_turns, keep_json, parser_of
 from dovetail.errors import UsageError
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock, event_seconds
 from dovetail.executors.stages.issuing import streams_of_stages
-from dovetail.executors.stages.placing import PlacedKernels, place, require
-from dovetail.executors.stages.preparing import prepare
+from dovetail.executors.stages.preparing import PlacedKernels, place, prepare, require
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.program import Captured
 from dovetail.graph.kernels import fuse

@@ -8,9 +8,6 @@ import dovetail.executors.stages.cuda as cuda_module
 from dovetail.errors import RaceError, UsageError
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock, event_seconds
 from dovetail.executors.stages.issuing import (
-    RecordEvent,
-    RunKernels,
-    WaitEvent,
     as_one,
     issue,
     steps_of,
@@ -18,8 +15,14 @@ from dovetail.executors.stages.issuing import (
     together,
 )
 from dovetail.executors.stages.memory import plan_memory
-from dovetail.executors.stages.placing import place
-from dovetail.executors.stages.preparing import prepare
+from dovetail.executors.stages.preparing import place, prepare
+from dovetail.frontends.instructions import (
+    AwaitFlag,
+    FreeTensors,
+    Issue,
+    RunKernels,
+    SendTensor,
+)
 from dovetail.frontends.interpret import example_values, initial_values, run_step
 from dovetail.graph.kernels import fuse
 from dovetail.networks import NETWORKS
@@ -43,16 +46,24 @@ STREAMS = Streams(((0, 1, 4, 6), (2, 5), (3,)), ((0, 2), (0, 3), (3, 6), (5, 6))
 
 def test_what_is_issued_of_the_fork():
     w02, w03, w36, w56, fork, join1, join2 = range(7)
+
+    def record(event):
+        return SendTensor(flag=event)
+
+    def wait(event):
+        return AwaitFlag(flag=event)
+
     assert steps_of(FORK, STREAMS, (), 1 << 6) == (
-        RecordEvent(0, fork), WaitEvent(1, fork), WaitEvent(2, fork),
-        RunKernels(0, (0,)), RecordEvent(0, w02), RecordEvent(0, w03),
-        WaitEvent(1, w02), RunKernels(1, (2,)),
-        WaitEvent(2, w03), RunKernels(2, (3,)), RecordEvent(2, w36),
-        RunKernels(0, (1,)),
-        RunKernels(1, (5,)), RecordEvent(1, w56),
-        RunKernels(0, (4,)),
-        WaitEvent(0, w36), WaitEvent(0, w56), RunKernels(0, (6,), (0, 1)),
-        RecordEvent(1, join1), RecordEvent(2, join2), WaitEvent(0, join1), WaitEvent(0, join2),
+        Issue(0, (record(fork),)), Issue(1, (wait(fork),)), Issue(2, (wait(fork),)),
+        Issue(0, (RunKernels((0,)), record(w02), record(w03))),
+        Issue(1, (wait(w02), RunKernels((2,)))),
+        Issue(2, (wait(w03), RunKernels((3,)), record(w36))),
+        Issue(0, (RunKernels((1,)),)),
+        Issue(1, (RunKernels((5,)), record(w56))),
+        Issue(0, (RunKernels((4,)),)),
+        Issue(0, (wait(w36), wait(w56), FreeTensors((0, 1)), RunKernels((6,)))),
+        Issue(1, (record(join1),)), Issue(2, (record(join2),)),
+        Issue(0, (wait(join1),)), Issue(0, (wait(join2),)),
     )  # fmt: skip
 
 
@@ -70,11 +81,13 @@ def test_one_event_a_wait_recorded_before_it_is_awaited_and_every_fork_joined(se
     block, streams = random_case(seed)
     cuda, ran = FakeCuda(), []
     lanes = [cuda.Stream() for _ in streams.orders]
+    pairs = zip(lanes, streams.orders, strict=True)
+    lane_of = {kernel: lane for lane, order in pairs for kernel in order}
 
-    def run(step):
-        assert cuda.current is lanes[step.stream]
-        cuda.log.append(("run", cuda.current.number, step.kernels[0]))
-        ran.append(step.kernels[0])
+    def run(kernels):
+        assert cuda.current is lane_of[kernels[0]]
+        cuda.log.append(("run", cuda.current.number, kernels[0]))
+        ran.append(kernels[0])
 
     issue(steps_of(block, streams), lanes, cuda, run)  # the fake refuses events not yet recorded
     done = 0
@@ -108,8 +121,13 @@ def test_merged_kernels_wait_and_are_awaited_as_one():
     streams = Streams(((0, 1, 2, 4), (3, 5)), ((0, 3), (2, 5)))
     assert together(streams, [(2, 1)]).waits == ((0, 3), (2, 5))
     assert together(replace(streams, waits=((0, 3), (1, 5))), [(1, 2)]).waits == ((0, 3), (2, 5))
-    runs = [s for s in steps_of(block, streams, [(2, 1)]) if isinstance(s, RunKernels)]
-    assert [s.kernels for s in runs if s.stream == 0] == [(0,), (1, 2), (4,)]
+    issued = [
+        (step.lane, each)
+        for step in steps_of(block, streams, [(2, 1)])
+        for each in step.instructions
+    ]
+    runs = [each.kernels for lane, each in issued if lane == 0 and isinstance(each, RunKernels)]
+    assert runs == [(0,), (1, 2), (4,)]
 
 
 @pytest.mark.parametrize("group", [(1, 4), (1, 3), (1, 9), (0, 2)])
@@ -254,11 +272,13 @@ def test_random_wiring_on_four_streams_gives_the_same_bits(randwire, arena):
 def test_a_wait_that_is_not_issued_gives_wrong_numbers(randwire, lost, monkeypatch):
     _, prepared, block, inputs = randwire
     found, _ = dataflow(block, seconds_of(block, 3), 4)
-    event = lost * (len(found.waits) - 1) // 3
+    wait = AwaitFlag(flag=lost * (len(found.waits) - 1) // 3)
 
     def but_one(*arguments):
-        waits = [WaitEvent(stream, event) for stream in range(4)]
-        return tuple(step for step in steps_of(*arguments) if step not in waits)
+        return tuple(
+            replace(step, instructions=tuple(i for i in step.instructions if i != wait))
+            for step in steps_of(*arguments)
+        )
 
     monkeypatch.setattr(cuda_module, "steps_of", but_one)
     network = CudaNetwork(place(prepared, inputs, "cpu"), found, cuda=FakeCuda())

@@ -6,7 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from dovetail.executors.generated import Expectation, GeneratedCode, KernelCall, noted
+from dovetail.executors.generated import GeneratedCode, noted
+from dovetail.frontends.instructions import CheckLayout, RunKernel, RunOp
 from dovetail.frontends.program import Call
 from dovetail.frontends.runners import PythonRunner
 from dovetail.runtime.native import has_compiler
@@ -61,8 +62,8 @@ def kind(request, monkeypatch):
 def test_what_code_does_is_noted_as_instructions():
     code = noted(by_hand(PRODUCT), (X, W))
     kinds = [type(done) for done in code.instructions]
-    assert kinds == [Expectation, Call, Call, Call]
-    targets = [done.target for done in code.instructions[1:]]
+    assert kinds == [CheckLayout, RunOp, RunOp, RunOp]
+    targets = [done.call.target for done in code.instructions[1:]]
     assert targets == [
         aten.empty_strided.default, torch.ops.inductor._reinterpret_tensor.default, aten.mm.out
     ]  # fmt: skip
@@ -141,7 +142,7 @@ def test_kernels_of_inductor_are_called_by_their_address(tmp_path, monkeypatch):
     graph.output((graph.call_function(aten.tanh.default, (product,)), product))
     source = inductor_source(torch.fx.GraphModule(torch.nn.Module(), graph), (X, W))
     code = noted(module_of(source), (X, W))
-    kernels = [done for done in code.instructions if isinstance(done, KernelCall)]
+    kernels = [done for done in code.instructions if isinstance(done, RunKernel)]
     assert len(kernels) == 1
     given = torch.randn(4, 8)
     made, wanted = results(code, given, W), code(given, W)
@@ -159,7 +160,7 @@ def double(source, target):
 def test_an_entry_that_a_kernel_writes_over_may_be_an_output():
     address = ctypes.cast(double, ctypes.c_void_p).value
     empty = Call(aten.empty_strided.default, ([1], [1]), {"dtype": torch.float32}, (2,))
-    code = GeneratedCode(None, (empty, KernelCall(address, (0, 2)), KernelCall(address, (2, 2))),
-                         (2,), 3)  # fmt: skip
+    done = (RunOp(0, (), empty), RunKernel(0, address, (0, 2)), RunKernel(0, address, (2, 2)))
+    code = GeneratedCode(None, done, (2,), 3)
     (made,) = results(code, torch.tensor([3.0]), W)
     assert made.tolist() == [12.0]

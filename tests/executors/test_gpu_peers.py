@@ -10,9 +10,10 @@ from torch.distributed import HashStore
 
 from dovetail.errors import StreamRaceError
 from dovetail.executors.gpus.peers import Peer, PeerError, PeerPair
-from dovetail.executors.gpus.steps import PushTensor, ReceiveTensor, steps_of
-from dovetail.executors.shares import BlockSlot, SendTensor, share_out
+from dovetail.executors.gpus.steps import steps_of
+from dovetail.executors.shares import share_out
 from dovetail.frontends import Adam, resolve
+from dovetail.frontends.instructions import BlockSlot, Issue, ReceiveTensor, SendTensor
 from dovetail.runtime.ranks import RankPlace
 from tests.support.hosts import LSTM, drawn_plan, machine_of
 from tests.support.played_cuda import PlayedCuda
@@ -147,9 +148,9 @@ def test_sends_and_receives_of_all_ranks_are_in_one_order(seed):
 def message_of(step, pairs):
     """(source, destination, flag) of what a step sends to, or receives from, a GPU elsewhere."""
     match step:
-        case PushTensor(device=source, send=SendTensor(slot=BlockSlot()) as send):
+        case Issue(source, (SendTensor(slot=BlockSlot()) as send,)):
             pair = source, send.destination
             return (*pair, send.flag) if pair in pairs else None
-        case ReceiveTensor(device=to, source=source, flag=flag):
+        case Issue(to, (ReceiveTensor(source=source, flag=flag),)):
             return source, to, flag
     return None

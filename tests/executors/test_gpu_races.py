@@ -12,18 +12,20 @@ import torch
 from torch import nn
 
 from dovetail.executors.gpus import worker
-from dovetail.executors.gpus.steps import (
-    LaunchWorks,
-    PullSource,
-    PushTensor,
-    ReleasePushed,
-    TakeArrived,
-    steps_of,
-)
+from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadedGpus, LoadGpus
-from dovetail.executors.shares import ops_of, share_out, tensor_at
+from dovetail.executors.shares import share_out, tensor_at
 from dovetail.executors.worker import Failed
 from dovetail.frontends import Adam, capture, example_values, initial_values, resolve
+from dovetail.frontends.instructions import (
+    NO_FLAG,
+    AwaitFlag,
+    FreeTensors,
+    ReadSource,
+    SendTensor,
+    Work,
+    ops_of,
+)
 from dovetail.plans import Schedule, Stage
 from dovetail.runtime.shared import Block
 from tests.executors.test_gpus import plan_with_stages, random_plan
@@ -96,32 +98,25 @@ class Program:
         reaches = _Paths()
         arrival, pushed, base = {}, {}, defaultdict(dict)
         for step in steps:
-            match step:
-                case PullSource(device=device, read=read):
-                    node = reaches.add((read.source, device), [])
-                    arrival[device, read.tensor] = node
-                case PushTensor(device=device, send=send):
-                    made = reaches.last.get(device)
-                    if send.slot is None:
-                        pushed[send.flag] = made
-                        continue
-                    node = reaches.add((device, send.destination), [made])
-                    arrival[send.destination, send.tensor] = pushed[send.flag] = node
-                case TakeArrived(device=device, wait=waiting):
-                    flag = getattr(waiting, "flag", None)
-                    before = pushed.get(flag) if flag is not None else None
-                    if flag is None:
-                        before = arrival[device, waiting.tensor]
-                    reaches.wait(device, before)
-                case ReleasePushed(device=device, flags=flags):
-                    for flag in flags:
-                        reaches.wait(device, pushed[flag])
-                case LaunchWorks(device=device, works=works):
-                    node = reaches.add(device, [])
-                    for tensor in self.reads([op for w in works for op in ops_of(w)], base[device]):
-                        came = arrival.get((device, tensor))
-                        if came is not None and not reaches.reach(came, node):
-                            return False
+            device = step.lane
+            for instruction in step.instructions:
+                match instruction:
+                    case ReadSource(source=source, tensor=tensor):
+                        arrival[device, tensor] = reaches.add((source, device), [])
+                    case SendTensor(slot=None, flag=flag):
+                        pushed[flag] = reaches.last.get(device)
+                    case SendTensor(destination=to, tensor=tensor, flag=flag):
+                        node = reaches.add((device, to), [reaches.last.get(device)])
+                        arrival[to, tensor] = pushed[flag] = node
+                    case AwaitFlag(flag=flag, tensor=tensor):
+                        here = arrival[device, tensor] if flag == NO_FLAG else pushed.get(flag)
+                        reaches.wait(device, here)
+            if isinstance(step.instructions[0], Work):
+                node = reaches.add(device, [])
+                for tensor in self.reads(made_by(step), base[device]):
+                    came = arrival.get((device, tensor))
+                    if came is not None and not reaches.reach(came, node):
+                        return False
         return True
 
     def is_view(self, op):
@@ -137,6 +132,17 @@ class Program:
             else:
                 read.update(inputs)
         return read
+
+
+def made_by(step):
+    """The ops that a step calls."""
+    return [op for work in step.instructions for op in ops_of(work)]
+
+
+def waits_of(program):
+    """Where the program has a wait by itself, in front of what needs it."""
+    found = enumerate(step.instructions for step in program.steps)
+    return [place for place, own in found if len(own) == 1 and isinstance(own[0], AwaitFlag)]
 
 
 class _Paths:
@@ -178,7 +184,7 @@ def test_right_programs_have_no_race(program):
 
 
 def test_every_missing_wait_that_matters_is_found(program):
-    waits = [i for i, s in enumerate(program.steps) if isinstance(s, TakeArrived)]
+    waits = waits_of(program)
     matter = []
     for place in np.random.default_rng(0).permutation(waits).tolist():
         steps = [*program.steps[:place], *program.steps[place + 1 :]]
@@ -192,16 +198,19 @@ def test_every_missing_wait_that_matters_is_found(program):
 
 def test_memory_that_is_freed_under_a_copy_is_found(program):
     found = 0
-    releases = [i for i, s in enumerate(program.steps) if isinstance(s, ReleasePushed)]
+    releases = [
+        i for i, s in enumerate(program.steps) if isinstance(s.instructions[-1], FreeTensors)
+    ]
     for place in np.random.default_rng(0).permutation(releases)[:6].tolist():
-        bare = dataclasses.replace(program.steps[place], flags=())
+        step = program.steps[place]
+        bare = dataclasses.replace(step, instructions=step.instructions[-1:])
         reply = program.run([*program.steps[:place], bare, *program.steps[place + 1 :]])
         found += isinstance(reply, Failed) and "freed" in reply.traceback
     assert found >= 1
 
 
 def test_a_missing_wait_beside_graphs_is_found(program):
-    waits = [i for i, s in enumerate(program.steps) if isinstance(s, TakeArrived)]
+    waits = waits_of(program)
     for place in np.random.default_rng(1).permutation(waits).tolist():
         steps = [*program.steps[:place], *program.steps[place + 1 :]]
         if not program.orders(steps):
@@ -215,10 +224,10 @@ def test_a_push_ahead_of_what_makes_its_tensor_is_found(program):
     """In a later step the table has the tensor of the step before, so only the clocks tell."""
     for place, step in enumerate(program.steps[1:], 1):
         before = program.steps[place - 1]
-        if isinstance(step, PushTensor) and isinstance(before, LaunchWorks):
-            makes = {op for work in before.works for op in ops_of(work)}
-            made_here = step.device == before.device and step.send.op in makes and step.send.slot
-            if made_here and not program.is_view(step.send.op):
+        send = step.instructions[0]
+        if isinstance(send, SendTensor) and isinstance(before.instructions[0], Work):
+            made_here = step.lane == before.lane and send.op in made_by(before) and send.slot
+            if made_here and not program.is_view(send.op):
                 steps = list(program.steps)
                 steps[place - 1 : place + 1] = [step, before]
                 reply = program.run(steps, first=program.steps)
@@ -228,8 +237,9 @@ def test_a_push_ahead_of_what_makes_its_tensor_is_found(program):
 
 
 def test_a_wait_ahead_of_its_push_is_refused(program):
-    for place, step in enumerate(program.steps):
-        if isinstance(step, TakeArrived) and hasattr(step.wait, "flag"):
+    for place in waits_of(program):
+        step = program.steps[place]
+        if step.instructions[0].flag != NO_FLAG:
             steps = [step, *program.steps[:place], *program.steps[place + 1 :]]
             reply = program.run(steps)
             assert isinstance(reply, Failed) and "KeyError" in reply.traceback

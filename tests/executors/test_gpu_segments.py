@@ -7,8 +7,9 @@ from torch import nn
 from dovetail.executors import compiling, run
 from dovetail.executors.compiling import CompileTarget
 from dovetail.executors.gpus.worker import LoadedGpus
-from dovetail.executors.shares import RunCompiled, share_out
+from dovetail.executors.shares import share_out
 from dovetail.frontends import SGD, capture, initial_values, run_step
+from dovetail.frontends.instructions import RunCompiled
 from dovetail.machine import parse_machine
 from dovetail.machine.gpu_rates import GpuTimer
 from dovetail.pipeline.segmenting import compiled_seconds, with_segments

@@ -10,8 +10,9 @@ import torch
 from dovetail.errors import OutOfMemoryError
 from dovetail.executors import Workers, run
 from dovetail.executors.gpus import worker
-from dovetail.executors.shares import AwaitFlag, ReadSource, RunLanes, most_bytes, share_out
+from dovetail.executors.shares import most_bytes, share_out
 from dovetail.frontends import SGD, Adam, capture, example_values, initial_values, resolve, run_step
+from dovetail.frontends.instructions import AwaitFlag, ReadSource, RunLanes
 from dovetail.machine import parse_machine
 from dovetail.plans import Schedule, check
 from tests.executors.test_placed import inference, training_step

@@ -31,9 +31,10 @@ from dovetail.executors.rank_checkpoints import (
     save_index,
     save_part,
 )
-from dovetail.executors.shares import BlockSlot, share_out, tensor_at
+from dovetail.executors.shares import share_out, tensor_at
 from dovetail.frontends import Adam, resolve
-from dovetail.frontends.runners import LAID, TensorPlace, distinct
+from dovetail.frontends.instructions import LAID, BlockSlot
+from dovetail.frontends.runners import distinct
 from dovetail.machine import Device, load_machine, local_machine, save_machine
 from dovetail.machine.files import machine_from_dict
 from dovetail.pipeline import timeline_of
@@ -145,7 +146,7 @@ def test_a_tensor_is_sent_as_it_lies_in_its_slot(value, strides):
     slot = BlockSlot(0, 4 * size, tuple(value.shape), strides, "float32")
     blocks = [Block.create(4096) for _ in range(2)]
     places = [
-        TensorPlace(int(block.bytes.ctypes.data), slot.bytes, slot.shape, strides, slot.dtype)
+        BlockSlot(int(block.bytes.ctypes.data), slot.bytes, slot.shape, strides, slot.dtype)
         for block in blocks
     ]
     places[0].laid[:] = value.stride()

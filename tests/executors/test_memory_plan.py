@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import RaceError
-from dovetail.executors.stages.issuing import RunKernels, steps_of
+from dovetail.executors.stages.issuing import steps_of
 from dovetail.executors.stages.memory import plan_memory
+from dovetail.frontends.instructions import FreeTensors, RunKernels
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.races import Buffer, check_races
 from dovetail.schedulers.records import KernelBlock, members
@@ -129,11 +130,13 @@ def test_what_is_given_back_to_an_allocator_is_never_reused_too_early(case):
     block, streams, _, outputs = case
     allocator, buffers, stream_of = PerStreamAllocator(), [None] * len(block), {}
     for step in steps_of(block, streams, (), outputs):
-        if isinstance(step, RunKernels):
-            for dead in step.dead:
-                assert stream_of[dead] == step.stream
-                allocator.free[step.stream].append(buffers[dead])
-            (kernel,) = step.kernels
-            stream_of[kernel] = step.stream
-            buffers[kernel] = allocator.take(step.stream)
+        for instruction in step.instructions:
+            match instruction:
+                case FreeTensors(tensors=dead):
+                    for kernel in dead:
+                        assert stream_of[kernel] == step.lane
+                        allocator.free[step.lane].append(buffers[kernel])
+                case RunKernels(kernels=(kernel,)):
+                    stream_of[kernel] = step.lane
+                    buffers[kernel] = allocator.take(step.lane)
     check_races(block, streams, buffers, outputs)

@@ -5,14 +5,8 @@ import numpy as np
 import pytest
 
 from dovetail.errors import OrderError
-from dovetail.executors.shares import (
-    AwaitFlag,
-    RunLanes,
-    RunOp,
-    SendTensor,
-    extent_of,
-    share_out,
-)
+from dovetail.executors.shares import extent_of, share_out
+from dovetail.frontends.instructions import AwaitFlag, RunLanes, RunOp, SendTensor
 from dovetail.graph import Graph, Phase
 from dovetail.plans import check_completes
 from tests.support.builders import plan_by_hand
@@ -68,7 +62,9 @@ def words(share):
             case RunOp():
                 said = f"run {i.op}"
             case RunLanes():
-                said = "together " + " | ".join(" ".join(map(str, lane)) for lane in i.lanes)
+                said = "together " + " | ".join(
+                    " ".join(str(each.op) for each in lane) for lane in i.lanes
+                )
             case SendTensor():
                 said = f"send {i.tensor if i.tensor >= 0 else f'end of {i.op}'} to {i.destination}"
             case AwaitFlag():

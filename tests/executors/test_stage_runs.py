@@ -9,8 +9,9 @@ from torch import nn
 
 from dovetail.errors import WorkerError
 from dovetail.executors import Workers, run
-from dovetail.executors.shares import RunLanes, groups_of, lanes_of, ops_of, share_out
+from dovetail.executors.shares import groups_of, lanes_of, share_out
 from dovetail.frontends import SGD, capture, initial_values, run_step
+from dovetail.frontends.instructions import RunLanes, ops_of
 from dovetail.plans import Schedule, Stage, check
 from tests.executors.test_shares import UPDATE, A, B, C, small_graph, words
 from tests.executors.test_shares import plan_for as plan_of_small

@@ -3,8 +3,8 @@ from itertools import pairwise
 
 import pytest
 
-from dovetail.executors.stages.cpu import segments_within
-from dovetail.executors.stages.segments import Segment, segments_of
+from dovetail.executors.stages.issuing import segments_of
+from dovetail.frontends.instructions import AwaitFlag, RunKernels, SendTensor
 from dovetail.schedulers.dataflow import Streams, dataflow, with_waits
 from dovetail.schedulers.races import happens_before
 from dovetail.schedulers.records import KernelBlock, members
@@ -25,19 +25,26 @@ READERS = {op: [op, *members(FORK.successors[op])] for op in range(6)}
 def test_segments_of_the_fork():
     assert segments_of(FORK, STREAMS, READERS) == [
         [
-            Segment((0,), (), True),
-            Segment((1, 4), frees=(1,)),
-            Segment((6,), (3, 5), frees=(0, 3, 4, 5)),
+            RunKernels((0,)),
+            SendTensor(flag=0),
+            RunKernels((1, 4), frees=(1,)),
+            AwaitFlag(flag=3),
+            AwaitFlag(flag=5),
+            RunKernels((6,), frees=(0, 3, 4, 5)),
         ],
-        [Segment((2, 5), (0,), True, frees=(2,))],
-        [Segment((3,), (0,), True)],
+        [AwaitFlag(flag=0), RunKernels((2, 5), frees=(2,)), SendTensor(flag=5)],
+        [AwaitFlag(flag=0), RunKernels((3,)), SendTensor(flag=3)],
     ]
+
+
+def runs_of(stream):
+    return [each for each in stream if isinstance(each, RunKernels)]
 
 
 def test_a_tensor_that_no_segment_comes_after_all_readers_of_is_left():
     apart = Streams(((0, 1), (2,)), ((0, 2),))
     found = segments_of(KernelBlock((0, 1, 1)), apart, {0: [0, 1, 2], 1: [1]})
-    assert [segment.frees for stream in found for segment in stream] == [(), (1,), ()]
+    assert [run.frees for stream in found for run in runs_of(stream)] == [(), (1,), ()]
 
 
 def random_streams(rng, block):
@@ -58,15 +65,29 @@ def test_every_kernel_once_after_its_waits_and_tensors_given_up_when_all_have_re
     readers = {100 + op: [op, *members(block.successors[op])] for op in range(len(block))}
     found = segments_of(block, streams, readers)
 
-    assert [[k for s in own for k in s.kernels] for own in found] == list(map(list, streams.orders))
-    segments = [segment for own in found for segment in own]
-    # Waits come before a segment's first kernel, events after its last.
-    assert {(e, s.kernels[0]) for s in segments for e in s.waits} == set(streams.waits)
-    events = {s.kernels[-1] for s in segments if s.event}
-    assert events == {event for event, _ in streams.waits}
+    kernels = [[k for run in runs_of(own) for k in run.kernels] for own in found]
+    assert kernels == list(map(list, streams.orders))
+    segments = [run for own in found for run in runs_of(own)]
+    waits, sent = [], []
     for own in found:
-        for before, after in pairwise(own):  # no longer than they must be
-            assert before.event or after.waits
+        before = []  # the flags that the next run waits for
+        for each, then in pairwise([*own, None]):
+            match each:
+                case AwaitFlag(flag=flag):
+                    assert isinstance(then, AwaitFlag | RunKernels)
+                    before.append(flag)
+                case RunKernels(kernels=(first, *_)):
+                    # Segments are no longer than they must be.
+                    assert not isinstance(then, RunKernels)
+                    waits += [(flag, first) for flag in before]
+                    before = []
+                case SendTensor(flag=flag):
+                    sent.append(flag)
+        for each, then in pairwise(own):
+            if isinstance(then, SendTensor):
+                assert then.flag == each.kernels[-1]
+    assert sorted(waits) == sorted(streams.waits)
+    assert sorted(sent) == sorted({event for event, _ in streams.waits})
 
     ended = happens_before(block, streams)
     freed = {}
@@ -85,7 +106,7 @@ def test_every_kernel_once_after_its_waits_and_tensors_given_up_when_all_have_re
 
 def test_streams_of_some_kernels_name_those_of_the_whole():
     streams = Streams(((1, 4), (2, 5)), ())
-    assert segments_within(FORK, streams, {7: [2, 5]}) == [
-        [Segment((1, 4))],
-        [Segment((2, 5), frees=(7,))],
+    assert segments_of(FORK, streams, {7: [2, 5]}) == [
+        [RunKernels((1, 4))],
+        [RunKernels((2, 5), frees=(7,))],
     ]

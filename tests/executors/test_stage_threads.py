@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages.cpu import SegmentStreams, segments_within
+from dovetail.executors.stages.cpu import SegmentStreams
+from dovetail.executors.stages.issuing import segments_of
 from dovetail.executors.stages.phases import SchedulePhase, whole
-from dovetail.executors.stages.segments import Segment
+from dovetail.frontends.instructions import RunKernels
 from dovetail.frontends.interpret import initial_values, run_step
 from dovetail.frontends.program import distinct_refs
 from dovetail.frontends.recorded_calls import CallRecorder
@@ -185,7 +186,7 @@ def test_a_kernel_that_fails_says_so_and_the_step_runs_again(lookups, bad, count
 
 
 def streams_of_example(ready, count):
-    return SegmentStreams(segments_within(ready.block, ready.streams(count), {}), ready.functions)
+    return SegmentStreams(segments_of(ready.block, ready.streams(count), {}), ready.functions)
 
 
 def assert_made(ready, streams):
@@ -287,7 +288,7 @@ def test_sums_of_products_are_not_rewritten():
 
 def test_one_stream_needs_no_thread_but_the_callers(branches):
     order = tuple(range(len(branches.block)))
-    streams = SegmentStreams([[Segment(order)]], branches.functions)
+    streams = SegmentStreams([[RunKernels(order)]], branches.functions)
     streams.run()
     assert_made(branches, streams)
 
@@ -368,8 +369,7 @@ def test_a_constant_that_a_step_writes_stays_for_the_next():
         ready.functions.fill_constants(runner, [function])
         for tensor in function.takes:
             runner.set(tensor, ready.functions.example[tensor])
-        stream = runner.stream()
-        function.add_to(stream, runner)
+        stream = runner.stream(function.instructions(runner))
         for _ in range(2):
             assert runner.run(stream)
         read = {entry for call in function.calls for entry in distinct_refs(call.args)}

@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 from dovetail.errors import ModelError
 from dovetail.frontends import Adam, capture
 from dovetail.frontends.capturing import recaptured
+from dovetail.frontends.instructions import RunOp
 from dovetail.frontends.interpret import initial_values, run_step
 from dovetail.frontends.runners import make_runner
 from dovetail.transforms import Form
@@ -120,7 +121,7 @@ def test_a_runner_keeps_the_workspace_and_repeats_its_bits():
         stream = runner.stream()
         for op, call in enumerate(program.calls):
             if call is not None:
-                stream.call(call, tag=op)
+                stream.add(RunOp(op, (), call))
         assert runner.run(stream)
         found.append(runner.get(program.loss).clone())
         torch.testing.assert_close(found[-1], wanted, rtol=0, atol=0)

@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.frontends.instructions import (
+    LAID,
+    NEXT,
+    AwaitFlag,
+    BlockSlot,
+    RunFunction,
+    RunLanes,
+    RunOp,
+    SendTensor,
+)
 from dovetail.frontends.program import Call, Ref
-from dovetail.frontends.runners import LAID, NEXT, NativeRunner, PythonRunner, TensorPlace
+from dovetail.frontends.runners import NativeRunner, PythonRunner
 from dovetail.runtime import native
 from dovetail.runtime.native import build_native, has_compiler, native_runner
 from dovetail.runtime.waiting import publish
@@ -42,9 +52,7 @@ def ran(make, call, *values, slots=8, seeds=()):
     runner.seeds = list(seeds)
     for slot, value in enumerate(values):
         runner.set(slot, value)
-    stream = runner.stream()
-    stream.call(call, tag=7, seed=0 if seeds else -1)
-    assert runner.run(stream)
+    assert runner.run(runner.stream([RunOp(7, (), call, 0 if seeds else -1)]))
     return [runner.get(slot) for slot in range(slots)]
 
 
@@ -108,13 +116,14 @@ def test_a_call_that_draws_draws_by_its_seed(make, target):
 
 
 def test_an_entry_is_empty_after_its_last_use_and_reads_as_none(make):
-    runner, stream = make(3), None
-    stream = runner.stream()
+    runner = make(3)
     runner.set(0, A.clone())
-    stream.call(Call(aten.neg.default, (Ref(0),), {}, (1,)), tag=0, frees=[0])
     given = []
-    stream.function(lambda *values: given.extend(values), [0, 1], [], tag=1, frees=[1])
-    runner.run(stream)
+    instructions = [
+        RunOp(0, (0,), Call(aten.neg.default, (Ref(0),), {}, (1,))),
+        RunFunction(1, lambda *values: given.extend(values), (0, 1), frees=(1,)),
+    ]
+    runner.run(runner.stream(instructions))
     assert given[0] is None and torch.equal(given[1], -A)
     assert runner.get(0) is None and runner.get(1) is None
     runner.set(2, A)
@@ -124,8 +133,7 @@ def test_an_entry_is_empty_after_its_last_use_and_reads_as_none(make):
 
 def test_lists_are_filled_anew_by_each_run(make):
     runner = make(3)
-    stream = runner.stream()
-    stream.call(Call(aten.cat.default, ([Ref(0), Ref(1)],), {}, (2,)), tag=0)
+    stream = runner.stream([RunOp(0, (), Call(aten.cat.default, ([Ref(0), Ref(1)],), {}, (2,)))])
     for first in (A, B):
         runner.set(0, first)
         runner.set(1, A)
@@ -138,8 +146,8 @@ def test_an_error_is_told_with_the_tag_of_its_instruction(make):
     stream = runner.stream()
     runner.set(0, A)
     runner.set(1, torch.ones(4, 4))
-    stream.call(Call(aten.neg.default, (Ref(0),), {}, (2,)), tag=4)
-    stream.call(Call(aten.mm.default, (Ref(0), Ref(1)), {}, (3,)), tag=5)
+    stream.add(RunOp(4, (), Call(aten.neg.default, (Ref(0),), {}, (2,))))
+    stream.add(RunOp(5, (), Call(aten.mm.default, (Ref(0), Ref(1)), {}, (3,))))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         runner.run(stream)
     assert runner.failed == 5
@@ -153,9 +161,7 @@ def test_an_error_of_a_python_function_arrives_as_it_was_raised(make):
         raise KeyError("mine")
 
     runner = make(1)
-    inner, outer = runner.stream(), runner.stream()
-    inner.function(fail, [], [], tag=8)
-    outer.fork([inner], tag=2)
+    outer = runner.stream([RunLanes(((RunFunction(8, fail),),))])
     with pytest.raises(KeyError, match="mine"):
         runner.run(outer)
     assert runner.failed == 8
@@ -172,15 +178,14 @@ def test_a_tensor_that_is_sent_arrives_with_its_address_in_a_cache_line(make, sh
     elements = 0 if 0 in shape else 1 + spans
     block = np.zeros(4 * elements + 256, dtype=np.uint8)
     start = -int(block.ctypes.data) % 64
-    place = TensorPlace(int(block.ctypes.data) + start, 4 * elements, shape, strides, "float32")
+    place = BlockSlot(int(block.ctypes.data) + start, 4 * elements, shape, strides, "float32")
     given = np.zeros(4 * elements + 256, dtype=np.uint8)
     offset = -int(given.ctypes.data) % 64 + skew
     flat = torch.from_numpy(given[offset : offset + 4 * elements]).view(torch.float32)
     value = flat.copy_(torch.arange(elements)).as_strided(shape, strides)
     sender, receiver = make(1), make(1)
-    sending, receiving = sender.stream(), receiver.stream()
-    sending.send(flag, 0, place, tag=0, frees=[0])
-    receiving.receive(flag, 0, place, tag=0)
+    sending = sender.stream([SendTensor(0, 0, 1, flag, place, (0,))])
+    receiving = receiver.stream([AwaitFlag(0, 0, flag, place)])
     for step in (1, 2):
         sender.set(0, value)
         assert sender.run(sending, now=NEXT * step, abort=abort)
@@ -210,11 +215,10 @@ def test_a_tensor_that_is_sent_arrives_as_it_lies(make, value, strides, other):
     block = np.zeros(512, dtype=np.uint8)
     start = -int(block.ctypes.data) % 64
     shape, size = tuple(value.shape), 4 * (16 if strides == (0, 1) else value.numel())
-    place = TensorPlace(int(block.ctypes.data) + start, size, shape, strides, "float32")
+    place = BlockSlot(int(block.ctypes.data) + start, size, shape, strides, "float32")
     sender, receiver = make(1), make(1)
-    sending, receiving = sender.stream(), receiver.stream()
-    sending.send(flag, 0, place, tag=0)
-    receiving.receive(flag, 0, place, tag=0)
+    sending = sender.stream([SendTensor(0, 0, 1, flag, place)])
+    receiving = receiver.stream([AwaitFlag(0, 0, flag, place)])
     expected = torch.empty_strided(shape, strides).copy_(value) if 0 not in strides else value
     for step, given in enumerate((value, expected, value) if other else (value, value), start=1):
         sender.set(0, given)
@@ -229,11 +233,9 @@ def test_a_tensor_that_is_sent_arrives_as_it_lies(make, value, strides, other):
 def test_a_tensor_that_needs_more_bytes_than_its_place_is_laid_out_by_that(make):
     _, (flag, abort) = flags(2)
     block = np.zeros(512, dtype=np.uint8)
-    place = TensorPlace(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
+    place = BlockSlot(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
     runner = make(2)
-    stream = runner.stream()
-    stream.send(flag, 0, place, tag=0)
-    stream.receive(flag, 1, place, tag=1)
+    stream = runner.stream([SendTensor(0, 0, 1, flag, place), AwaitFlag(1, 1, flag, place)])
     runner.set(0, torch.arange(20.0).reshape(2, 10)[:, :3])
     assert runner.run(stream, now=NEXT, abort=abort)
     assert torch.equal(runner.get(1), runner.get(0))
@@ -243,10 +245,9 @@ def test_a_tensor_that_needs_more_bytes_than_its_place_is_laid_out_by_that(make)
 def test_a_negated_view_is_sent_by_its_values(make):
     _, (flag, abort) = flags(2)
     block = np.zeros(256, dtype=np.uint8)
-    place = TensorPlace(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
+    place = BlockSlot(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
     runner = make(1)
-    stream = runner.stream()
-    stream.send(flag, 0, place, tag=0)
+    stream = runner.stream([SendTensor(0, 0, 1, flag, place)])
     runner.set(0, torch._neg_view(A))
     assert runner.run(stream, now=NEXT, abort=abort)
     assert torch.equal(place.tensor((runner.get(0).data_ptr()) % 64), -A)
@@ -255,10 +256,9 @@ def test_a_negated_view_is_sent_by_its_values(make):
 def test_a_value_of_another_dtype_is_converted_when_it_is_sent(make):
     _, (flag, abort) = flags(2)
     block = np.zeros(256, dtype=np.uint8)
-    place = TensorPlace(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
+    place = BlockSlot(int(block.ctypes.data) + 64, 24, (2, 3), (3, 1), "float32")
     runner = make(1)
-    stream = runner.stream()
-    stream.send(flag, 0, place, tag=0)
+    stream = runner.stream([SendTensor(0, 0, 1, flag, place)])
     runner.set(0, A.double())
     assert runner.run(stream, now=NEXT, abort=abort)
     assert torch.equal(place.tensor(runner.get(0).data_ptr() % 64), A)
@@ -267,8 +267,7 @@ def test_a_value_of_another_dtype_is_converted_when_it_is_sent(make):
 def test_a_wait_ends_when_its_flag_is_set_or_the_abort_flag_is(make):
     memory, (flag, abort) = flags(2)
     runner = make(1)
-    stream = runner.stream()
-    stream.wait(flag, tag=3)
+    stream = runner.stream([AwaitFlag(3, flag=flag)])
     timer = threading.Timer(0.05, publish, (flag, 5))
     timer.start()
     assert runner.run(stream, now=5, abort=abort)
@@ -283,7 +282,7 @@ def test_stamps_and_progress_say_what_ran_when(make):
     stream = runner.stream()
     runner.set(0, A)
     for tag in range(3):
-        stream.call(Call(aten.neg.default, (Ref(0),), {}, (1,)), tag=tag)
+        stream.add(RunOp(tag, (), Call(aten.neg.default, (Ref(0),), {}, (1,))))
     stamps, progress = np.zeros((3, 2), dtype=np.int64), np.array([5])
     runner.run(stream, stamps=int(stamps.ctypes.data), progress=int(progress.ctypes.data))
     assert progress[0] == -1
@@ -294,13 +293,10 @@ def test_streams_hand_values_over_by_flags_in_every_pass(make):
     """Stream 0 doubles, stream 1 adds one to what it got, and so on in turns."""
     _, (there, back) = flags(2)
     runner = make(3)
-    first, second = runner.stream(), runner.stream()
-    first.call(Call(aten.mul.Tensor, (Ref(0), 2), {}, (1,)), tag=0)
-    first.publish(there, tag=0)
-    first.wait(back, tag=1)
-    second.wait(there, tag=2)
-    second.call(Call(aten.add.Tensor, (Ref(1), 1), {}, (0,)), tag=3)
-    second.publish(back, tag=3)
+    doubled = RunOp(0, (), Call(aten.mul.Tensor, (Ref(0), 2), {}, (1,)))
+    added = RunOp(3, (), Call(aten.add.Tensor, (Ref(1), 1), {}, (0,)))
+    first = runner.stream([doubled, SendTensor(flag=there), AwaitFlag(flag=back)])
+    second = runner.stream([AwaitFlag(flag=there), added, SendTensor(flag=back)])
     runner.set(0, torch.zeros(3, dtype=torch.float64))
     runner.run_streams([first, second], first=1, passes=10)
     runner.run_streams([first, second], first=11, passes=4)
@@ -310,10 +306,9 @@ def test_streams_hand_values_over_by_flags_in_every_pass(make):
 def test_a_stream_that_fails_ends_those_that_wait_for_it(make):
     _, (never,) = flags(1)
     runner = make(2)
-    failing, waiting = runner.stream(), runner.stream()
-    failing.call(Call(aten.mm.default, (Ref(0), Ref(0)), {}, (1,)), tag=11)
-    failing.publish(never, tag=11)
-    waiting.wait(never, tag=12)
+    wrong = RunOp(11, (), Call(aten.mm.default, (Ref(0), Ref(0)), {}, (1,)))
+    failing = runner.stream([wrong, SendTensor(11, flag=never)])
+    waiting = runner.stream([AwaitFlag(12, flag=never)])
     runner.set(0, A)
     for streams in ([failing, waiting], [waiting, failing]):
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
@@ -324,17 +319,14 @@ def test_a_stream_that_fails_ends_those_that_wait_for_it(make):
 def test_ops_of_streams_run_on_one_thread_and_the_caller_keeps_its_own(make):
     seen = []
     runner = make(1)
-    streams = [runner.stream() for _ in range(3)]
-    for stream in streams:
-        stream.function(lambda: seen.append(torch.get_num_threads()), [], [], tag=0)
+    looks = RunFunction(0, lambda: seen.append(torch.get_num_threads()))
+    streams = [runner.stream([looks]) for _ in range(3)]
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         runner.run_streams(streams)
         assert (seen, torch.get_num_threads()) == ([1, 1, 1], 2)
-        forked = runner.stream()
-        forked.fork(streams[:2], tag=0)
-        runner.run(forked)
+        runner.run(runner.stream([RunLanes(((looks,), (looks,)))]))
         assert (seen[3:], torch.get_num_threads()) == ([1, 1], 2)
     finally:
         torch.set_num_threads(before)
@@ -350,7 +342,7 @@ def test_a_call_with_wrong_arguments_fails_when_it_runs(make):
     runner = make(2)
     runner.set(0, A)
     stream = runner.stream()
-    stream.call(Call(aten.mm.default, (Ref(0), "x"), {}, (1,)), tag=6)
+    stream.add(RunOp(6, (), Call(aten.mm.default, (Ref(0), "x"), {}, (1,))))
     with pytest.raises((RuntimeError, TypeError), match="mm"):
         runner.run(stream)
     assert runner.failed == 6

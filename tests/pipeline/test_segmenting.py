@@ -10,17 +10,19 @@ from torch import nn
 from dovetail.executors import compiling, run
 from dovetail.executors.compiling import Compiled, CompileTarget
 from dovetail.executors.shares import (
-    AwaitFlag,
-    RunCompiled,
-    RunOp,
-    RunUpdates,
-    SendTensor,
     compiled_stages,
     ops_of,
     share_out,
 )
 from dovetail.frontends import SGD, capture, resolve
 from dovetail.frontends.fused import FusedCall, may_be_fused
+from dovetail.frontends.instructions import (
+    AwaitFlag,
+    RunCompiled,
+    RunOp,
+    RunUpdates,
+    SendTensor,
+)
 from dovetail.frontends.optimizers import update_sgd
 from dovetail.graph import Phase
 from dovetail.graph.cells import cells_of

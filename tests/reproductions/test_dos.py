@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dovetail.errors import MachineError, UsageError
-from dovetail.executors.stages import cuda, measuring, placing, targets
+from dovetail.executors.stages import cuda, measuring, preparing, targets
 from dovetail.networks import NETWORKS as ZOO
 from dovetail.runtime import timers
 from reproductions import dos
@@ -173,7 +173,7 @@ def test_a_gpu_is_measured_by_the_same_rows(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "A fake")
-    monkeypatch.setattr(targets, "place", lambda p, given, _: placing.place(p, given, "cpu"))
+    monkeypatch.setattr(targets, "place", lambda p, given, _: preparing.place(p, given, "cpu"))
     monkeypatch.setattr(targets, "CudaNetwork", Network)
     monkeypatch.setattr(targets, "StageClock", Clock)
     settings = DosSettings(tmp_path, ("cuda:0",), (1, 2), rounds=1, sampled=2)

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from dovetail.executors.stages.cpu import CpuStep
-from dovetail.executors.stages.functions import Functions
+from dovetail.executors.stages.cpu import CpuStep, Functions
 from dovetail.executors.stages.phases import SchedulePhase
 from dovetail.executors.stages.targets import example_of
 from dovetail.schedulers.dataflow import dataflow

@@ -23,8 +23,9 @@ from dovetail.costs.messages import (
     timed_passes,
 )
 from dovetail.frontends.gpu_calls import on_gpu
+from dovetail.frontends.instructions import RunFunction, RunOp
 from dovetail.frontends.program import Call
-from dovetail.frontends.runners import Stream, add_seeded, make_runner
+from dovetail.frontends.runners import make_runner, seeded_call
 from dovetail.machine.gpu_rates import GpuTimer, matrix_rates
 from dovetail.runtime.cuda import MakeCuda
 from dovetail.runtime.setup import set_up
@@ -61,8 +62,7 @@ class MeasuredGpu:
         self.cuda.synchronize(self.device)
         alone = []
         for op, call in step.calls.items():
-            alone.append(runner.stream())
-            self._add(alone[-1], call, op, step.frees.get(op, ()))
+            alone.append(runner.stream([self._instruction(call, op, step.frees.get(op, ()))]))
 
         def run_step() -> list[float]:
             return self.timer.seconds_between(runner.run, alone)
@@ -85,11 +85,9 @@ class MeasuredGpu:
             runner = make_runner(count)
             for tensor, layout in entry.layouts.items():
                 runner.set(tensor, random_tensor(layout, entry.layouts).to(self.device))
-            stream = runner.stream()
             frees = tuple(tensor for tensor in entry.call.results if tensor >= 0)
-            self._add(stream, entry.call, 0, frees)
             runners.append(runner)
-            streams.append(stream)
+            streams.append(runner.stream([self._instruction(entry.call, 0, frees)]))
         self.cuda.synchronize(self.device)
         for index, (runner, stream) in enumerate(zip(runners, streams, strict=True)):
             try:
@@ -145,9 +143,8 @@ class MeasuredGpu:
                 found.setdefault(name, {})[size] = seconds
         return found
 
-    def _add(self, stream: Stream, call: Call, tag: int, frees: tuple[int, ...]) -> None:
+    def _instruction(self, call: Call, op: int, frees: tuple[int, ...]) -> RunOp | RunFunction:
         moved = on_gpu(call, self.device)
         if moved.random:
-            add_seeded(stream, moved, lambda: 0, self.device, tag=tag, frees=frees)
-        else:
-            stream.call(moved, tag=tag, frees=frees)
+            return seeded_call(moved, lambda: 0, self.device, op, frees)
+        return RunOp(op, frees, moved)

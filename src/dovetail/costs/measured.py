@@ -44,6 +44,7 @@ from dovetail.errors import (
 )
 from dovetail.frontends import Captured, Program
 from dovetail.frontends.checks import CHECK
+from dovetail.frontends.instructions import RunOp
 from dovetail.frontends.interpret import example_values, initial_values, last_uses
 from dovetail.frontends.program import distinct_refs
 from dovetail.frontends.runners import Runner, Stream, make_runner, runner_kind
@@ -166,8 +167,7 @@ def _bind_inputs(entry: TimedEntry) -> list[Callable[[], float]]:
         runner.seeds = [0]
         for tensor, value in hot.items():
             runner.set(tensor, value.clone() if tensor in entry.cold else value)
-        stream = runner.stream()
-        stream.call(entry.call, tag=0, frees=frees, seed=0 if entry.call.random else -1)
+        stream = runner.stream([RunOp(0, frees, entry.call, 0 if entry.call.random else -1)])
         runs.append(partial(_stamped_seconds, runner, stream))
     return runs
 
@@ -306,7 +306,7 @@ def time_step(step: TimedStep, beside: tuple[int, ...] = ()) -> OpTimes | Failed
         if call.random:
             seed = len(runner.seeds)
             runner.seeds.append(seed)
-        stream.call(call, tag=op, frees=step.frees.get(op, ()), seed=seed)
+        stream.add(RunOp(op, step.frees.get(op, ()), call, seed))
     stamps = np.zeros((len(step.calls), 2), dtype=np.int64)
 
     def stamped() -> NDArray[np.float64]:

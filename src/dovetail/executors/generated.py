@@ -2,10 +2,10 @@
 
     generated file                                runner's instructions
       call(x0, x1):
-        assert_size_stride(x0, (16, 8), (8, 1))     expect
-        buf0 = empty_strided_cpu(...)               call   aten.empty_strided
-        extern_kernels.mm(x0, x1, out=buf0)         call   aten.mm.out
-        cpp_fused_tanh_0(buf0)                      kernel, a C function of pointers
+        assert_size_stride(x0, (16, 8), (8, 1))     CheckLayout
+        buf0 = empty_strided_cpu(...)               RunOp   aten.empty_strided
+        extern_kernels.mm(x0, x1, out=buf0)         RunOp   aten.mm.out
+        cpp_fused_tanh_0(buf0)                      RunKernel, a C function of pointers
         return (buf0,)
 
 The file's `call` is run once on example tensors, and what it does is noted. It does the same for
@@ -16,7 +16,7 @@ anything else than the above, `call` itself is run from Python.
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
@@ -25,30 +25,23 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import UsageError
-from dovetail.frontends.program import Call, Ref, distinct_refs, fill_refs
+from dovetail.frontends.instructions import (
+    BoundInstruction,
+    CheckLayout,
+    RunFunction,
+    RunKernel,
+    RunLanes,
+    RunOp,
+    last_touched,
+    touched_by,
+)
+from dovetail.frontends.program import Call, Ref, fill_refs
 from dovetail.frontends.recorded_calls import CallRecorder
-from dovetail.frontends.runners import MOST_POINTERS, Runner, Stream, make_runner
+from dovetail.frontends.runners import MOST_POINTERS, Runner, make_runner
 from dovetail.runtime.torch_versions import view_operator
 
 _KERNEL = "kernel"
 """The name of the C function in each library that Inductor builds for a CPU."""
-
-
-@dataclass(frozen=True)
-class KernelCall:
-    """A call of the C function at an address on the data of some entries."""
-
-    address: int
-    entries: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """The shape and strides that an entry must have."""
-
-    entry: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +56,7 @@ class GeneratedCode:
     """
 
     call: Callable[[list[Tensor]], Sequence[Tensor]]
-    instructions: tuple[Call | KernelCall | Expectation, ...] | None = None
+    instructions: tuple[RunOp | RunKernel | CheckLayout, ...] | None = None
     outputs: tuple[int, ...] = ()
     entries: int = 0
 
@@ -82,52 +75,50 @@ class GeneratedCode:
         runner = make_runner(outputs.stop + self.temporary_count(count))
         for entry, tensor in enumerate(tensors):
             runner.set(entry, tensor)
-        stream = runner.stream()
-        self.add_to(stream, runner, range(count), outputs, first_temporary=outputs.stop, tag=0)
-        return runner, partial(runner.run, stream)
+        whole = self.instruction(range(count), outputs, first_temporary=outputs.stop, op=0)
+        return runner, partial(runner.run, runner.stream([whole]))
 
-    def add_to(
+    def instruction(
         self,
-        stream: Stream,
-        runner: Runner,
         inputs: Sequence[int],
         outputs: Sequence[int],
         *,
         first_temporary: int,
-        tag: int,
-        frees: Sequence[int] = (),
-    ) -> None:
-        """Add the code to a stream of the runner, as one instruction.
+        op: int,
+        frees: tuple[int, ...] = (),
+    ) -> RunFunction | RunLanes:
+        """The code as one instruction of a runner.
 
         inputs, outputs   the entries of the runner's table that it reads and makes
         first_temporary   the first of the `temporary_count` entries that it may use
         frees             the entries that are emptied afterwards
         """
         if self.instructions is None:
-            stream.function(self, inputs, outputs, tag=tag, frees=frees)
-            return
+            return RunFunction(op, self, tuple(inputs), tuple(outputs), frees)
         own = dict(enumerate(inputs)) | dict(zip(self.outputs, outputs, strict=True))
         for entry in range(self.entries):
             if entry not in own:
                 own[entry] = first_temporary
                 first_temporary += 1
-        last = {entry: i for i, done in enumerate(self.instructions) for entry in _touched(done)}
-        kept = {*inputs, *outputs}
         refs = {entry: Ref(slot) for entry, slot in own.items()}
-        inner = runner.stream()
-        for index, instruction in enumerate(self.instructions):
-            drops = [own[e] for e, when in last.items() if when == index and own[e] not in kept]
+        touched = [[own[e] for e in _touched(done) if e >= 0] for done in self.instructions]
+        freed = last_touched(touched, {*inputs, *outputs})
+        lane: list[BoundInstruction] = []
+        for instruction, drops in zip(self.instructions, freed, strict=True):
             match instruction:
-                case Call(target, args, kwargs, results):
-                    named = fill_refs(list(args), refs), fill_refs(kwargs, refs)
-                    made = tuple(own[entry] if entry >= 0 else -1 for entry in results)
-                    call = Call(target, tuple(named[0]), named[1], made)
-                    inner.call(call, tag=tag, frees=drops)
-                case KernelCall(address, entries):
-                    inner.kernel(address, [own[e] for e in entries], tag=tag, frees=drops)
-                case Expectation(entry, shape, strides):
-                    inner.expect(own[entry], shape, strides, tag=tag)
-        stream.fork([inner], tag=tag, frees=frees)
+                case RunOp(call=Call() as call):
+                    named = replace(
+                        call,
+                        args=tuple(fill_refs(list(call.args), refs)),
+                        kwargs=fill_refs(call.kwargs, refs),
+                        results=tuple(own[entry] if entry >= 0 else -1 for entry in call.results),
+                    )
+                    lane.append(RunOp(op, drops, named))
+                case RunKernel(address=address, takes=takes):
+                    lane.append(RunKernel(op, address, tuple(own[e] for e in takes), drops))
+                case CheckLayout(tensor=entry, shape=shape, strides=strides):
+                    lane.append(CheckLayout(op, own[entry], shape, strides))
+        return RunLanes((tuple(lane),), frees)
 
 
 def noted(module: ModuleType, examples: Sequence[Tensor]) -> GeneratedCode:
@@ -150,7 +141,7 @@ def noted(module: ModuleType, examples: Sequence[Tensor]) -> GeneratedCode:
     # A constant of the code, or an output that is an argument or stands twice.
     if recorder.constants or len(distinct) < len(outputs):
         return GeneratedCode(call, outputs=tuple(range(len(outputs))))
-    done = tuple(recorder.calls)
+    done = tuple(RunOp(0, call=c) if isinstance(c, Call) else c for c in recorder.calls)
     return GeneratedCode(call, done, tuple(e for e in outputs if e is not None), recorder.entries)
 
 
@@ -169,7 +160,7 @@ def _noting(module: ModuleType, recorder: CallRecorder) -> Iterator[None]:
         return entry
 
     def expect(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *_: Any) -> None:
-        recorder.calls.append(Expectation(entry_of(tensor), tuple(shape), tuple(strides)))
+        recorder.calls.append(CheckLayout(0, entry_of(tensor), tuple(shape), tuple(strides)))
 
     def make(
         own: Callable[..., Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
@@ -208,7 +199,7 @@ def _noting(module: ModuleType, recorder: CallRecorder) -> Iterator[None]:
         except (OSError, AttributeError) as error:
             raise _Unknown from error
         address = int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-        recorder.calls.append(KernelCall(address, entries))
+        recorder.calls.append(RunKernel(0, address, entries))
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _Unknown
@@ -233,12 +224,13 @@ def _noting(module: ModuleType, recorder: CallRecorder) -> Iterator[None]:
         names.update(before)
 
 
-def _touched(instruction: Call | KernelCall | Expectation) -> list[int]:
+def _touched(instruction: RunOp | RunKernel | CheckLayout) -> list[int]:
     """The entries that an instruction reads or makes."""
     match instruction:
-        case Call(_, args, kwargs, results):
-            return [*distinct_refs((args, kwargs)), *(entry for entry in results if entry >= 0)]
-        case KernelCall(_, entries):
-            return list(entries)
-        case Expectation(entry):
+        case RunKernel(takes=takes):
+            return list(takes)
+        case CheckLayout(tensor=entry):
             return [entry]
+        case RunOp(call=call):
+            assert call is not None, "it is bound"
+            return touched_by(call)

@@ -44,19 +44,23 @@ from dovetail.errors import PeerLostError, UsageError
 from dovetail.executors.gpus.peers import PeerPair
 from dovetail.executors.rank_checkpoints import RankCheckpoints
 from dovetail.executors.shares import (
-    AwaitFlag,
-    BlockSlot,
-    SendTensor,
     Share,
     Shares,
-    ops_of,
     share_out,
     strides_at,
 )
 from dovetail.executors.timelines import progress_of
 from dovetail.executors.workers import Workers
+from dovetail.frontends.instructions import (
+    NEXT,
+    SKEW,
+    AwaitFlag,
+    BlockSlot,
+    SendTensor,
+    ops_of,
+    strides_offset,
+)
 from dovetail.frontends.program import Captured
-from dovetail.frontends.runners import NEXT, SKEW, strides_offset
 from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.machine.gpus import card_of

@@ -41,9 +41,6 @@ from dovetail.executors.gpus.worker import LoadGpus
 from dovetail.executors.hosts import Bridge, HostPart
 from dovetail.executors.loaded import LoadedStep, StateName
 from dovetail.executors.shares import (
-    AwaitFlag,
-    BlockSlot,
-    SendTensor,
     Share,
     most_bytes,
     share_out,
@@ -52,6 +49,11 @@ from dovetail.executors.shares import (
 from dovetail.executors.timelines import progress_of, timeline_of
 from dovetail.executors.worker import Failed, Load
 from dovetail.executors.workers import DeviceWorker, Workers
+from dovetail.frontends.instructions import (
+    AwaitFlag,
+    BlockSlot,
+    SendTensor,
+)
 from dovetail.frontends.interpret import held_values, source_value
 from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.runners import distinct

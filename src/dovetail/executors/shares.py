@@ -1,9 +1,10 @@
-"""Cuts a plan into shares: the flat list of instructions that each device's process runs per step.
+"""Cuts a plan into shares: the flat list of instructions that each device's process runs per step
+(`frontends.instructions`).
 
-    device 0                          device 1
-    Run a                             Await x      flag of (x, device 1) ≥ this step
-    Send x -> 1   ── slot of x ──►    Run b        reads the slot itself, nothing is copied again
-    Run c         ◄── flag only ──    Send -> 0    a control edge
+    device 0                              device 1
+    RunOp a                               AwaitFlag x       flag of (x, device 1) ≥ this step
+    SendTensor x -> 1  ── slot of x ──►   RunOp b           reads the slot itself, with no copy
+    RunOp c            ◄── flag only ──   SendTensor -> 0   a control edge
 
 Sources that live on one device and are read on others are sent as the step begins. Every (tensor,
 destination) has its own flag and slot, so nothing waits for a slot to become free. The barrier at
@@ -13,8 +14,8 @@ copies all lie in the block at once, where the simulator frees each after its la
 A stage waits for all that it needs from other devices, runs, and then sends. A device of several
 cores runs the groups of a stage at the same time:
 
-    Await x, Await y ── RunLanes ┬ a, b ┬── Send a, Send c
-                                 └ c    ┘
+    AwaitFlag x, y ── RunLanes ┬ a, b ┬── SendTensor a, c
+                               └ c    ┘
 
 All GPUs have one process (`executors.gpus`). Between two of them nothing goes through the block. A
 source that lives on a CPU is read from the block by the GPU itself, so no CPU sends it.
@@ -36,14 +37,27 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from dovetail.frontends.fused import FusedCall
+from dovetail.frontends.instructions import (
+    INT64_BYTES,
+    LAID,
+    SKEW,
+    AwaitFlag,
+    BlockSlot,
+    Instruction,
+    ReadSource,
+    RunCompiled,
+    RunLanes,
+    RunOp,
+    RunUpdates,
+    SendTensor,
+    ops_of,
+    strides_offset,
+)
 from dovetail.frontends.program import Program
-from dovetail.frontends.runners import LAID, SKEW, strides_offset
 from dovetail.graph import EVERYWHERE, Graph, Phase
 from dovetail.plans import Plan, Stages, needs_of, normalise, stages_of
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 
-INT64_BYTES = 8
-"""Bytes of a flag or a time stamp."""
 LINE_BYTES = ALIGNMENT_BYTES
 """Bytes of a cache line. Each device's flag of the barrier has a line of its own."""
 
@@ -53,130 +67,6 @@ GPU_LANES = 8
 (`executors.stages.cuda`)."""
 NOT_IN_BLOCK = -1
 """The offset of the slot of a tensor that goes from one GPU to another."""
-
-
-@dataclass(frozen=True)
-class BlockSlot:
-    """The place of a tensor in the block: `bytes` bytes from `offset` on.
-
-    `bytes` includes the gaps that the tensor's strides leave.
-    """
-
-    offset: int
-    bytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of the place of a tensor that is sent: it may start within a cache line, and
-        its strides may stand behind it."""
-        return strides_offset(self.bytes) + INT64_BYTES * len(self.shape)
-
-
-@dataclass(frozen=True)
-class RunOp:
-    """Call the op, and then forget the tensors `frees`."""
-
-    op: int
-    frees: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class RunUpdates:
-    """Run updates by one call of their fused kernel, and then forget `frees`."""
-
-    ops: tuple[int, ...]
-    frees: tuple[int, ...] = ()
-
-    @property
-    def op(self) -> int:
-        """The first op. If the process dies here, the error names this op."""
-        return self.ops[0]
-
-
-@dataclass(frozen=True)
-class RunLanes:
-    """Run all lanes at the same time, the ops of each in order, and then forget `frees`.
-
-    lanes   no lane is empty, and no lane needs what another one makes
-    """
-
-    lanes: tuple[tuple[int, ...], ...]
-    frees: tuple[int, ...] = ()
-
-    @property
-    def op(self) -> int:
-        """The first op. If the process dies here, the error names this op."""
-        return self.lanes[0][0]
-
-
-@dataclass(frozen=True)
-class RunCompiled:
-    """Run ops as one piece of compiled code, or one by one where there is none, and then forget
-    `frees`.
-
-    key, threads      name the code: `executors.compiling`. On a GPU its own name does
-    inputs, outputs   the tensors that it takes and returns
-    """
-
-    ops: tuple[int, ...]
-    key: str
-    threads: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    frees: tuple[int, ...] = ()
-
-    @property
-    def op(self) -> int:
-        """The first op. If the process dies here, the error names this op."""
-        return self.ops[0]
-
-
-@dataclass(frozen=True)
-class SendTensor:
-    """Copy `tensor` to its slot for `destination`, publish the flag, and then forget `frees`.
-
-    op       the op that made the tensor
-    tensor   -1 stands for a control edge: only the flag is published, because `op` has ended
-    """
-
-    op: int
-    tensor: int
-    destination: int
-    flag: int
-    slot: BlockSlot | None
-    frees: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class AwaitFlag:
-    """Wait for the flag before `op` runs. Once it is published, `tensor` is in `slot`.
-
-    For a control edge `tensor` is -1 and `slot` is None. `source` is the device that sends.
-    """
-
-    op: int
-    tensor: int
-    flag: int
-    slot: BlockSlot | None
-    source: int
-
-
-@dataclass(frozen=True)
-class ReadSource:
-    """Copy a source that lives on a CPU, the device `source`, from its slot to a GPU, before `op`
-    runs there. `producer` is its source op."""
-
-    op: int
-    tensor: int
-    slot: BlockSlot
-    source: int
-    producer: int
-
-
-Instruction = RunOp | RunUpdates | RunLanes | RunCompiled | SendTensor | AwaitFlag | ReadSource
 
 
 @dataclass(frozen=True)
@@ -473,7 +363,7 @@ class _InstructionBuilder:
             seconds = self.plan.compute_seconds[:, device]
             lanes = lanes_of(stage, self.groups, seconds, lanes_at_most)
             if len(lanes) > 1:
-                return [RunLanes(lanes)]
+                return [RunLanes(tuple(tuple(map(RunOp, lane)) for lane in lanes))]
         return [RunOp(op) for op in stage]
 
     def sends(self, op: int) -> list[Instruction]:
@@ -529,18 +419,6 @@ def compiled_stages(plan: Plan) -> set[tuple[int, tuple[int, ...]]]:
         for stage in (schedule.stages if schedule is not None else ())
         if stage.compiled
     }
-
-
-def ops_of(instruction: Instruction) -> tuple[int, ...]:
-    """The ops that the instruction calls."""
-    match instruction:
-        case RunOp(op=op):
-            return (op,)
-        case RunLanes(lanes=lanes):
-            return tuple(chain.from_iterable(lanes))
-        case RunCompiled(ops=ops) | RunUpdates(ops=ops):
-            return ops
-    return ()
 
 
 def most_bytes(share: Share, graph: Graph, program: Program) -> int:

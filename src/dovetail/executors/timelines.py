@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from dovetail.executors.shares import ReadSource, SendTensor, Share, ops_of
+from dovetail.executors.shares import Share
+from dovetail.frontends.instructions import ReadSource, SendTensor, ops_of
 from dovetail.machine import Machine
 from dovetail.runtime.shared import Block
 from dovetail.timeline import Timeline

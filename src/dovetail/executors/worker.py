@@ -13,7 +13,6 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,21 +20,27 @@ import torch
 
 from dovetail.executors.compiling import CompileTarget, load_code
 from dovetail.executors.generated import GeneratedCode
-from dovetail.executors.shares import (
+from dovetail.executors.shares import Share, tensor_at
+from dovetail.frontends.fused_updates import fused_updates
+from dovetail.frontends.instructions import (
+    NEXT,
     AwaitFlag,
-    BlockSlot,
+    BoundInstruction,
+    CheckLayout,
+    Instruction,
+    ReadSource,
     RunCompiled,
+    RunFunction,
+    RunKernel,
     RunLanes,
     RunOp,
     RunUpdates,
     SendTensor,
-    Share,
-    tensor_at,
+    in_block_at,
 )
-from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
-from dovetail.frontends.runners import NEXT, Stream, TensorPlace, distinct, make_runner
+from dovetail.frontends.runners import distinct, make_runner
 from dovetail.runtime.neighbours import Spinning
 from dovetail.runtime.setup import float32_by_default, set_up, set_up_thread
 from dovetail.runtime.shared import Block
@@ -167,36 +172,7 @@ class _Loaded:
         self.drawing: list[int] = []
         for tensor, slot in load.share.sources:
             self.runner.set(tensor, tensor_at(block, slot))
-        self.stream = self.runner.stream()
-        stream = self.stream
-        for instruction in load.share.instructions:
-            match instruction:
-                case RunOp(op=op, frees=frees):
-                    stream.call(calls[op], tag=op, frees=frees, seed=self._seed_place(op, calls))
-                case RunUpdates(ops=ops, frees=frees):
-                    stream.call(fused_updates([calls[op] for op in ops]), tag=ops[0], frees=frees)
-                case RunLanes(lanes=lanes, frees=frees):
-                    streams = [self._stream_of(ops, calls) for ops in lanes]
-                    stream.fork(streams, tag=instruction.op, frees=frees)
-                case RunCompiled(ops=ops, inputs=inputs, outputs=outputs, frees=frees) as segment:
-                    code = self._code(segment.key, segment.threads)
-                    if code is not None:
-                        code.add_to(
-                            stream, self.runner, inputs, outputs, first_temporary=self.tensors,
-                            tag=segment.op, frees=frees,
-                        )  # fmt: skip
-                    else:
-                        stream.fork([self._stream_of(ops, calls)], tag=segment.op, frees=frees)
-                case SendTensor(slot=None) as send:
-                    stream.publish(self.base + send.flag, tag=send.op)
-                case SendTensor(slot=BlockSlot() as slot) as send:
-                    flag, place = self.base + send.flag, self._place_of(slot)
-                    stream.send(flag, send.tensor, place, tag=send.op, frees=send.frees)
-                case AwaitFlag(slot=None) as waiting:
-                    stream.wait(self.base + waiting.flag, tag=waiting.op)
-                case AwaitFlag(slot=BlockSlot() as slot) as waiting:
-                    flag, place = self.base + waiting.flag, self._place_of(slot)
-                    stream.receive(flag, waiting.tensor, place, tag=waiting.op)
+        self.stream = self.runner.stream(self._bound(i, calls) for i in load.share.instructions)
         self.outputs = tuple((t, s, tensor_at(block, s)) for t, s in load.share.outputs)
         lasting = {tensor for tensor, _ in load.share.sources}
         self.kept = [t for t, _ in load.share.outputs if t not in lasting]
@@ -246,23 +222,37 @@ class _Loaded:
         if reached == ABORTED:
             raise Aborted
 
-    def _stream_of(self, ops: Sequence[int], calls: dict[int, Call]) -> Stream:
-        """A stream of these ops' calls."""
-        stream = self.runner.stream()
-        for op in ops:
-            stream.call(calls[op], tag=op, seed=self._seed_place(op, calls))
-        return stream
-
-    def _seed_place(self, op: int, calls: dict[int, Call]) -> int:
-        """The place of the op's seed among the runner's; -1 for one that draws no numbers."""
-        if not calls[op].random:
-            return -1
-        self.drawing.append(calls[op].seed_index(op))
-        return len(self.drawing) - 1
-
-    def _place_of(self, slot: BlockSlot) -> TensorPlace:
-        address = self.base + slot.offset
-        return TensorPlace(address, slot.bytes, slot.shape, slot.strides, slot.dtype)
+    def _bound(
+        self, instruction: Instruction | BoundInstruction, calls: dict[int, Call]
+    ) -> BoundInstruction:
+        """The instruction with its calls, its code and its addresses, as the runner takes it."""
+        match instruction:
+            case RunOp(op=op, frees=frees):
+                call, seed = calls[op], -1
+                if call.random:
+                    seed = len(self.drawing)
+                    self.drawing.append(call.seed_index(op))
+                return RunOp(op, frees, call, seed)
+            case RunUpdates(ops=ops, frees=frees):
+                return RunOp(ops[0], frees, fused_updates([calls[op] for op in ops]))
+            case RunLanes(lanes=lanes, frees=frees):
+                bound = tuple(tuple(self._bound(each, calls) for each in lane) for lane in lanes)
+                return RunLanes(bound, frees)
+            case RunCompiled(ops=ops, frees=frees):
+                code = self._code(instruction.key, instruction.threads)
+                if code is None:
+                    one_by_one = tuple(self._bound(RunOp(op), calls) for op in ops)
+                    return RunLanes((one_by_one,), frees)
+                return code.instruction(
+                    instruction.inputs, instruction.outputs,
+                    first_temporary=self.tensors, op=ops[0], frees=frees,
+                )  # fmt: skip
+            case SendTensor() | AwaitFlag():
+                return in_block_at(self.base, instruction)
+            case ReadSource():
+                raise AssertionError("a CPU reads sources in place")
+            case RunFunction() | RunKernel() | CheckLayout():
+                return instruction
 
     def _code(self, key: str, threads: int) -> GeneratedCode | None:
         """Compiled code, which stages with one key share."""

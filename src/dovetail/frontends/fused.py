@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from dovetail.frontends.fused_updates import fused_updates, has_fused_kernel
 from dovetail.frontends.gpu_calls import on_gpu
+from dovetail.frontends.instructions import RunOp, last_touched, touched_by
 from dovetail.frontends.interpret import run_call
 from dovetail.frontends.program import Call, Program, Ref, distinct_refs, fill_refs
 from dovetail.frontends.runners import make_runner
@@ -133,20 +134,12 @@ class FusedCall:
     def bound(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
         """Return a function that runs the calls on these tensors as a device does, by a runner,
         which drops each result after its last use."""
-        last_use = {number: -1 for call in self.calls for number in call.results if number >= 0}
-        for index, call in enumerate(self.calls):
-            last_use |= {
-                number: index
-                for number in (*distinct_refs((call.args, call.kwargs)), *call.results)
-                if number in last_use
-            }
-        runner = make_runner(len(self.metas) + len(last_use))
+        frees = last_touched(list(map(touched_by, self.calls)), range(len(self.metas)))
+        runner = make_runner(len(self.metas) + sum(map(len, frees)))
         for number, tensor in enumerate(tensors):
             runner.set(number, tensor)
-        stream = runner.stream()
-        for index, call in enumerate(self.calls):
-            frees = [number for number, last in last_use.items() if last == index]
-            stream.call(call, tag=index, frees=frees)
+        calls = enumerate(zip(self.calls, frees, strict=True))
+        stream = runner.stream(RunOp(index, drops, call) for index, (call, drops) in calls)
         return partial(runner.run, stream)
 
     def with_fused_updates(self) -> "FusedCall":

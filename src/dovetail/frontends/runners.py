@@ -16,9 +16,10 @@ another stream wrote waits for its flag first. A flag is the address of an int64
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -27,91 +28,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.frontends.interpret import (
-    Bound,
-    Cells,
-    bind,
-    call_results,
+from dovetail.frontends.instructions import (
+    LAID,
+    NEXT,
+    SKEW,
+    AwaitFlag,
+    BlockSlot,
+    BoundInstruction,
+    CheckLayout,
+    RunFunction,
+    RunKernel,
+    RunLanes,
+    RunOp,
+    SendTensor,
+    int64s_at,
+    strides_offset,
 )
+from dovetail.frontends.interpret import Bound, Cells, bind, call_results
 from dovetail.frontends.program import Call, distinct_refs, fill_refs
 from dovetail.runtime.native import native_runner
 from dovetail.runtime.setup import set_up_thread
 from dovetail.runtime.torch_versions import OpOverload
 from dovetail.runtime.waiting import ABORTED, publish, publish_copy, wait
 
-SKEW, LAID, NEXT = 63, 64, 128
-"""A flag's value is `now`, a multiple of `NEXT`, plus the mark of the tensor that was sent, so that
-it still grows from run to run. A kernel may round otherwise by where its inputs are and how they
-lie, so that a copy keeps both.
-
-SKEW    the bits of a mark that hold the tensor's address modulo a cache line
-LAID    set in the mark of a tensor whose strides are not its place's; they stand behind it
-"""
 MOST_POINTERS = 64
 """A C function that a stream calls takes at most so many pointers."""
 PLAIN_BYTES = 2**17
 """Up to this size a plain copy of adjacent bytes is quicker than torch's. Above it, torch's copy
 wins, because it uses several threads."""
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Where a tensor lies in memory that another process reads or writes.
-
-    address   of its first byte, at skew 0
-    bytes     from there on, gaps that its strides leave included
-    strides   those that were captured. A tensor that is sent may have others, if it needs no more
-              bytes; they stand behind it then
-    """
-
-    address: int
-    bytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-
-    @property
-    def is_contiguous(self) -> bool:
-        """True if the tensor's elements lie one after another."""
-        wanted = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != wanted:
-                return False
-            wanted *= size
-        return True
-
-    @property
-    def laid(self) -> Any:
-        """[dimensions] the strides of a tensor that is laid out otherwise, in the same memory."""
-        return _int64s(self.address + strides_offset(self.bytes), len(self.shape))
-
-    def tensor(self, mark: int = 0) -> Tensor:
-        """The tensor of this mark.
-
-        Each has a torch storage of its own, because some ops address the storage from its start.
-        """
-        strides = tuple(self.laid) if mark & LAID else self.strides
-        if not self.bytes:
-            return torch.empty_strided(self.shape, strides, dtype=getattr(torch, self.dtype))
-        memory = (ctypes.c_uint8 * self.bytes).from_address(self.address + (mark & SKEW))
-        flat = torch.from_numpy(np.ctypeslib.as_array(memory)).view(getattr(torch, self.dtype))
-        return flat.as_strided(self.shape, strides)
-
-    def takes(self, value: Tensor) -> bool:
-        """True if the value can be copied here as it lies: in as many bytes, and with the same
-        elements at one place."""
-        sides = list(zip(value.shape, value.stride(), self.strides, strict=True))
-        elements = 1 + sum((size - 1) * own for size, own, _ in sides)
-        return (
-            value.numel() > 0
-            and elements * value.element_size() <= self.bytes
-            and all(size == 1 or (own == 0) == (given == 0) for size, own, given in sides)
-        )
-
-
-def strides_offset(size_bytes: int) -> int:
-    """How far behind its beginning a place of so many bytes has its tensor's strides."""
-    return -(-size_bytes // 8) * 8 + SKEW + 1
 
 
 # ---- In C++ ----
@@ -141,9 +85,9 @@ class NativeRunner:
         """The tag of the instruction that raised in the last run; -1: none did."""
         return int(self._runner.failed)
 
-    def stream(self) -> "NativeStream":
-        """A new stream without instructions."""
-        return NativeStream(self)
+    def stream(self, instructions: Iterable[BoundInstruction] = ()) -> "NativeStream":
+        """A stream of these instructions, which run one after another."""
+        return NativeStream(self, instructions)
 
     def run(
         self,
@@ -175,97 +119,62 @@ class NativeRunner:
 
 
 class NativeStream:
-    """Instructions of a native runner that run one after another.
+    """Instructions of a native runner that run one after another."""
 
-    tag     what the caller calls an instruction: `failed` of the runner after an error
-    frees   entries of the table that are emptied after the instruction
-    """
-
-    def __init__(self, runner: NativeRunner) -> None:
+    def __init__(self, runner: NativeRunner, instructions: Iterable[BoundInstruction] = ()) -> None:
         self._runner = runner
         self.inner = runner.module.Stream()
+        for instruction in instructions:
+            self.add(instruction)
 
-    def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
-        """Run a call; its `Ref`s and results are entries of the table. `seed` is the place among
-        the runner's seeds of one that draws numbers."""
-        # A call that cannot be told to C++ is made from Python, where it works or fails as always.
-        with suppress(RuntimeError, TypeError):
-            if isinstance(call.target, OpOverload):
-                schema, refs = call.target._schema, distinct_refs((call.args, call.kwargs))
-                values = {tensor: self._runner.stands_for[tensor] for tensor in refs}
-                self.inner.add_call(
-                    tag, schema.name, schema.overload_name,
-                    tuple(fill_refs(list(call.args), values)), fill_refs(call.kwargs, values),
-                    [(value, tensor) for tensor, value in values.items()],
-                    list(call.results), list(frees), seed, call.in_grad_mode,
-                )  # fmt: skip
-                return
-        run, takes = _as_function(call)
-        self.inner.add_python(tag, run, takes, list(call.results), list(frees), seed)
+    def add(self, instruction: BoundInstruction) -> None:
+        """Add an instruction behind the others. It is told to C++ field by field."""
+        inner, op = self.inner, instruction.op
+        match instruction:
+            case RunOp(frees=frees, call=call, seed=seed):
+                assert call is not None, "it is bound"
+                # A call that cannot be told to C++ is made from Python, where it works or fails as
+                # always.
+                with suppress(RuntimeError, TypeError):
+                    if isinstance(call.target, OpOverload):
+                        schema, refs = call.target._schema, distinct_refs((call.args, call.kwargs))
+                        values = {tensor: self._runner.stands_for[tensor] for tensor in refs}
+                        inner.add_call(
+                            op, schema.name, schema.overload_name,
+                            tuple(fill_refs(list(call.args), values)),
+                            fill_refs(call.kwargs, values),
+                            [(value, tensor) for tensor, value in values.items()],
+                            list(call.results), list(frees), seed, call.in_grad_mode,
+                        )  # fmt: skip
+                        return
+                run, takes = _as_function(call)
+                inner.add_python(op, run, takes, list(call.results), list(frees), seed)
+            case RunFunction(run=run, takes=takes, results=results, frees=frees):
+                inner.add_python(op, run, list(takes), list(results), list(frees), -1)
+            case RunKernel(address=address, takes=takes, frees=frees):
+                inner.add_kernel(op, address, list(takes), list(frees))
+            case CheckLayout(tensor=tensor, shape=shape, strides=strides):
+                inner.add_check(op, tensor, list(shape), list(strides))
+            case RunLanes(lanes=lanes, frees=frees):
+                streams = [NativeStream(self._runner, lane).inner for lane in lanes]
+                inner.add_lanes(op, streams, list(frees))
+            case SendTensor(tensor=tensor, flag=flag, slot=slot, frees=frees):
+                plain = slot is not None and slot.bytes <= PLAIN_BYTES and slot.is_contiguous
+                inner.add_send(op, flag, tensor, self._view(slot), plain, list(frees))
+            case AwaitFlag(tensor=tensor, flag=flag, slot=slot):
+                inner.add_wait(op, flag, tensor, self._view(slot))
 
-    def function(
-        self,
-        run: Callable[..., Any],
-        takes: Sequence[int],
-        results: Sequence[int],
-        *,
-        tag: int,
-        frees: Sequence[int] = (),
-    ) -> None:
-        """Run a Python function of the entries `takes`, and store the tensors that it returns.
-
-        It must not refer to what holds the runner: garbage collection does not see through C++.
-        """
-        self.inner.add_python(tag, run, list(takes), list(results), list(frees), -1)
-
-    def kernel(
-        self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
-    ) -> None:
-        """Call the C function at an address with pointers to the data of the entries `takes`, at
-        most `MOST_POINTERS`. It writes its results there as well."""
-        self.inner.add_kernel(tag, address, list(takes), list(frees))
-
-    def expect(self, slot: int, shape: Sequence[int], strides: Sequence[int], *, tag: int) -> None:
-        """Raise `RuntimeError` unless the value of an entry has this shape and these strides.
-        Where a dimension has one element its stride does not count."""
-        self.inner.add_expect(tag, slot, list(shape), list(strides))
-
-    def wait(self, flag: int, *, tag: int) -> None:
-        """Wait until the flag is at least `now`."""
-        self.inner.add_wait(tag, flag)
-
-    def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
-        """Wait for the flag, and make the tensor at `place` the value of an entry."""
-        dtype = getattr(torch, place.dtype)
-        self.inner.add_receive(
-            tag, flag, slot, place.address, place.address + strides_offset(place.bytes),
-            list(place.shape), list(place.strides), dtype,
-        )  # fmt: skip
-
-    def publish(self, flag: int, *, tag: int) -> None:
-        """Set the flag to `now`."""
-        self.inner.add_publish(tag, flag)
-
-    def send(
-        self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
-    ) -> None:
-        """Copy the value of an entry to `place`, and set the flag to `now` plus its mark."""
-        plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
-        self.inner.add_send(
-            tag, flag, slot, place.address, place.address + strides_offset(place.bytes),
-            list(place.shape), list(place.strides), getattr(torch, place.dtype), place.bytes, plain,
-            list(frees),
-        )  # fmt: skip
-
-    def fork(self, streams: Sequence[Any], *, tag: int, frees: Sequence[int] = ()) -> None:
-        """Run streams of the same runner at the same time, each op on one thread, and wait for all.
-        A single one runs as if its instructions stood here."""
-        self.inner.add_fork(tag, [stream.inner for stream in streams], list(frees))
+    def _view(self, slot: BlockSlot | None) -> Any:
+        """What C++ calls the memory of a slot; None where nothing but a flag is handed over."""
+        if slot is None:
+            return None
+        dtype, laid = getattr(torch, slot.dtype), slot.offset + strides_offset(slot.bytes)
+        shape, strides = list(slot.shape), list(slot.strides)
+        return self._runner.module.View(slot.offset, laid, slot.bytes, shape, strides, dtype)
 
 
 def _as_function(call: Call) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """(the call as a function of the tensors that it reads, these), as `Stream.function` takes
-    them."""
+    """(the call as a function of the tensors that it reads, these), as `RunFunction` has them."""
     refs = distinct_refs((call.args, call.kwargs))
 
     def run(*tensors: Tensor) -> Any:
@@ -301,8 +210,8 @@ class PythonRunner:
         self.current = _Run()
         self.threads = _Threads()
 
-    def stream(self) -> "PythonStream":
-        return PythonStream(self)
+    def stream(self, instructions: Iterable[BoundInstruction] = ()) -> "PythonStream":
+        return PythonStream(self, instructions)
 
     def set(self, slot: int, value: Tensor | None) -> None:
         self.cells[slot] = value
@@ -327,8 +236,8 @@ class PythonRunner:
     ) -> bool:
         self.failed = -1
         self.current.now, self.current.abort, self.current.spin_ns = now, abort, spin_ns
-        begun = _int64s(progress, 1) if progress else None
-        times = _int64s(stamps, 2 * len(stream.instructions)) if stamps else None
+        begun = int64s_at(progress, 1) if progress else None
+        times = int64s_at(stamps, 2 * len(stream.instructions)) if stamps else None
         tag = -1
         try:
             with torch.inference_mode():
@@ -396,149 +305,142 @@ class PythonRunner:
 
 
 class PythonStream:
-    """Stands for a `NativeStream`: (tag, function without arguments) of each instruction."""
+    """Stands for a `NativeStream`: (op, function without arguments) of each instruction."""
 
-    def __init__(self, runner: PythonRunner) -> None:
+    def __init__(self, runner: PythonRunner, instructions: Iterable[BoundInstruction] = ()) -> None:
         self._runner = runner
         self.instructions: list[tuple[int, Bound]] = []
+        for instruction in instructions:
+            self.add(instruction)
 
-    def call(self, call: Call, *, tag: int, frees: Sequence[int] = (), seed: int = -1) -> None:
-        runner = self._runner
-        bound = bind(call, runner.cells, tuple(frees), lambda: runner.seeds[seed])
-        self.instructions.append((tag, bound))
+    def add(self, instruction: BoundInstruction) -> None:
+        """Add an instruction behind the others, as a function without arguments."""
+        runner, cells = self._runner, self._runner.cells
+        bound: Bound
+        match instruction:
+            case RunOp(call=call, frees=frees, seed=seed):
+                assert call is not None, "it is bound"
+                bound = bind(call, cells, frees, lambda: runner.seeds[seed])
+            case RunFunction(run=run, takes=takes, results=results, frees=frees):
 
-    def function(
-        self,
-        run: Callable[..., Any],
-        takes: Sequence[int],
-        results: Sequence[int],
-        *,
-        tag: int,
-        frees: Sequence[int] = (),
-    ) -> None:
-        cells = self._runner.cells
+                def call_function() -> None:
+                    made = run(*[cells[slot] for slot in takes])
+                    for slot, value in zip(results, made or (), strict=True):
+                        if slot >= 0:
+                            cells[slot] = value
+                    runner.clear(frees)
 
-        def call() -> None:
-            made = run(*[cells[slot] for slot in takes])
-            for slot, value in zip(results, made or (), strict=True):
-                if slot >= 0:
-                    cells[slot] = value
-            for slot in frees:
-                cells[slot] = None
+                bound = call_function
+            case RunKernel(address=address, takes=takes, frees=frees):
+                # ctypes calls it without Python's lock.
+                function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * len(takes))(address)
 
-        self.instructions.append((tag, call))
+                def call_kernel() -> None:
+                    function(*[cells[slot].data_ptr() for slot in takes])
+                    runner.clear(frees)
 
-    def kernel(
-        self, address: int, takes: Sequence[int], *, tag: int, frees: Sequence[int] = ()
-    ) -> None:
-        runner = self._runner
-        # ctypes calls it without Python's lock.
-        function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * len(takes))(address)
+                bound = call_kernel
+            case CheckLayout(tensor=tensor, shape=shape, strides=strides):
+                bound = partial(_check_layout, cells, tensor, shape, strides)
+            case RunLanes(lanes=lanes, frees=frees):
+                bound = _lanes(runner, [PythonStream(runner, lane) for lane in lanes], frees)
+            case SendTensor(tensor=tensor, flag=flag, slot=BlockSlot() as slot, frees=frees):
+                bound = _send(runner, flag, tensor, slot, frees)
+            case SendTensor(flag=flag):
+                bound = partial(_publish, runner.current, flag)
+            case AwaitFlag(flag=flag, tensor=tensor, slot=slot):
+                bound = _wait(runner, flag, tensor, slot)
+        self.instructions.append((instruction.op, bound))
 
-        def call() -> None:
-            function(*[runner.cells[slot].data_ptr() for slot in takes])
-            runner.clear(frees)
 
-        self.instructions.append((tag, call))
+def _check_layout(
+    cells: Cells, slot: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    value = cells[slot]
+    sides = list(zip(value.shape, value.stride(), strides, strict=False))
+    fits = tuple(value.shape) == shape and (
+        not value.numel() or all(size == 1 or own == wanted for size, own, wanted in sides)
+    )
+    if not fits:
+        raise RuntimeError(
+            f"compiled code was made for sizes {list(shape)} and strides {list(strides)} "
+            "of an input, which has others"
+        )
 
-    def expect(self, slot: int, shape: Sequence[int], strides: Sequence[int], *, tag: int) -> None:
-        cells, wanted = self._runner.cells, list(zip(shape, strides, strict=True))
 
-        def call() -> None:
-            value = cells[slot]
-            own = list(zip(value.shape, value.stride(), strict=True))
-            fits = tuple(value.shape) == tuple(shape) and (
-                not value.numel()
-                or all(a == b for a, b in zip(own, wanted, strict=True) if a[0] != 1)
-            )
-            if not fits:
-                raise RuntimeError(
-                    f"compiled code was made for sizes {list(shape)} and strides {list(strides)} "
-                    "of an input, which has others"
-                )
+def _publish(run: _Run, flag: int) -> None:
+    publish(flag, run.now)
 
-        self.instructions.append((tag, call))
 
-    def wait(self, flag: int, *, tag: int) -> None:
-        run = self._runner.current
+def _wait(runner: PythonRunner, flag: int, tensor: int, slot: BlockSlot | None) -> Bound:
+    run, cells, mark = runner.current, runner.cells, 0
+    value = None if slot is None else slot.tensor()
 
-        def call() -> None:
-            if wait(flag, run.now, run.abort, run.spin_ns) == ABORTED:
-                raise _Aborted
+    def call() -> None:
+        nonlocal mark, value
+        reached = wait(flag, run.now, run.abort, run.spin_ns)
+        if reached == ABORTED:
+            raise _Aborted
+        if slot is None:
+            return
+        # Only where something has changed is the view made anew.
+        if reached % NEXT != mark or mark & LAID:
+            mark = reached % NEXT
+            value = slot.tensor(mark)
+        cells[tensor] = value
 
-        self.instructions.append((tag, call))
+    return call
 
-    def receive(self, flag: int, slot: int, place: TensorPlace, *, tag: int) -> None:
-        run, cells, mark, value = self._runner.current, self._runner.cells, 0, place.tensor()
 
-        def call() -> None:
-            nonlocal mark, value
-            reached = wait(flag, run.now, run.abort, run.spin_ns)
-            if reached == ABORTED:
-                raise _Aborted
-            # Only where something has changed is the view made anew.
-            if reached % NEXT != mark or mark & LAID:
-                mark = reached % NEXT
-                value = place.tensor(mark)
-            cells[slot] = value
+def _send(
+    runner: PythonRunner, flag: int, tensor: int, slot: BlockSlot, frees: tuple[int, ...]
+) -> Bound:
+    run, cells = runner.current, runner.cells
+    may_be_plain = slot.bytes <= PLAIN_BYTES and slot.is_contiguous
+    last, copy, dtype = -1, slot.tensor(), getattr(torch, slot.dtype)
 
-        self.instructions.append((tag, call))
+    def call() -> None:
+        nonlocal last, copy
+        value = cells[tensor]
+        source = value.data_ptr()
+        mark = source & SKEW
+        is_alike = (
+            value.dtype == dtype
+            and value.shape == slot.shape
+            and not (value.is_neg() or value.is_conj())
+        )
+        if is_alike and value.stride() != slot.strides and slot.takes(value):
+            mark |= LAID
+            slot.laid[:] = value.stride()
+        if is_alike and may_be_plain and value.is_contiguous():
+            target = slot.offset + (source & SKEW)
+            publish_copy(flag, run.now + mark, target, source, slot.bytes)
+        else:
+            # Addresses mostly stay the same from run to run, so the view is kept.
+            if mark != last or mark & LAID:
+                last = mark
+                copy = distinct(slot.tensor(mark), slot.strides)
+            copy.copy_(distinct(value, slot.strides))
+            publish(flag, run.now + mark)
+        runner.clear(frees)
 
-    def publish(self, flag: int, *, tag: int) -> None:
-        run = self._runner.current
-        self.instructions.append((tag, lambda: publish(flag, run.now)))
+    return call
 
-    def send(
-        self, flag: int, slot: int, place: TensorPlace, *, tag: int, frees: Sequence[int] = ()
-    ) -> None:
-        run, cells = self._runner.current, self._runner.cells
-        may_be_plain = place.bytes <= PLAIN_BYTES and place.is_contiguous
-        last, copy, dtype = -1, place.tensor(), getattr(torch, place.dtype)
 
-        def call() -> None:
-            nonlocal last, copy
-            value = cells[slot]
-            source = value.data_ptr()
-            mark = source & SKEW
-            is_alike = (
-                value.dtype == dtype
-                and value.shape == place.shape
-                and not (value.is_neg() or value.is_conj())
-            )
-            if is_alike and value.stride() != place.strides and place.takes(value):
-                mark |= LAID
-                place.laid[:] = value.stride()
-            if is_alike and may_be_plain and value.is_contiguous():
-                target = place.address + (source & SKEW)
-                publish_copy(flag, run.now + mark, target, source, place.bytes)
-            else:
-                # Addresses mostly stay the same from run to run, so the view is kept.
-                if mark != last or mark & LAID:
-                    last = mark
-                    copy = distinct(place.tensor(mark), place.strides)
-                copy.copy_(distinct(value, place.strides))
-                publish(flag, run.now + mark)
-            for free in frees:
-                cells[free] = None
+def _lanes(runner: PythonRunner, streams: list[PythonStream], frees: tuple[int, ...]) -> Bound:
+    def call() -> None:
+        if len(streams) > 1:
+            runner.run_together(streams)
+        else:
+            for op, instruction in streams[0].instructions:
+                try:
+                    instruction()
+                except Exception:
+                    runner.failed = op
+                    raise
+        runner.clear(frees)
 
-        self.instructions.append((tag, call))
-
-    def fork(self, streams: Sequence[Any], *, tag: int, frees: Sequence[int] = ()) -> None:
-        runner = self._runner
-
-        def call() -> None:
-            if len(streams) > 1:
-                runner.run_together(streams)
-            else:
-                for own, instruction in streams[0].instructions:
-                    try:
-                        instruction()
-                    except Exception:
-                        runner.failed = own
-                        raise
-            runner.clear(frees)
-
-        self.instructions.append((tag, call))
+    return call
 
 
 Runner = NativeRunner | PythonRunner
@@ -559,17 +461,11 @@ def runner_kind() -> str:
     return "Python" if native_runner() is None else "C++"
 
 
-def add_seeded(
-    stream: Stream,
-    call: Call,
-    seed: Callable[[], int],
-    device: torch.device,
-    *,
-    tag: int,
-    frees: Sequence[int] = (),
-) -> None:
-    """Add a call that draws numbers on a device, in front of which its generator is seeded. The
-    seeds of a runner are those of the CPU's generator alone."""
+def seeded_call(
+    call: Call, seed: Callable[[], int], device: torch.device, op: int, frees: tuple[int, ...] = ()
+) -> RunFunction:
+    """A call that draws numbers on a device, in front of which its generator is seeded. A runner's
+    seeds are those of the CPU's generator alone."""
     run, takes = _as_function(call)
     generator = torch.default_generator
     if device.type == "cuda":
@@ -580,7 +476,7 @@ def add_seeded(
         generator.manual_seed(seed())
         return run(*tensors)
 
-    stream.function(seeded, takes, call.results, tag=tag, frees=frees)
+    return RunFunction(op, seeded, takes, call.results, frees)
 
 
 class _Threads:
@@ -630,8 +526,3 @@ def distinct(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
-
-
-def _int64s(address: int, count: int) -> Any:
-    """`count` int64 in memory at `address`."""
-    return (ctypes.c_int64 * count).from_address(address)

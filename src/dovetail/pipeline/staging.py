@@ -29,7 +29,7 @@ from dovetail.costs import CostCache, Costs
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
 from dovetail.errors import InfeasibleError, MachineError, OutOfMemoryError, UsageError
 from dovetail.executors import Workers, run
-from dovetail.executors.stages.functions import Functions
+from dovetail.executors.stages.cpu import Functions
 from dovetail.executors.stages.measuring import CpuStages
 from dovetail.executors.stages.targets import example_of
 from dovetail.frontends import Captured

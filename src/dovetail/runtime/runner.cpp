@@ -1,11 +1,12 @@
 // Runs lists of ATen calls without Python's lock, in one thread or in several.
 //
-//     Python      stream.call(op, arguments) ... stream.wait(flag) ... runner.run([stream])
+//     Python      stream = runner.stream([RunOp, AwaitFlag, ...]) ... runner.run(stream)
 //     here        values [ t0 | t1 | t2 ... ]   one instruction after another, lock released
 //
 // A runner has one table of tensors, which all of its streams share. Two streams of one run never
 // touch an entry at the same time: whoever reads what another stream wrote waits for a flag first.
-// `frontends/runners.py` has the same instructions in Python, and says what each of them does.
+// `frontends/instructions.py` says what each instruction does, and `frontends/runners.py` does the
+// same in Python.
 
 #include <Python.h>
 
@@ -17,6 +18,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -80,6 +82,7 @@ struct Result {
 struct View {
   int64_t address = 0;
   int64_t laid = 0;  // where its strides stand if they are others
+  int64_t bytes = 0;  // gaps that its strides leave included
   std::vector<int64_t> shape, strides;
   at::ScalarType dtype = at::kFloat;
 
@@ -97,7 +100,7 @@ struct View {
 
   // True if the value can be copied here as it lies: in as many bytes, and with the same elements
   // at one place.
-  bool takes(const at::Tensor& value, int64_t bytes) const {
+  bool takes(const at::Tensor& value) const {
     int64_t last = 0;
     for (size_t dimension = 0; dimension < shape.size(); dimension++) {
       int64_t stride = value.stride(dimension);
@@ -110,7 +113,7 @@ struct View {
   }
 };
 
-enum class Kind { Call, Kernel, Expect, Python, Wait, Publish, Send, Fork };
+enum class Kind { Call, Python, Kernel, Check, Lanes, Send, Wait };
 
 struct Instruction;
 using Instructions = std::deque<Instruction>;
@@ -133,17 +136,17 @@ struct Instruction {
   // Python
   std::shared_ptr<py::object> function;
   std::vector<int> takes;
-  // Wait, Publish, Send
-  int64_t flag = 0;
-  int slot = -1;  // of Expect as well
-  bool viewed = false;
-  bool plain = false;  // the bytes may be copied as they are
-  int64_t bytes = 0;
-  int64_t mark = -1;
-  View view;
-  at::Tensor copy;
-  // Fork
+  // Lanes
   std::vector<std::shared_ptr<Instructions>> streams;
+  // Send, Wait
+  int64_t flag = 0;
+  int slot = -1;             // of Check as well
+  std::optional<View> view;  // there is none where nothing but a flag is handed over
+  bool plain = false;        // the bytes may be copied as they are
+  int64_t mark = -1;
+  at::Tensor copy;
+  // Check
+  std::vector<int64_t> shape, strides;
 };
 
 // Numbers that all threads draw come from one generator. It is seeded and used under this lock.
@@ -256,16 +259,15 @@ void run_kernel(Instruction& instruction, Pass& pass) {
 }
 
 // Compiled code is made for one layout. Where a dimension has one element its stride does not count.
-void expect(const Instruction& instruction, const Pass& pass) {
+void check(const Instruction& instruction, const Pass& pass) {
   const at::Tensor& value = pass.values[instruction.slot];
-  const View& view = instruction.view;
-  bool fits = value.defined() && value.sizes() == at::IntArrayRef(view.shape);
-  for (size_t dimension = 0; fits && value.numel() > 0 && dimension < view.shape.size();
-       dimension++) {
-    fits = view.shape[dimension] == 1 || value.stride(dimension) == view.strides[dimension];
+  at::IntArrayRef shape = instruction.shape, strides = instruction.strides;
+  bool fits = value.defined() && value.sizes() == shape;
+  for (size_t dimension = 0; fits && value.numel() > 0 && dimension < shape.size(); dimension++) {
+    fits = shape[dimension] == 1 || value.stride(dimension) == strides[dimension];
   }
-  TORCH_CHECK(fits, "compiled code was made for sizes ", at::IntArrayRef(view.shape),
-              " and strides ", at::IntArrayRef(view.strides), " of an input, which has others");
+  TORCH_CHECK(fits, "compiled code was made for sizes ", shape, " and strides ", strides,
+              " of an input, which has others");
 }
 
 void run_python(Instruction& instruction, Pass& pass) {
@@ -293,32 +295,36 @@ void wait(Instruction& instruction, Pass& pass) {
   if (reached == kAborted) {
     throw Aborted();
   }
-  if (instruction.viewed) {
+  if (instruction.view) {
+    const View& view = *instruction.view;
     // Only where something has changed is the view made anew.
     int64_t mark = reached & kMark;
-    if (mark != instruction.mark || instruction.copy.strides() != instruction.view.strides_of(mark)) {
+    if (mark != instruction.mark || instruction.copy.strides() != view.strides_of(mark)) {
       instruction.mark = mark;
-      instruction.copy = instruction.view.at(mark);
+      instruction.copy = view.at(mark);
     }
     pass.values[instruction.slot] = instruction.copy;
   }
 }
 
 void send(Instruction& instruction, Pass& pass) {
+  if (!instruction.view) {
+    publish(instruction.flag, pass.now);
+    return;
+  }
   const at::Tensor& value = pass.values[instruction.slot];
-  const View& view = instruction.view;
+  const View& view = *instruction.view;
   int64_t source = reinterpret_cast<int64_t>(value.const_data_ptr());
   int64_t skew = source & kSkew, mark = skew;
   bool alike = value.scalar_type() == view.dtype && !value.is_neg() && !value.is_conj() &&
       value.sizes() == at::IntArrayRef(view.shape);
-  if (alike && value.strides() != at::IntArrayRef(view.strides) &&
-      view.takes(value, instruction.bytes)) {
+  if (alike && value.strides() != at::IntArrayRef(view.strides) && view.takes(value)) {
     mark |= kLaid;
     std::copy(
         value.strides().begin(), value.strides().end(), reinterpret_cast<int64_t*>(view.laid));
   }
   if (alike && instruction.plain && value.is_contiguous()) {
-    publish_copy(instruction.flag, pass.now + mark, view.address + skew, source, instruction.bytes);
+    publish_copy(instruction.flag, pass.now + mark, view.address + skew, source, view.bytes);
     return;
   }
   // Addresses mostly stay the same from step to step, so the view is kept.
@@ -330,18 +336,17 @@ void send(Instruction& instruction, Pass& pass) {
   publish(instruction.flag, pass.now + mark);
 }
 
-void fork(Instruction& instruction, Pass& pass);
+void run_lanes(Instruction& instruction, Pass& pass);
 
 void run_one(Instruction& instruction, Pass& pass) {
   switch (instruction.kind) {
     case Kind::Call: call(instruction, pass); break;
-    case Kind::Kernel: run_kernel(instruction, pass); break;
-    case Kind::Expect: expect(instruction, pass); break;
     case Kind::Python: run_python(instruction, pass); break;
-    case Kind::Wait: wait(instruction, pass); break;
-    case Kind::Publish: publish(instruction.flag, pass.now); break;
+    case Kind::Kernel: run_kernel(instruction, pass); break;
+    case Kind::Check: check(instruction, pass); break;
+    case Kind::Lanes: run_lanes(instruction, pass); break;
     case Kind::Send: send(instruction, pass); break;
-    case Kind::Fork: fork(instruction, pass); break;
+    case Kind::Wait: wait(instruction, pass); break;
   }
   for (int slot : instruction.frees) {
     pass.values[slot].reset();
@@ -508,7 +513,7 @@ ThreadPool& pool() {
   return *pool;
 }
 
-void fork(Instruction& instruction, Pass& pass) {
+void run_lanes(Instruction& instruction, Pass& pass) {
   if (instruction.streams.size() == 1) {
     for (Instruction& one : *instruction.streams[0]) {
       try {
@@ -604,46 +609,36 @@ class Stream {
     added.takes = takes;
   }
 
-  void add_expect(
+  void add_check(
       int tag, int slot, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
-    Instruction& added = add(Kind::Expect, tag, {});
+    Instruction& added = add(Kind::Check, tag, {});
     added.slot = slot;
-    added.view.shape = shape;
-    added.view.strides = strides;
+    added.shape = shape;
+    added.strides = strides;
   }
 
-  void add_wait(int tag, int64_t flag) { add(Kind::Wait, tag, {}).flag = flag; }
-
-  void add_receive(
-      int tag, int64_t flag, int slot, int64_t address, int64_t laid,
-      const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
-      at::ScalarType dtype) {
-    Instruction& added = add(Kind::Wait, tag, {});
-    added.flag = flag;
-    added.slot = slot;
-    added.viewed = true;
-    added.view = {address, laid, shape, strides, dtype};
-  }
-
-  void add_publish(int tag, int64_t flag) { add(Kind::Publish, tag, {}).flag = flag; }
-
-  void add_send(
-      int tag, int64_t flag, int slot, int64_t address, int64_t laid,
-      const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
-      at::ScalarType dtype, int64_t bytes, bool plain, const std::vector<int>& frees) {
-    Instruction& added = add(Kind::Send, tag, frees);
-    added.flag = flag;
-    added.slot = slot;
-    added.view = {address, laid, shape, strides, dtype};
-    added.bytes = bytes;
-    added.plain = plain;
-  }
-
-  void add_fork(int tag, const std::vector<Stream*>& streams, const std::vector<int>& frees) {
-    Instruction& added = add(Kind::Fork, tag, frees);
+  void add_lanes(int tag, const std::vector<Stream*>& streams, const std::vector<int>& frees) {
+    Instruction& added = add(Kind::Lanes, tag, frees);
     for (Stream* stream : streams) {
       added.streams.push_back(stream->instructions);
     }
+  }
+
+  void add_send(
+      int tag, int64_t flag, int slot, const std::optional<View>& view, bool plain,
+      const std::vector<int>& frees) {
+    Instruction& added = add(Kind::Send, tag, frees);
+    added.flag = flag;
+    added.slot = slot;
+    added.view = view;
+    added.plain = plain;
+  }
+
+  void add_wait(int tag, int64_t flag, int slot, const std::optional<View>& view) {
+    Instruction& added = add(Kind::Wait, tag, {});
+    added.flag = flag;
+    added.slot = slot;
+    added.view = view;
   }
 
   std::shared_ptr<Instructions> instructions = std::make_shared<Instructions>();
@@ -756,17 +751,20 @@ PYBIND11_MODULE(dovetail_runner, module) {
     publish = reinterpret_cast<Publish>(set);
     publish_copy = reinterpret_cast<PublishCopy>(copy_and_set);
   });
+  py::class_<View>(module, "View")
+      .def(py::init([](int64_t address, int64_t laid, int64_t bytes, std::vector<int64_t> shape,
+                       std::vector<int64_t> strides, at::ScalarType dtype) {
+        return View{address, laid, bytes, std::move(shape), std::move(strides), dtype};
+      }));
   py::class_<Stream>(module, "Stream")
       .def(py::init<>())
       .def("add_call", wrap_pybind_function(&Stream::add_call))
       .def("add_kernel", wrap_pybind_function(&Stream::add_kernel))
-      .def("add_expect", &Stream::add_expect)
       .def("add_python", &Stream::add_python)
-      .def("add_wait", &Stream::add_wait)
-      .def("add_receive", &Stream::add_receive)
-      .def("add_publish", &Stream::add_publish)
+      .def("add_check", &Stream::add_check)
+      .def("add_lanes", &Stream::add_lanes)
       .def("add_send", &Stream::add_send)
-      .def("add_fork", &Stream::add_fork);
+      .def("add_wait", &Stream::add_wait);
   py::class_<Runner>(module, "Runner")
       .def(py::init<int>())
       .def("set", &Runner::set)

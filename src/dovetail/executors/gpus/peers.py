@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.executors.shares import BlockSlot
+from dovetail.frontends.instructions import BlockSlot
 from dovetail.frontends.runners import distinct
 from dovetail.runtime.ranks import JOIN_SECONDS, RankPlace, connect_store
 from dovetail.runtime.torch_versions import named_store

@@ -1,8 +1,12 @@
-"""From the shares of all GPUs to the one list of steps that a thread issues in each step of a plan.
+"""From the shares of all GPUs to the one list that a thread issues in each step of a plan.
 
-    share of gpu0   Run a b   Send x -> gpu1   Run c           Send y -> cpu0
-    share of gpu1                Await x  Run d    Await z
-    list            launch a b │ push x │ launch c │ take x │ launch d │ push y │ take z │ ...
+    share of gpu0   RunOp a b   SendTensor x -> gpu1   RunOp c   SendTensor y -> cpu0
+    share of gpu1                  AwaitFlag x   RunOp d   AwaitFlag z
+    list            [RunOp a b] │ [SendTensor x] │ [RunOp c] │ [AwaitFlag x] │ [RunOp d] │ ...
+
+What stands side by side in a share and computes is one `Issue`, which a GPU gets as one launch. All
+else is issued by itself. Sources that GPUs read from the block come first: a `ReadSource` there has
+only a wait for its copy (an `AwaitFlag` without a flag) where it stood in the share.
 
 A thread that issues work to GPUs runs ahead of them, and waits only for what a CPU makes. So the
 list must have each step after all that it stands on, also through other devices: then what the
@@ -15,104 +19,31 @@ receives in one order, and none waits for one that stands further back.
 
 Memory: what a launch no longer needs is freed after it, on its own stream. A copy to another device
 may still read it then. So such tensors are freed only behind a wait for the copy, and that wait
-stands where the copy is expected to have ended (`ReleasePushed`).
+stands where the copy is expected to have ended (`AwaitFlag`s and a `FreeTensors`).
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from dovetail.executors.shares import (
+from dovetail.executors.shares import Share
+from dovetail.frontends.instructions import (
+    NO_FLAG,
     AwaitFlag,
-    BlockSlot,
-    Instruction,
+    FreeTensors,
+    Issue,
     ReadSource,
-    RunCompiled,
-    RunLanes,
-    RunOp,
-    RunUpdates,
+    ReceiveTensor,
     SendTensor,
-    Share,
+    Work,
     ops_of,
 )
 from dovetail.graph import Graph
 from dovetail.plans import Plan
-
-Work = RunOp | RunUpdates | RunLanes | RunCompiled
-
-
-@dataclass(frozen=True)
-class LaunchWorks:
-    """Issue works to a GPU's compute stream, one after another.
-
-    first    index of the first one in the share of the device
-    random   they draw random numbers, whose seeds change from step to step
-    """
-
-    device: int
-    first: int
-    works: tuple[Work, ...]
-    random: bool = False
-
-
-@dataclass(frozen=True)
-class PushTensor:
-    """Copy a tensor to another device as soon as all that was launched on `device` has ended; for a
-    control edge, tell it of that end."""
-
-    device: int
-    index: int
-    send: SendTensor
-
-
-@dataclass(frozen=True)
-class ReceiveTensor:
-    """Receive a tensor that a GPU of another rank sends straight to `device`.
-
-    source, flag   the device that sends it, and the flag of the message
-    """
-
-    device: int
-    source: int
-    flag: int
-    tensor: int
-    slot: BlockSlot
-
-
-@dataclass(frozen=True)
-class PullSource:
-    """Copy a source from the block to a GPU."""
-
-    device: int
-    index: int
-    read: ReadSource
-
-
-@dataclass(frozen=True)
-class TakeArrived:
-    """Make what is launched on `device` from now on start after a tensor has arrived, or after the
-    op of a control edge has ended."""
-
-    device: int
-    index: int
-    wait: AwaitFlag | ReadSource
-
-
-@dataclass(frozen=True)
-class ReleasePushed:
-    """Make what is launched on `device` from now on start after pushes have ended, and forget
-    tensors. `flags` are those of the pushes."""
-
-    device: int
-    flags: tuple[int, ...]
-    tensors: tuple[int, ...]
-
-
-IssueStep = LaunchWorks | PushTensor | ReceiveTensor | PullSource | TakeArrived | ReleasePushed
 
 
 def steps_of(
@@ -122,16 +53,14 @@ def steps_of(
     random: Container[int] = (),
     own: Container[int] | None = None,
     direct: Container[tuple[int, int]] = (),
-) -> tuple[IssueStep, ...]:
-    """The steps that the GPUs' thread issues, for the shares of all devices of a checked plan.
+) -> tuple[Issue, ...]:
+    """What the GPUs' thread issues in a step, for the shares of all devices of a checked plan.
 
     random   ops that draw random numbers: they are launched apart from others
     own      devices of this host. The steps are those of its GPUs; None: of all GPUs
     direct   (source, destination) GPUs of two ranks between which tensors go straight. Each such
              tensor is received where the simulation sends it, so that all ranks issue sends and
              receives in one order
-
-    Sources that GPUs read from the block come first, in the order in which they are needed.
     """
     return _Merging(plan, graph, shares, random, own, direct).steps()
 
@@ -169,23 +98,26 @@ class _Merging:
         self.arrived: dict[int, float] = {}
         self.pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.kept: list[list[tuple[int, frozenset[int]]]] = [[] for _ in shares]
-        self.found: list[IssueStep] = []
+        self.found: list[Issue] = []
 
-    def steps(self) -> tuple[IssueStep, ...]:
-        pulls: list[tuple[float, PullSource]] = []
+    def steps(self) -> tuple[Issue, ...]:
+        reads: list[tuple[float, Issue]] = []
         while (place := self._next()) is not None:
             share, index = self.shares[place], self.heads[place]
             instruction = share.instructions[index]
             match instruction:
-                case AwaitFlag() | ReadSource():
-                    if isinstance(instruction, AwaitFlag):
-                        arrival = self.arrived[instruction.flag]
-                        self.clock[place] = max(self.clock[place], arrival)
-                    elif self.on_gpu[place]:
-                        pulls.append(
-                            (self.clock[place], PullSource(share.device, index, instruction))
+                case AwaitFlag():
+                    arrival = self.arrived[instruction.flag]
+                    self.clock[place] = max(self.clock[place], arrival)
+                    self._add(place, Issue(share.device, (instruction,), index))
+                    self.heads[place] += 1
+                case ReadSource(op=op, tensor=tensor, source=source):
+                    if self.on_gpu[place]:
+                        reads.append(
+                            (self.clock[place], Issue(share.device, (instruction,), index))
                         )
-                    self._add(place, TakeArrived(share.device, index, instruction))
+                    copied = AwaitFlag(op, tensor, NO_FLAG, None, source)
+                    self._add(place, Issue(share.device, (copied,)))
                     self.heads[place] += 1
                 case SendTensor():
                     self._push(place, index, instruction)
@@ -193,18 +125,18 @@ class _Merging:
                 case _:
                     self._launch(place)
         # Sorting is stable, so equal ones stay in the order in which they were found.
-        pulls.sort(key=lambda pair: pair[0])
-        return (*(pull for _, pull in pulls), *self.found)
+        reads.sort(key=lambda pair: pair[0])
+        return (*(read for _, read in reads), *self.found)
 
     def _next(self) -> int | None:
         """The device that is free first, of those whose next instruction can run; None if none has
         one left."""
-        ready = [
-            (self.clock[place], place)
-            for place, share in enumerate(self.shares)
-            if self.heads[place] < len(share.instructions)
-            and self._can_run(share.instructions[self.heads[place]])
-        ]
+        ready = []
+        for place, (share, head) in enumerate(zip(self.shares, self.heads, strict=True)):
+            if head < len(share.instructions):
+                first = share.instructions[head]
+                if not isinstance(first, AwaitFlag) or first.flag in self.arrived:
+                    ready.append((self.clock[place], place))
         if not ready:
             left = sum(
                 len(share.instructions) - head
@@ -214,10 +146,7 @@ class _Merging:
             return None
         return min(ready)[1]
 
-    def _can_run(self, instruction: Instruction) -> bool:
-        return not isinstance(instruction, AwaitFlag) or instruction.flag in self.arrived
-
-    def _add(self, place: int, step: IssueStep) -> None:
+    def _add(self, place: int, step: Issue) -> None:
         if self.on_gpu[place]:
             self.found.append(step)
 
@@ -230,11 +159,11 @@ class _Merging:
         now, later = self._frees(place, send.frees)
         assert not now, "what is sent is held until the copy has ended"
         self.kept[place] += later
-        self._add(place, PushTensor(share.device, index, replace(send, frees=())))
-        ends = share.device, send.destination
-        if send.slot is not None and ends in self.direct:
-            received = ReceiveTensor(ends[1], ends[0], send.flag, send.tensor, send.slot)
-            self._add(self.places[ends[1]], received)
+        self._add(place, Issue(share.device, (replace(send, frees=()),), index))
+        source, destination = share.device, send.destination
+        if send.slot is not None and (source, destination) in self.direct:
+            received = ReceiveTensor(send.op, send.tensor, send.flag, send.slot, source)
+            self._add(self.places[destination], Issue(destination, (received,)))
 
     def _seconds_of_send(self, source: int, send: SendTensor) -> float:
         machine, host = self.machine, self.machine.host_index
@@ -265,7 +194,7 @@ class _Merging:
             self.clock[place] += math.fsum(self.seconds[ops, share.device].tolist())
         self.heads[place] += len(works)
         random = self._draws(works[0])
-        self._add(place, LaunchWorks(share.device, first, tuple(works), random))
+        self._add(place, Issue(share.device, tuple(works), first, random))
 
     def _draws(self, work: Work) -> bool:
         """True if an op of the work draws random numbers."""
@@ -297,5 +226,6 @@ class _Merging:
         flags = sorted(set().union(*(flags for _, flags in ready)))
         for own in self.pushed.values():
             own.difference_update(flags)
-        tensors = tuple(tensor for tensor, _ in ready)
-        self._add(place, ReleasePushed(self.shares[place].device, tuple(flags), tensors))
+        device, tensors = self.shares[place].device, tuple(tensor for tensor, _ in ready)
+        waits = (AwaitFlag(-1, -1, flag, None, device) for flag in flags)
+        self._add(place, Issue(device, (*waits, FreeTensors(tensors))))

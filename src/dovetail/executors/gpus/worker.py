@@ -1,9 +1,11 @@
 """Serves all GPUs of this machine from one process, whose only thread of work issues to all.
 
-    compute stream of each GPU     launch ─────────── launch ── take ── launch
-    copy stream of each pair            └─ push ─► ─────────────┘
+    compute stream of each GPU     launch ─────────── launch ── await ── launch
+    copy stream of each pair            └─ send ─► ─────────────┘
     peer stream of each GPU     send, receive ═══ NCCL ═══ GPUs of other ranks (`gpus.peers`)
-    block (pinned) ◄── push ── GPU      GPU ◄── pull, take ── block
+    block (pinned) ◄── send ── GPU      GPU ◄── read, await ── block
+
+A launch is all that an `Issue` has to compute (`gpus.steps`).
 
 The thread runs ahead of the GPUs. It waits for flags of CPUs, and at the end of a step for other
 ranks' GPUs and for all streams; also for copies between a GPU and the block of tensors with gaps,
@@ -30,7 +32,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -41,34 +43,33 @@ from torch import Tensor
 
 from dovetail.executors.compiling import CompileTarget, load_code
 from dovetail.executors.gpus.peers import Peer, PeerError, PeerPair, connect_peers
-from dovetail.executors.gpus.steps import (
-    IssueStep,
-    LaunchWorks,
-    PullSource,
-    PushTensor,
-    ReceiveTensor,
-    ReleasePushed,
-    TakeArrived,
-    Work,
-)
-from dovetail.executors.shares import (
-    AwaitFlag,
-    BlockSlot,
-    ReadSource,
-    RunCompiled,
-    RunLanes,
-    RunOp,
-    RunUpdates,
-    Share,
-    ops_of,
-    tensor_at,
-)
+from dovetail.executors.shares import Share, tensor_at
 from dovetail.executors.worker import Aborted, Failed
 from dovetail.frontends.fused_updates import fused_updates
 from dovetail.frontends.gpu_calls import on_gpu
+from dovetail.frontends.instructions import (
+    LAID,
+    NEXT,
+    NO_FLAG,
+    AwaitFlag,
+    BlockSlot,
+    BoundInstruction,
+    FreeTensors,
+    Issue,
+    ReadSource,
+    ReceiveTensor,
+    RunCompiled,
+    RunFunction,
+    RunLanes,
+    RunOp,
+    RunUpdates,
+    SendTensor,
+    Work,
+    ops_of,
+)
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call, distinct_refs
-from dovetail.frontends.runners import LAID, NEXT, Stream, add_seeded, distinct, make_runner
+from dovetail.frontends.runners import Stream, distinct, make_runner, seeded_call
 from dovetail.runtime.cuda import MakeCuda, cuda_here, reach_gpus_by
 from dovetail.runtime.neighbours import SPIN_SECONDS
 from dovetail.runtime.ranks import RankPlace
@@ -99,7 +100,7 @@ class LoadGpus:
 
     key: int
     shares: tuple[Share, ...]
-    steps: tuple[IssueStep, ...]
+    steps: tuple[Issue, ...]
     names: dict[int, str]
     limits: dict[str, int]
     program: int
@@ -202,10 +203,10 @@ class _Launch:
 
     whole: Stream
     held: Stream
-    works: list[Stream] = field(default_factory=list)
-    reads: list[int] = field(default_factory=list)
-    makes: list[int] = field(default_factory=list)
-    may_be_captured: bool = False
+    works: list[Stream]
+    reads: list[int]
+    makes: list[int]
+    may_be_captured: bool
     graph: Any = None
     places: dict[int, Tensor] = field(default_factory=dict)
 
@@ -278,13 +279,14 @@ class LoadedGpus:
         # Pairs of GPUs of two ranks, and the flags of what comes straight from them.
         self.peers: dict[tuple[int, int], Peer] = {}
         self.peer_streams: dict[str, Any] = {}
-        self.received = {step.flag for step in load.steps if isinstance(step, ReceiveTensor)}
+        issued = [(step.lane, each) for step in load.steps for each in step.instructions]
+        self.received = {each.flag for _, each in issued if isinstance(each, ReceiveTensor)}
         self.waits = {
-            step.wait.flag: (step.device, step.wait)
-            for step in load.steps
-            if isinstance(step, TakeArrived)
-            and isinstance(step.wait, AwaitFlag)
-            and not self._comes_on_gpus(step.wait)
+            each.flag: (device, each)
+            for device, each in issued
+            if isinstance(each, AwaitFlag)
+            and each.flag != NO_FLAG
+            and not self._comes_on_gpus(each)
         }
         self.failed = -1
         self.read_sources()
@@ -403,60 +405,64 @@ class LoadedGpus:
         if reached == ABORTED:
             raise Aborted
 
-    def _issue(self, step: IssueStep, running: _Running) -> None:
-        match step:
-            case LaunchWorks():
-                self._look_for_arrived(running)
-                self._launch(step, running)
-            case PushTensor():
-                self._push(step, running)
-            case ReceiveTensor():
-                self._receive(step, running)
-            case PullSource(device=device, read=read):
-                value = self._tensor_at(read.slot)
-                into = self.gpus[device].arriving[read.tensor]
-                begin = self._begin_span(read.source, device, running)
-                event = self._copy_across(read.source, device, into, value, read.slot)
-                self._end_span(begin, read.source, device, running, step)
-                running.pulled[device, read.tensor] = event
-            case TakeArrived(device=device, wait=ReadSource(tensor=tensor)):
-                self.gpus[device].compute.wait_event(running.pulled[device, tensor])
-            case TakeArrived(device=device, wait=AwaitFlag() as waiting):
-                self._take(device, waiting, running)
-            case ReleasePushed(device=device, flags=flags, tensors=tensors):
-                gpu = self.gpus[device]
-                for flag in flags:
-                    gpu.compute.wait_event(running.events[flag])
-                if not self._captures(running):
-                    gpu.runner.clear(tensors)
+    def _issue(self, step: Issue, running: _Running) -> None:
+        device = step.lane
+        gpu = self.gpus[device]
+        for instruction in step.instructions:
+            match instruction:
+                case SendTensor():
+                    self._send(device, step.index, instruction, running)
+                case ReceiveTensor(tensor=tensor, flag=flag, slot=slot, source=source):
+                    stream = self._peer_stream(device)
+                    with self.cuda.stream(stream):
+                        self.peers[source, device].receive(gpu.arriving[tensor], slot)
+                    running.events[flag] = event = self.cuda.Event()
+                    event.record(stream)
+                case ReadSource(tensor=tensor, slot=slot, source=source):
+                    value, into = self._tensor_at(slot), gpu.arriving[tensor]
+                    begin = self._begin_span(source, device, running)
+                    event = self._copy_across(source, device, into, value, slot)
+                    self._end_span(begin, source, device, running, device, step.index)
+                    running.pulled[device, tensor] = event
+                case AwaitFlag():
+                    self._await(device, instruction, running)
+                case FreeTensors(tensors=tensors):
+                    if not self._captures(running):
+                        gpu.runner.clear(tensors)
+                case _:
+                    # All that computes is one launch.
+                    self._look_for_arrived(running)
+                    self._launch(step, running)
+                    return
 
     def _captures(self, running: _Running) -> bool:
         """True if launches run as graphs in this step: what they made stays where it is."""
         return self.load.captures and running.number >= self.capture_from
 
-    def _launch(self, step: LaunchWorks, running: _Running) -> None:
-        gpu, launch = self.gpus[step.device], self.launches[step.device, step.first]
+    def _launch(self, step: Issue, running: _Running) -> None:
+        device, first = key = step.lane, step.index
+        gpu, launch = self.gpus[device], self.launches[key]
         spans = running.spans
         try:
             with self.cuda.stream(gpu.compute):
                 if self._captures(running):
                     begin = self._timing(gpu.compute) if spans is not None else None
-                    self._replay((step.device, step.first), running)
+                    self._replay(key, running)
                     if spans is not None:
                         # Works of a graph have the span of all of it.
                         end = self._timing(gpu.compute)
-                        places = range(step.first, step.first + len(step.works))
-                        spans += [(step.device, place, begin, end) for place in places]
+                        places = range(first, first + len(launch.works))
+                        spans += [(device, place, begin, end) for place in places]
                 elif spans is None:
                     if self._has_failed(running):
-                        self._try_to_capture((step.device, step.first))
+                        self._try_to_capture(key)
                     gpu.runner.run(launch.whole)
                 else:
                     for place, work in enumerate(launch.works):
                         begin = self._timing(gpu.compute)
                         gpu.runner.run(work)
                         end = self._timing(gpu.compute)
-                        spans.append((step.device, step.first + place, begin, end))
+                        spans.append((device, first + place, begin, end))
         except Exception:
             self.failed = gpu.runner.failed
             raise
@@ -529,65 +535,56 @@ class LoadedGpus:
             for tensor, value in reads.items():
                 gpu.runner.set(tensor, value)
 
-    def _receive(self, step: ReceiveTensor, running: _Running) -> None:
-        stream = self._peer_stream(step.device)
-        with self.cuda.stream(stream):
-            into = self.gpus[step.device].arriving[step.tensor]
-            self.peers[step.source, step.device].receive(into, step.slot)
-        running.events[step.flag] = event = self.cuda.Event()
-        event.record(stream)
-
-    def _push(self, step: PushTensor, running: _Running) -> None:
-        gpu, send = self.gpus[step.device], step.send
-        if send.slot is not None and (step.device, send.destination) in self.peers:
-            self._send(step, send.slot, running)
-            return
-        there = self.gpus.get(send.destination)
+    def _send(self, device: int, index: int, send: SendTensor, running: _Running) -> None:
+        """Copy a tensor to another device as soon as all that was launched on `device` has ended;
+        for a control edge, tell it of that end."""
+        gpu, there = self.gpus[device], self.gpus.get(send.destination)
         if send.slot is None:
             event = self.cuda.Event(blocking=there is None)
             event.record(gpu.compute)
             if running.spans is not None:
                 now = self._timing(gpu.compute)
-                running.spans.append((step.device, step.index, now, now))
+                running.spans.append((device, index, now, now))
         else:
             before = self.cuda.Event()
             before.record(gpu.compute)
             value = gpu.runner.get(send.tensor)
             assert value is not None, "the step has made it"
+            peer = self.peers.get((device, send.destination))
+            if peer is not None:
+                # It goes straight to a GPU of another rank.
+                stream = self._peer_stream(device)
+                stream.wait_event(before)
+                begin = None if running.spans is None else self._timing(stream)
+                with self.cuda.stream(stream):
+                    peer.send(value, send.slot)
+                if running.spans is not None:
+                    running.spans.append((device, index, begin, self._timing(stream)))
+                running.events[send.flag] = event = self.cuda.Event()
+                event.record(stream)
+                return
             into = self._tensor_at(send.slot) if there is None else there.arriving[send.tensor]
-            self._copy_stream(step.device, send.destination).wait_event(before)
-            begin = self._begin_span(step.device, send.destination, running)
-            event = self._copy_across(step.device, send.destination, into, value, send.slot)
-            self._end_span(begin, step.device, send.destination, running, step)
+            self._copy_stream(device, send.destination).wait_event(before)
+            begin = self._begin_span(device, send.destination, running)
+            event = self._copy_across(device, send.destination, into, value, send.slot)
+            self._end_span(begin, device, send.destination, running, device, index)
         running.events[send.flag] = event
         if there is None:
-            pair = step.device, send.destination
+            pair = device, send.destination
             if pair not in self.publishers:
                 self.publishers[pair] = _Publisher(self.abort)
             self.publishers[pair].publish(event, self.base + send.flag, running.now)
-
-    def _send(self, step: PushTensor, slot: BlockSlot, running: _Running) -> None:
-        """Send a tensor straight to a GPU of another rank."""
-        gpu, send = self.gpus[step.device], step.send
-        before, after = self.cuda.Event(), self.cuda.Event()
-        before.record(gpu.compute)
-        value = gpu.runner.get(send.tensor)
-        assert value is not None, "the step has made it"
-        stream = self._peer_stream(step.device)
-        stream.wait_event(before)
-        begin = None if running.spans is None else self._timing(stream)
-        with self.cuda.stream(stream):
-            self.peers[step.device, send.destination].send(value, slot)
-        if running.spans is not None:
-            running.spans.append((step.device, step.index, begin, self._timing(stream)))
-        after.record(stream)
-        running.events[send.flag] = after
 
     def _comes_on_gpus(self, waiting: AwaitFlag) -> bool:
         """True if events say when it is there, and no flag in the block does."""
         return waiting.source in self.gpus or waiting.flag in self.received
 
-    def _take(self, device: int, waiting: AwaitFlag, running: _Running) -> None:
+    def _await(self, device: int, waiting: AwaitFlag, running: _Running) -> None:
+        """Make what is launched on `device` from now on start after a tensor has arrived, or after
+        the op of a control edge, or a send, has ended."""
+        if waiting.flag == NO_FLAG:
+            self.gpus[device].compute.wait_event(running.pulled[device, waiting.tensor])
+            return
         if not self._comes_on_gpus(waiting):
             reached = wait(self.base + waiting.flag, running.now, self.abort, _SPIN_NS)
             if reached == ABORTED:
@@ -693,12 +690,14 @@ class LoadedGpus:
         source: int,
         destination: int,
         running: _Running,
-        step: PushTensor | PullSource,
+        device: int,
+        index: int,
     ) -> None:
-        """In a timed step, note the span of the copy that `begin` stands before."""
+        """In a timed step, note the span of the copy that `begin` stands before: that of the
+        instruction `index` of a device."""
         if running.spans is not None:
             end = self._timing(self._copy_stream(source, destination))
-            running.spans.append((step.device, step.index, begin, end))
+            running.spans.append((device, index, begin, end))
 
     def _timing(self, stream: Any) -> Any:
         event = self.cuda.Event(enable_timing=True)
@@ -744,9 +743,8 @@ class LoadedGpus:
         held = self._held()
         self.launches = {}
         for step in self.load.steps:
-            if isinstance(step, LaunchWorks):
-                key = step.device, step.first
-                self.launches[key] = self._bound(step, held[step.device])
+            if isinstance(step.instructions[0], Work):
+                self.launches[step.lane, step.index] = self._launch_of(step, held[step.lane])
         # The step's tensors are dropped after it, but for those that last.
         made: dict[int, set[int]] = {device: set() for device in self.gpus}
         for (device, _), launch in self.launches.items():
@@ -763,20 +761,21 @@ class LoadedGpus:
             device: {tensor for tensor, _ in gpu.share.outputs} for device, gpu in self.gpus.items()
         }
         for step in self.load.steps:
-            if isinstance(step, PushTensor):
-                held[step.device].add(step.send.tensor)
-            elif isinstance(step, LaunchWorks) and not self._may_be_captured(step):
-                held[step.device].update(self._reads(step))
+            for each in step.instructions:
+                if isinstance(each, SendTensor):
+                    held[step.lane].add(each.tensor)
+            if not self._may_be_captured(step):
+                held[step.lane].update(self._reads(step))
         return held
 
-    def _may_be_captured(self, step: LaunchWorks) -> bool:
-        return not step.random and (step.device, step.first) not in self.uncaptured
+    def _may_be_captured(self, step: Issue) -> bool:
+        return not step.draws and (step.lane, step.index) not in self.uncaptured
 
-    def _reads(self, step: LaunchWorks) -> list[int]:
+    def _reads(self, step: Issue) -> list[int]:
         """The tensors that the works read from the table."""
         read: list[int] = []
-        for work in step.works:
-            if isinstance(work, RunCompiled) and self._code(step.device, work.key) is not None:
+        for work in step.instructions:
+            if isinstance(work, RunCompiled) and self._code(step.lane, work.key) is not None:
                 read += work.inputs
             else:
                 calls = [self.calls[op] for op in ops_of(work)]
@@ -789,70 +788,63 @@ class LoadedGpus:
             return list(work.outputs)
         return [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
 
-    def _bound(self, step: LaunchWorks, held: set[int]) -> "_Launch":
-        gpu = self.gpus[step.device]
-        launch = _Launch(gpu.runner.stream(), gpu.runner.stream())
-        launch.may_be_captured = self._may_be_captured(step)
-        launch.reads = self._reads(step)
-        for work in step.works:
-            alone = gpu.runner.stream()
-            launch.works.append(alone)
-            self._add(gpu, alone, work, work.frees)
-            self._add(gpu, launch.whole, work, work.frees)
-            self._add(gpu, launch.held, work, tuple(t for t in work.frees if t not in held))
-            launch.makes += self._made_by(step.device, work)
-        return launch
+    def _launch_of(self, step: Issue, held: set[int]) -> "_Launch":
+        gpu = self.gpus[step.lane]
+        whole: list[BoundInstruction] = []
+        holding: list[BoundInstruction] = []  # the same, but what is held is not freed
+        works: list[Stream] = []
+        makes: list[int] = []
+        for work in step.instructions:
+            assert isinstance(work, Work)
+            *before, last = self._bound(gpu, work)
+            works.append(gpu.runner.stream([*before, last]))
+            whole += [*before, last]
+            frees = tuple(t for t in work.frees if t not in held)
+            holding += [*before, replace(last, frees=frees)]
+            makes += self._made_by(step.lane, work)
+        stream = gpu.runner.stream
+        may_be_captured = self._may_be_captured(step)
+        return _Launch(
+            stream(whole), stream(holding), works, self._reads(step), makes, may_be_captured
+        )
 
-    def _add(self, gpu: _LoadedGpu, stream: Stream, work: Work, frees: tuple[int, ...]) -> None:
+    def _bound(self, gpu: _LoadedGpu, work: Work) -> list[RunOp | RunFunction]:
+        """A work with its calls and its code, as the runner takes it. The last instruction frees
+        what the work frees: only behind it is nothing of the others needed any more."""
         match work:
-            case RunUpdates(ops=ops):
-                fused = fused_updates([self.updates[op] for op in ops])
-                stream.call(fused, tag=ops[0], frees=frees)
-            case RunCompiled(ops=ops, key=key, inputs=inputs, outputs=outputs):
-                code = self._code(gpu.share.device, key)
-                if code is not None:
-                    stream.function(code, inputs, outputs, tag=ops[0], frees=frees)
-                else:
-                    self._add_calls(gpu, stream, ops, frees)
-            case RunLanes(lanes=lanes):
-                self._add_lanes(gpu, stream, lanes, frees)
-            case RunOp(op=op):
-                self._add_calls(gpu, stream, (op,), frees)
-
-    def _add_calls(
-        self, gpu: _LoadedGpu, stream: Stream, ops: Sequence[int], frees: tuple[int, ...]
-    ) -> None:
-        for op in ops:
-            # Only after the last op is nothing of the others needed any more.
-            last = frees if op == ops[-1] else ()
-            call = self.calls[op]
-            if call.random:
+            case RunOp(op=op, frees=frees):
+                call = self.calls[op]
+                if not call.random:
+                    return [RunOp(op, frees, call)]
                 self.drawing.append(call.seed_index(op))
                 seed = partial(self.seeds.__getitem__, len(self.drawing) - 1)
-                add_seeded(stream, call, seed, gpu.torch_device, tag=op, frees=last)
-            else:
-                stream.call(call, tag=op, frees=last)
-
-    def _add_lanes(
-        self,
-        gpu: _LoadedGpu,
-        stream: Stream,
-        lanes: Sequence[Sequence[int]],
-        frees: tuple[int, ...],
-    ) -> None:
-        """Add lanes to a stream, each on a CUDA stream of its own, but the first one on the compute
-        stream. `frees` are the tensors that nothing needs behind them."""
-        while len(gpu.lanes) < len(lanes) - 1:
-            gpu.lanes.append(self.cuda.Stream(device=gpu.torch_device))
-        tag = lanes[0][0]
-        used = gpu.lanes[: len(lanes) - 1]
-        stream.function(partial(_fork, self.cuda, gpu.compute, used), (), (), tag=tag)
-        for ops, lane in zip(lanes[1:], used, strict=True):
-            stream.function(partial(_set_stream, self.cuda, lane), (), (), tag=ops[0])
-            self._add_calls(gpu, stream, ops, ())
-        stream.function(partial(_set_stream, self.cuda, gpu.compute), (), (), tag=tag)
-        self._add_calls(gpu, stream, lanes[0], ())
-        stream.function(partial(_join, self.cuda, gpu.compute, used), (), (), tag=tag, frees=frees)
+                return [seeded_call(call, seed, gpu.torch_device, op, frees)]
+            case RunUpdates(ops=ops, frees=frees):
+                return [RunOp(ops[0], frees, fused_updates([self.updates[op] for op in ops]))]
+            case RunCompiled(ops=ops, key=key, inputs=inputs, outputs=outputs, frees=frees):
+                code = self._code(gpu.share.device, key)
+                if code is not None:
+                    return [RunFunction(ops[0], code, inputs, outputs, frees)]
+                return [
+                    each
+                    for op in ops
+                    for each in self._bound(gpu, RunOp(op, frees if op == ops[-1] else ()))
+                ]
+            case RunLanes(lanes=lanes, frees=frees):
+                # Each lane has a CUDA stream of its own, but the first one the compute stream.
+                while len(gpu.lanes) < len(lanes) - 1:
+                    gpu.lanes.append(self.cuda.Stream(device=gpu.torch_device))
+                used = gpu.lanes[: len(lanes) - 1]
+                bound: list[RunOp | RunFunction] = [
+                    RunFunction(work.op, partial(_fork, self.cuda, gpu.compute, used))
+                ]
+                for stream, lane in zip((*used, gpu.compute), (*lanes[1:], lanes[0]), strict=True):
+                    bound.append(RunFunction(lane[0].op, partial(_set_stream, self.cuda, stream)))
+                    for each in lane:
+                        assert isinstance(each, RunOp), "lanes of a share run ops"
+                        bound += self._bound(gpu, each)
+                join = partial(_join, self.cuda, gpu.compute, used)
+                return [*bound, RunFunction(work.op, join, frees=frees)]
 
     def _code(self, device: int, key: str) -> Callable[..., Any] | None:
         """Compiled code, which stages with one key share."""

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.executors.stages.issuing import Group, RunKernels, as_one, issue, steps_of, together
+from dovetail.executors.stages.issuing import Group, as_one, issue, steps_of, together
 from dovetail.executors.stages.memory import plan_memory
-from dovetail.executors.stages.placing import PlacedKernels, require
-from dovetail.executors.stages.preparing import Function
+from dovetail.executors.stages.preparing import Function, PlacedKernels, require
 from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Ref
 from dovetail.runtime.timers import Repeats, Timing, summarise, time_steps
@@ -130,16 +129,16 @@ class CudaNetwork:
         alone = Streams((tuple(range(len(self._block))),), ())
         sizes: list[list[Tensor]] = [[] for _ in range(len(self._block))]
 
-        def measure(step: RunKernels) -> None:
-            self._run(step)
-            for kernel in step.kernels:
+        def measure(kernels: Group) -> None:
+            self._run(kernels)
+            for kernel in kernels:
                 writes = self._placed.prepared.kernels[kernel].writes
                 # On "meta" a tensor has a shape, a type and dense strides, but no memory.
                 sizes[kernel] = [torch.empty_like(self._values[t], device="meta") for t in writes]
 
         self._begin()
         steps = steps_of(self._block, alone, (), self._outputs)
-        issue(steps, self._lanes, self._cuda, measure)
+        issue(steps, self._lanes, self._cuda, measure, self._free)
         self._cuda.synchronize()
         if arena:
             # The arena is planned and allocated, with a view of it for each tensor.
@@ -163,31 +162,33 @@ class CudaNetwork:
 
     def _issue(self) -> None:
         self._begin()
-        issue(self._steps, self._lanes, self._cuda, self._run)
+        issue(self._steps, self._lanes, self._cuda, self._run, self._free)
 
-    def _run(self, step: RunKernels) -> None:
-        """Free what is dead, run the step's function and store its results and their addresses."""
-        kernels = self._placed.prepared.kernels
-        for kernel in step.dead:
-            for tensor in kernels[kernel].writes:
+    def _free(self, kernels: Group) -> None:
+        for kernel in kernels:
+            for tensor in self._placed.prepared.kernels[kernel].writes:
                 del self._values[tensor]
-        if step.kernels not in self._functions:
-            function, takes, returns = self._placed.prepared.function(step.kernels)
-            # A step lists its kernels in ascending order; a merged function takes and returns its
-            # tensors in the order of its own group.
-            for group, merged in self._merged.items():
-                if set(group) == set(step.kernels):
-                    _, takes, returns = self._placed.prepared.function(group)
+
+    def _run(self, group: Group) -> None:
+        """Run a function and store its results and their addresses."""
+        kernels = self._placed.prepared.kernels
+        if group not in self._functions:
+            function, takes, returns = self._placed.prepared.function(group)
+            # Kernels are issued in ascending order; a merged function takes and returns its tensors
+            # in the order of its own group.
+            for own, merged in self._merged.items():
+                if set(own) == set(group):
+                    _, takes, returns = self._placed.prepared.function(own)
                     function = merged
-            self._functions[step.kernels] = function, takes, returns
-        function, takes, returns = self._functions[step.kernels]
-        with _naming(step.kernels):
+            self._functions[group] = function, takes, returns
+        function, takes, returns = self._functions[group]
+        with _naming(group):
             results = function(*(self._values[t] for t in takes))
         for tensor, result in zip(returns, results, strict=True):
             if tensor in self._slots:
                 result = self._slots[tensor].copy_(result)
             self._values[tensor] = result
-        for kernel in step.kernels:
+        for kernel in group:
             self._spans[kernel] = [_span(self._values[t]) for t in kernels[kernel].writes]
 
 
@@ -232,8 +233,8 @@ class StageClock:
         orders = tuple(tuple(range(lane, len(groups), count)) for lane in range(count))
         steps = steps_of(KernelBlock((0,) * len(groups)), Streams(orders, ()))
 
-        def run(step: RunKernels) -> None:
-            (group,) = step.kernels
+        def run(kernels: Group) -> None:
+            (group,) = kernels
             function, takes, _ = functions[group]
             with _naming(groups[group]):
                 (merged or function)(*(self._values[t] for t in takes))

@@ -1,24 +1,38 @@
-"""Turns streams into the steps that a host issues: run kernels, record events, await events.
+"""Turns streams into instructions: for threads that run them, and for a host that issues them.
 
-    stream 0   record F ─────────────► 0 ── record A ──► ... ── wait J ──
-    stream 1   wait F ──► 2 ── wait A ──► 3 ── record J ──────────┘
+    a stream of kernels       0 ──────► 1 ──────► 4         2 ──────► 5
+    a thread has segments     [AwaitFlag 0, RunKernels 2 5, SendTensor 5]
+    a host issues in turns    stream 0   record F ─────────────► 0 ── record A ──► ... ── wait J ──
+                              stream 1   wait F ──► 2 ── wait A ──► 3 ── record J ──────────┘
 
-Side streams fork from stream 0 first, all by one event (F). Each wait for another stream has an
-event of its own (A). All side streams join stream 0 at the end (J). An event is recorded before it
-is awaited in the order of issue too, as capture demands: a wait for an event that was not recorded
-yet waits for nothing.
+*A segment* is a run of kernels with nothing to wait for between them. It begins where a kernel
+waits for one of another stream, and it ends with a kernel that another stream awaits, whose number
+is the flag. A tensor is freed by a segment after which all readers of the tensor have surely ended:
+they are in the segment itself, or they ended before its last kernel.
 
-Memory: an allocator that keeps free memory per stream gives memory that was freed on a stream to
-whatever is issued to that stream next, at once. So a kernel's outputs are freed just before a
+*What a host issues*: side streams fork from stream 0 first, all by one event (F). Each wait for
+another stream has an event of its own (A), whose number is the flag. All side streams join stream 0
+at the end (J). An event is recorded before it is awaited in the order of issue too, as capture
+demands: a wait for an event that was not recorded yet waits for nothing.
+
+Memory there: an allocator that keeps free memory per stream gives memory that was freed on a stream
+to whatever is issued to that stream next, at once. So a kernel's outputs are freed just before a
 kernel of the *same* stream is issued that all their readers happen before. Freeing them sooner
 would be wrong, because a reader in another stream might still run.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from dovetail.frontends.instructions import (
+    AwaitFlag,
+    FreeTensors,
+    Issue,
+    RunKernels,
+    SendTensor,
+)
+from dovetail.schedulers.blocks import part_of
 from dovetail.schedulers.dataflow import Streams, with_waits
 from dovetail.schedulers.races import Buffer, happens_before
 from dovetail.schedulers.records import KernelBlock, OpSet, members
@@ -27,35 +41,81 @@ Group = tuple[int, ...]
 """Kernels that are issued as one."""
 
 
-@dataclass(frozen=True)
-class RecordEvent:
-    """Records an event, which happens when all that was issued to the stream has ended."""
-
-    stream: int
-    event: int
+StreamInstruction = AwaitFlag | RunKernels | SendTensor
+Segments = list[list[StreamInstruction]]
+"""[streams] the instructions of each."""
 
 
-@dataclass(frozen=True)
-class WaitEvent:
-    """Makes all that is issued to the stream from now on start after the event."""
+def segments_of(
+    block: KernelBlock, streams: Streams, readers: Mapping[int, Iterable[int]]
+) -> Segments:
+    """[streams] the segments of each stream, which runs kernels of the block, not always all.
 
-    stream: int
-    event: int
+    readers   tensors that may be freed -> the kernels that use each, including its producer
 
-
-@dataclass(frozen=True)
-class RunKernels:
-    """Runs a kernel, or several merged ones.
-
-    dead   kernels whose outputs are freed before
+    A tensor is in no `frees` if after no segment all of its readers have surely ended.
     """
+    part = part_of(block, sum(1 << kernel for order in streams.orders for kernel in order))
+    # A kernel's place within the part of the block. Sets of kernels have a bit for each place.
+    place_of = {kernel: place for place, kernel in enumerate(part.ops)}
+    within = Streams(
+        tuple(tuple(place_of[kernel] for kernel in order) for order in streams.orders),
+        tuple((place_of[event], place_of[kernel]) for event, kernel in streams.waits),
+    )
+    ended = happens_before(part.block, within)
 
-    stream: int
-    kernels: Group
-    dead: Group = ()
+    def as_set(kernels: Iterable[int]) -> OpSet:
+        return sum(1 << place for place in {place_of[kernel] for kernel in kernels})
 
-
-Step = RecordEvent | WaitEvent | RunKernels
+    awaited = {event for event, _ in streams.waits}
+    waits: dict[int, list[int]] = defaultdict(list)
+    for event, kernel in streams.waits:
+        waits[kernel].append(event)
+    # [streams][segments] kernels, and what has ended when a segment has.
+    found: list[list[list[int]]] = []
+    for order in streams.orders:
+        found.append([])
+        is_open = False
+        for kernel in order:
+            if waits[kernel] or not is_open:
+                found[-1].append([])
+            found[-1][-1].append(kernel)
+            is_open = kernel not in awaited
+    ended_by = [
+        [as_set(kernels) | ended[place_of[kernels[-1]]] for kernels in segments]
+        for segments in found
+    ]
+    at = {
+        kernel: (stream, number)
+        for stream, segments in enumerate(found)
+        for number, kernels in enumerate(segments)
+        for kernel in kernels
+    }
+    frees: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for tensor, using in readers.items():
+        needed = as_set(using)
+        # The stream of the reader that is furthest along its own stream is tried first.
+        after = max((at[kernel] for kernel in using), key=lambda place: place[1])
+        for stream in (after[0], *range(len(found))):
+            # Not before the last reader of this stream.
+            first = max((at[k][1] for k in using if at[k][0] == stream), default=0)
+            last = next(
+                (n for n in range(first, len(found[stream])) if not needed & ~ended_by[stream][n]),
+                None,
+            )
+            if last is not None:
+                frees[stream, last].append(tensor)
+                break
+    instructions: Segments = []
+    for stream, segments in enumerate(found):
+        instructions.append([])
+        for number, kernels in enumerate(segments):
+            instructions[-1] += [AwaitFlag(flag=event) for event in waits[kernels[0]]]
+            run = RunKernels(tuple(kernels), tuple(frees[stream, number]))
+            instructions[-1].append(run)
+            if kernels[-1] in awaited:
+                instructions[-1].append(SendTensor(flag=kernels[-1]))
+    return instructions
 
 
 def streams_of_stages(block: KernelBlock, stages: Sequence[Sequence[Group]], most: int) -> Streams:
@@ -121,8 +181,8 @@ def as_one(
 
 def steps_of(
     block: KernelBlock, streams: Streams, merged: Collection[Group] = (), outputs: OpSet = 0
-) -> tuple[Step, ...]:
-    """The steps to issue, in order: one kernel of each stream in turn, side streams first.
+) -> tuple[Issue, ...]:
+    """What to issue, in order: one kernel of each stream in turn, side streams first.
 
     outputs   kernels whose outputs are kept to the end
 
@@ -149,8 +209,8 @@ def steps_of(
         records[producer].append(event)
     # The event of the fork; `fork` + s is the event of side stream s that joins.
     fork, sides = len(streams.waits), range(1, len(units))
-    found: list[Step] = [RecordEvent(0, fork)] if sides else []
-    found += [WaitEvent(side, fork) for side in sides]
+    found = [Issue(0, (SendTensor(flag=fork),))] if sides else []
+    found += [Issue(side, (AwaitFlag(flag=fork),)) for side in sides]
     recorded: set[int] = set()
     # [streams] kernels whose outputs are not freed yet.
     live: list[list[int]] = [[] for _ in units]
@@ -172,33 +232,45 @@ def steps_of(
                 and not (block.successors[kernel] | 1 << kernel) & ~earlier[unit[0]]
             )
             live[stream] = [k for k in live[stream] if k not in dead] + list(unit)
-            found += [WaitEvent(stream, event) for event in awaits[unit[0]]]
-            found.append(RunKernels(stream, unit, dead))
-            found += [RecordEvent(stream, event) for event in records[unit[-1]]]
+            waits = (AwaitFlag(flag=event) for event in awaits[unit[0]])
+            free = (FreeTensors(dead),) if dead else ()
+            ends = (SendTensor(flag=event) for event in records[unit[-1]])
+            found.append(Issue(stream, (*waits, *free, RunKernels(unit), *ends)))
             recorded.update(records[unit[-1]])
             heads[stream] += 1
-    found += [RecordEvent(side, fork + side) for side in sides]
-    found += [WaitEvent(0, fork + side) for side in sides]
+    found += [Issue(side, (SendTensor(flag=fork + side),)) for side in sides]
+    found += [Issue(0, (AwaitFlag(flag=fork + side),)) for side in sides]
     return tuple(found)
 
 
 def issue(
-    steps: Sequence[Step], lanes: Sequence[Any], cuda: Any, run: Callable[[RunKernels], object]
+    steps: Sequence[Issue],
+    lanes: Sequence[Any],
+    cuda: Any,
+    run: Callable[[Group], object],
+    free: Callable[[Group], object] = lambda _kernels: None,
 ) -> None:
-    """Issue the steps to `lanes`, which are streams of `cuda` (`torch.cuda` or a fake of it).
+    """Issue all of this to `lanes`, which are streams of `cuda` (`torch.cuda` or a fake of it).
 
-    `run` is called for each kernel while the step's stream is the current one.
+    `run` is called for each kernel, or several merged ones, and `free` for kernels whose outputs
+    are freed, while the stream is the current one.
     """
     events: dict[int, Any] = {}
     for step in steps:
-        if isinstance(step, RecordEvent):
-            events[step.event] = cuda.Event()
-            events[step.event].record(lanes[step.stream])
-        elif isinstance(step, WaitEvent):
-            lanes[step.stream].wait_event(events[step.event])
-        else:
-            with cuda.stream(lanes[step.stream]):
-                run(step)
+        lane = lanes[step.lane]
+        for instruction in step.instructions:
+            match instruction:
+                case SendTensor(flag=event):
+                    events[event] = cuda.Event()
+                    events[event].record(lane)
+                case AwaitFlag(flag=event):
+                    lane.wait_event(events[event])
+                case FreeTensors(tensors=kernels):
+                    with cuda.stream(lane):
+                        free(kernels)
+                case RunKernels(kernels=kernels):
+                    with cuda.stream(lane):
+                        run(kernels)
 
 
 def readers_of(reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> KernelBlock:

@@ -18,15 +18,16 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 
 from dovetail.costs import CostCache
 from dovetail.costs.cache import MeasuredCost
-from dovetail.executors.stages.cpu import SegmentStreams, segments_within
+from dovetail.executors.stages.cpu import Functions, SegmentStreams
 from dovetail.executors.stages.cuda import StageClock
-from dovetail.executors.stages.functions import Functions
+from dovetail.executors.stages.issuing import segments_of
 from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import PreparedKernels
@@ -73,8 +74,9 @@ def seconds_in_passes(
     functions.fill_constants(runner, runs)
     for tensor, value in functions.example.items():
         runner.set(tensor, value)
-    stream = runner.stream()
-    ends = np.cumsum([function.add_to(stream, runner) for function in runs])  # [kernels]
+    of_kernels = [function.instructions(runner) for function in runs]
+    stream = runner.stream(chain.from_iterable(of_kernels))
+    ends = np.cumsum([len(own) for own in of_kernels])  # [kernels]
     stamps = np.zeros((int(ends[-1]) if kernels else 0, 2), dtype=np.int64)
 
     def pass_over() -> list[float]:
@@ -283,7 +285,7 @@ class CpuStages(MeasuredStages):
                 functions = functions.merging([tuple(groups[0])])
             else:
                 orders = spread(groups, self.alone.one_thread, self._threads)
-            segments = segments_within(self._block, barriers([orders]), {})
+            segments = segments_of(self._block, barriers([orders]), {})
             expected = max(sum(self._repeated[k] for k in order) for order in orders)
             loops.append(_StageLoop(SegmentStreams(segments, functions), expected))
         doubtful = loops
@@ -350,7 +352,7 @@ class CpuStages(MeasuredStages):
             return MeasuredCost(0.0, 0.0)
         by_seconds = sorted(range(len(self._block)), key=lambda k: self.one_by_one([k]))
         kernel = by_seconds[len(by_seconds) // 2]
-        segments = segments_within(self._block, barriers([[[kernel]]]), {})
+        segments = segments_of(self._block, barriers([[[kernel]]]), {})
         others = [*segments, *([] for _ in range(self._threads - 2))]
         streams = SegmentStreams([[], *others], self._functions)
         calls = times_within(_PHASE_SECONDS, self.alone.all_threads[kernel])
@@ -381,10 +383,7 @@ def _repeated(functions: Functions, kernel: int, times: int) -> Callable[[], obj
     functions.fill_constants(runner, [function])
     for tensor in function.takes:
         runner.set(tensor, functions.example[tensor])
-    stream = runner.stream()
-    for _ in range(times):
-        function.add_to(stream, runner)
-    return partial(runner.run, stream)
+    return partial(runner.run, runner.stream(times * function.instructions(runner)))
 
 
 class CudaStages(MeasuredStages):

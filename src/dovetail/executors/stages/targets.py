@@ -15,16 +15,14 @@ from torch import Tensor
 
 from dovetail.costs import CostCache
 from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
-from dovetail.executors.stages.cpu import CpuStep
+from dovetail.executors.stages.cpu import CpuStep, Functions
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock
-from dovetail.executors.stages.functions import Functions
 from dovetail.executors.stages.issuing import Group, streams_of_stages
 from dovetail.executors.stages.measuring import CpuStages, CudaStages, Progress
 from dovetail.executors.stages.memory import plan_memory
 from dovetail.executors.stages.merging import merge_keys, merged_function
 from dovetail.executors.stages.phases import SchedulePhase, joined, phases_of, predicted, whole
-from dovetail.executors.stages.placing import place
-from dovetail.executors.stages.preparing import PreparedKernels
+from dovetail.executors.stages.preparing import PreparedKernels, place
 from dovetail.frontends import Captured
 from dovetail.graph.kernels import Kernels
 from dovetail.machine import Device
