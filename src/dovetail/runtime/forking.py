@@ -11,6 +11,10 @@ number of threads, is that of the server's start, so it serves workers of one th
 The server dies with the thread that started it, and workers with the server. So only the main
 thread starts one and uses it. Commands that start many workers do so first, so that the server
 imports while they do. Programs that use this package have no server unless they start one.
+
+`multiprocessing` has a fork server too. Its workers run the user's `__main__` again, have the
+environment and the standard error of the server's start, and outlive a parent that is killed. loky
+starts an interpreter for each worker, which imports torch itself.
 """
 
 import array
