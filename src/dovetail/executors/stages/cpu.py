@@ -247,7 +247,7 @@ class CpuStep:
         # Tensors that are still in the table after the last phase. They are dropped from it, so
         # that only the caller holds what a step returns.
         self._left = [t for t in (*prepared.inputs, *prepared.returned) if t not in self._held]
-        self._flags = _Flags(stream for own in streams for stream in own or ())
+        self._flags = _KernelFlags(stream for own in streams for stream in own or ())
         self._epoch = 0
         instructions: list[BoundInstruction] = []
         for phase, own, dropped in zip(phases, streams, frees, strict=True):
@@ -308,7 +308,7 @@ class CpuStep:
         return value
 
 
-class _Flags:
+class _KernelFlags:
     """The address of a flag for each kernel that another stream waits for."""
 
     def __init__(self, streams: Iterable[list[StreamInstruction]]) -> None:
@@ -324,7 +324,7 @@ def _runs(streams: Iterable[list[StreamInstruction]]) -> list[RunKernels]:
 
 
 def _bound(
-    streams: Segments, functions: Functions, runner: Runner, flags: _Flags
+    streams: Segments, functions: Functions, runner: Runner, flags: _KernelFlags
 ) -> tuple[tuple[BoundInstruction, ...], ...]:
     """[streams] the instructions of each, as the runner takes them."""
     lanes = []
@@ -351,7 +351,7 @@ class SegmentStreams:
             for tensor in function.takes:
                 if tensor not in made and tensor not in functions.constants:
                     self._runner.set(tensor, functions.example[tensor])
-        self._flags = _Flags(streams)
+        self._flags = _KernelFlags(streams)
         lanes = _bound(streams, functions, self._runner, self._flags)
         self._streams = [self._runner.stream(lane) for lane in lanes]
         self._epoch = 0
