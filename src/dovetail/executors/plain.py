@@ -305,8 +305,9 @@ class PlainNetwork(LoadedStep):
     def set_threads(self, threads: int) -> None:
         """Run each op on this many threads from now on."""
         self._check_open()
-        self._ask("use_threads", threads)
-        self.threads = threads
+        if threads != self.threads:
+            self._ask("use_threads", threads)
+            self.threads = threads
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
         if not self._times_itself:

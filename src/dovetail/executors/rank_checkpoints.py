@@ -205,18 +205,16 @@ def load_tensors(where: Path, into: Mapping[str, Tensor]) -> int:
         try:
             with safe_open(where / file, framework="pt") as part:
                 for name in names:
-                    _copy(where / file, name, part.get_tensor(name), into[name])
+                    value, target = part.get_tensor(name), into[name]
+                    if value.shape != target.shape or value.dtype != target.dtype:
+                        has = f"{value.dtype} of shape {tuple(value.shape)}"
+                        wants = f"{target.dtype} of shape {tuple(target.shape)}"
+                        says = f"{name!r} is {has}, but the plan's is {wants}"
+                        raise FileFormatError(str(where / file), says)
+                    target.copy_(value)
         except (SafetensorError, OSError) as error:
             raise FileFormatError(str(where / file), str(error)) from None
     return index.step
-
-
-def _copy(path: Path, name: str, value: Tensor, target: Tensor) -> None:
-    if value.shape != target.shape or value.dtype != target.dtype:
-        has = f"{value.dtype} of shape {tuple(value.shape)}"
-        wants = f"{target.dtype} of shape {tuple(target.shape)}"
-        raise FileFormatError(str(path), f"{name!r} is {has}, but the plan's is {wants}")
-    target.copy_(value)
 
 
 class RankCheckpoints:

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import os
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -253,7 +252,13 @@ def capture_call(
     )
     forget(traced.graph)
     del request  # the last reference of this capture to its fake tensors
-    _check_left(name, model, traced.made)
+    if holders := take_back(traced.made):
+        raise CaptureError(
+            name,
+            f"a step leaves a tensor in {' and '.join(holders[:3])}, and one of a capture has no "
+            "numbers; keep in a module, as an attribute or a buffer, what is computed once",
+            defined_at(model),
+        )
     # Other forms are of steps that were compared before.
     if not (real.holds_fakes or chunks or channels_last):
         notes += _compare_with_real(name, real, traced, graph, code)
@@ -275,17 +280,6 @@ def capture_call(
         plain=plain,
         fused_steps=traced.fused_steps,
     )
-
-
-def _check_left(name: str, model: nn.Module, made: list["weakref.ref[Tensor]"]) -> None:
-    """Raise `CaptureError` if someone still holds a fake tensor of the capture."""
-    if holders := take_back(made):
-        raise CaptureError(
-            name,
-            f"a step leaves a tensor in {' and '.join(holders[:3])}, and one of a capture has no "
-            "numbers; keep in a module, as an attribute or a buffer, what is computed once",
-            defined_at(model),
-        )
 
 
 COMPARED_FLOPS, COMPARED_BYTES = 4e9, 512e6

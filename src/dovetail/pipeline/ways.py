@@ -264,7 +264,7 @@ def _measured(
             break
         networks[way] = network
     timers: dict[str, Timer] = {
-        str(way): _timer(network.step_seconds, partial(_use_threads, network, way.threads))
+        str(way): _timer(network.step_seconds, partial(network.set_threads, way.threads))
         for way, network in networks.items()
     }
     workers: dict[str, Workers] = {}
@@ -315,11 +315,6 @@ def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
     )
     peaks = timeline_of(replaced, step.graph).peak_memory_bytes
     return replace(replaced, peak_memory_bytes=tuple(peaks.tolist()))
-
-
-def _use_threads(network: PlainNetwork, threads: int) -> None:
-    if network.threads != threads:
-        network.set_threads(threads)
 
 
 def _timer(

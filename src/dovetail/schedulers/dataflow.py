@@ -40,7 +40,10 @@ def dataflow(
     Ties: the lowest op; the stream of the producer that ended last, then the lowest stream.
     O(ops x (ready ops + streams)).
     """
-    ranks = _ranks(block, seconds)
+    # [ops] the seconds of the longest path from each op's start to the end of the block.
+    ranks = list(seconds)
+    for op in reversed(range(len(block))):
+        ranks[op] += max((ranks[after] for after in members(block.successors[op])), default=0.0)
     orders: list[list[int]] = [[] for _ in range(streams)]
     free = [0.0] * streams
     ended = [0.0] * len(block)
@@ -142,11 +145,3 @@ def _sequence(block: KernelBlock, orders: Sequence[Sequence[int]]) -> list[int]:
         )
         raise ValueError(f"op {stuck} waits for an op that comes after it in its stream's order")
     return sequence
-
-
-def _ranks(block: KernelBlock, seconds: Sequence[float]) -> list[float]:
-    """Return [ops] the seconds of the longest path from each op's start to the end of the block."""
-    ranks = list(seconds)
-    for op in reversed(range(len(block))):
-        ranks[op] += max((ranks[after] for after in members(block.successors[op])), default=0.0)
-    return ranks

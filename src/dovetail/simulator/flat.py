@@ -161,6 +161,9 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
     resident = (graph.is_source & (graph.residences == EVERYWHERE))[graph.producers]
     waits = ~resident[graph.input_tensors]
     fresh = np.where(graph.bases < 0, graph.tensor_bytes, 0)
+    fresh_bytes = np.zeros(ops, np.int64)
+    # `np.bincount` would sum floats.
+    np.add.at(fresh_bytes, graph.producers, fresh)
     order = np.argsort(graph.control[:, 0], kind="stable")
     is_output = np.zeros(tensors, np.int8)
     is_output[graph.outputs] = 1
@@ -189,7 +192,7 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
             np.bincount(graph.readers[waits], minlength=ops)
             + np.bincount(graph.control[:, 1], minlength=ops)
         ),
-        fresh_bytes=_sums(graph.producers, fresh, ops),
+        fresh_bytes=fresh_bytes,
         consumer_offsets=_int32(graph.consumer_offsets),
         consumers=_int32(graph.consumers),
         control_offsets=csr_offsets(graph.control[:, 0], ops),
@@ -363,10 +366,3 @@ def _index(names: tuple[str, ...], name: str) -> int:
 
 def _int32(values: ArrayLike) -> Int32:
     return np.array(values, np.int32, order="C")
-
-
-def _sums(owners: Int32, values: Int64, count: int) -> Int64:
-    """[count] sums of `values` by owner, in exact integers (`np.bincount` would sum floats)."""
-    sums = np.zeros(count, np.int64)
-    np.add.at(sums, owners, values)
-    return sums

@@ -237,18 +237,19 @@ class Ledger:
         all first workers have joined."""
         if len(self._members) < self.job.workers:
             return 0
-        # A worker that has finished its share commits nothing more, so nobody waits for it.
+        # A worker that has finished its share commits nothing more, so nobody waits for it. In the
+        # pool of all workers there may be samples again until the end, since any worker may die.
         working = (
             member.windows
             for worker, member in self._members.items()
-            if member.present and (member.lease is not None or self._may_lease(worker))
+            if member.present
+            and (
+                member.lease is not None
+                or self.job.partition == LEASED
+                or self._leases.has_free(self._pools(worker))
+            )
         )
         return min(working, default=0)
-
-    def _may_lease(self, worker: int) -> bool:
-        """Whether there may be samples for the worker. In the pool of all workers there may be some
-        again until the end, since any worker may die."""
-        return self.job.partition == LEASED or self._leases.has_free(self._pools(worker))
 
     def _pools(self, worker: int) -> list[int]:
         """The pools of samples that the worker may lease from, those to be used up first first."""
@@ -354,16 +355,13 @@ class Ledger:
         ahead = member.windows - self._slowest()
         slack = self.rule.slack
         if member.lease is None and gives_leases and (slack is None or ahead <= slack):
-            member.lease = self._leases.take(self._window_steps(member), self._pools(worker))
+            # The rule may give slow workers shorter windows; None: the job's.
+            steps = None
+            if self.rule.dynamic_windows and self.job.window is not None and member.speed:
+                fastest = max(m.speed for m in self._members.values() if m.present)
+                steps = max(1, round(self.job.window * member.speed / fastest))
+            member.lease = self._leases.take(steps, self._pools(worker))
         return None if member.lease is None else replace(reply, lease=member.lease)
-
-    def _window_steps(self, member: _LedgerWorker) -> int | None:
-        """Local steps of the worker's next window, if the rule gives slow workers fewer; None: the
-        job's window."""
-        if not self.rule.dynamic_windows or self.job.window is None or not member.speed:
-            return None
-        fastest = max(m.speed for m in self._members.values() if m.present)
-        return max(1, round(self.job.window * member.speed / fastest))
 
     def state(self) -> dict[str, Any]:
         """The whole state, as values that JSON can hold."""

@@ -80,12 +80,15 @@ class LeaseClock:
 
     def due_seconds(self) -> float:
         """The time at which `overdue` should be called next; inf while nobody computes."""
-        return min((self._due(worker) for worker in self.computing), default=math.inf)
-
-    def _due(self, worker: int) -> float:
-        if worker in self._doubted:
-            return self._doubted[worker] + self.doubt_seconds
-        return self._heard.get(worker, math.inf) + self.lease_seconds
+        return min(
+            (
+                self._doubted[worker] + self.doubt_seconds
+                if worker in self._doubted
+                else self._heard.get(worker, math.inf) + self.lease_seconds
+                for worker in self.computing
+            ),
+            default=math.inf,
+        )
 
     def left_seconds(self, worker: int, seconds: float) -> float:
         """The seconds until the worker's time runs out; inf if its time does not run."""

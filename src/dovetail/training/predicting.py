@@ -367,7 +367,13 @@ class _FarPool:
             except ProcessDiedError as error:
                 self._waiting.append(self._underway.pop(worker))
                 self._far.end(worker)
-                self._replace(error)
+                # Another one is started in its place, or it goes on without it, by the policy.
+                self._deaths += 1
+                losses = self._deaths - self._policy.worker_restarts
+                if losses <= 0:
+                    self._free.append(self._far.launch(next(self._numbers)))
+                elif losses > self._policy.worker_losses or not self.workers:
+                    raise NoWorkersError(self._deaths, error.status) from error
             else:
                 results.append((self._underway.pop(worker)[0], result))
                 self._free.append(worker)
@@ -378,15 +384,6 @@ class _FarPool:
     def close(self) -> None:
         for worker in (*self._free, *self._underway):
             self._far.end(worker)
-
-    def _replace(self, error: ProcessDiedError) -> None:
-        """Starts a worker in place of one that died, or goes on without it, as the policy says."""
-        self._deaths += 1
-        losses = self._deaths - self._policy.worker_restarts
-        if losses <= 0:
-            self._free.append(self._far.launch(next(self._numbers)))
-        elif losses > self._policy.worker_losses or not self.workers:
-            raise NoWorkersError(self._deaths, error.status) from error
 
 
 class _Processes:

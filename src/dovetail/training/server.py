@@ -26,7 +26,7 @@ from dovetail.training.backends.contract import Guard, Storage
 from dovetail.training.center import Center, CommitPayload, ServedCenter
 from dovetail.training.checks import Check
 from dovetail.training.gate import TurnGate
-from dovetail.training.journal import Journal, JournalRecord
+from dovetail.training.journal import Journal
 from dovetail.training.ledger import Ledger
 from dovetail.training.records import (
     CHANGING,
@@ -151,7 +151,12 @@ class Server:
         # done outside of the lock, so that vectors of several workers are examined at once.
         payload = self._examine(turn, checksum, vector)
         with self._lock:
-            deliveries = self._turns(self._pass(turn, payload))
+            self._held[turn.worker] = payload
+            # A repeated turn was in the order before. It passes at once and takes no entry again.
+            ledger = self._state.ledger
+            again = turn.commit is not None and ledger.check(turn.commit) is Verdict.DUPLICATE
+            passes = [turn] if self._gate is None or again else self._gate.push(turn)
+            deliveries = self._turns(passes)
             ticket = self._state.center.tickets
         return self._finish(ticket, deliveries)
 
@@ -288,14 +293,6 @@ class Server:
             received = state.center.inbox(turn.worker) if vector is None else vector
         return state.center.examine(received, checksum)
 
-    def _pass(self, turn: Turn, payload: CommitPayload) -> Iterable[Turn]:
-        """Returns the turns that may be taken now. Their payloads are in `_held`."""
-        self._held[turn.worker] = payload
-        ledger = self._state.ledger
-        # A repeated turn was in the order before. It passes at once and takes no entry again.
-        again = turn.commit is not None and ledger.check(turn.commit) is Verdict.DUPLICATE
-        return [turn] if self._gate is None or again else self._gate.push(turn)
-
     def _turns(self, turns: Iterable[Turn]) -> list[Delivery]:
         deliveries = []
         # The gate decides on each turn only after the one before has been enacted.
@@ -422,7 +419,12 @@ class Server:
             last |= record.header
             if record.header["kind"] == "turn":
                 passed[record.header["turn"]["worker"]] = record.header["turn"]
-            state.enact(record.header, _payload(record))
+            # The payload, or the refusal, of a turn. The journal has compared the checksum when it
+            # read the record, so 0 stands for it here.
+            refusal, squares = record.header.get("refusal"), record.header.get("squares")
+            checked = None if squares is None else Check(0, squares)
+            payload = CommitPayload(record.vector, checked, refusal and Refusal(refusal))
+            state.enact(record.header, payload)
             state.center.flush()
             state.settle()
         changes = state.ledger.job != self.job
@@ -458,11 +460,3 @@ class Server:
                 assert self._storage is not None
                 folder = os.fspath(self._storage.folder)
                 raise RunMismatchError(folder, name, expected, found)
-
-
-def _payload(record: JournalRecord) -> CommitPayload:
-    """The payload, or the refusal, of a turn that was logged."""
-    refusal, squares = record.header.get("refusal"), record.header.get("squares")
-    # The journal has compared the checksum when it read the record, so 0 stands for it here.
-    checked = None if squares is None else Check(0, squares)
-    return CommitPayload(record.vector, checked, refusal and Refusal(refusal))

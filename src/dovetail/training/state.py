@@ -310,11 +310,9 @@ def pack_row(row: Row) -> bytes:
 
 def unpack_rows(packed: NDArray[np.float64]) -> list[Row]:
     """The rows that `pack_row` has packed one after the other."""
-    table = packed.reshape(-1, len(_FIELDS)).tolist()
-    return [_row(values) for values in table]
-
-
-def _row(values: list[float]) -> Row:
-    named = zip(_FIELDS, values, strict=True)
-    fields: dict[str, Any] = {n: int(value) if n in _WHOLE else value for n, value in named}
-    return Row(**fields)
+    rows: list[Row] = []
+    for values in packed.reshape(-1, len(_FIELDS)).tolist():
+        named = zip(_FIELDS, values, strict=True)
+        fields: dict[str, Any] = {n: int(value) if n in _WHOLE else value for n, value in named}
+        rows.append(Row(**fields))
+    return rows

@@ -396,7 +396,14 @@ class Supervisor:
             case ServerReport():
                 self._take_report(word)
             case CenterCopy():
-                self._take_copy(word)
+                if word.final:
+                    self.final = word
+                if self.progress.is_due(word.samples, word.seconds):
+                    self.progress.evaluate(word)
+                    if word.news is not None:
+                        self._take_report(word.news())
+                    if self.progress.should_stop():
+                        self._stop_early()
             case ServerEnded():
                 self._server_ended(word)
             case WorkerRaised():
@@ -487,16 +494,6 @@ class Supervisor:
             victims = working - self.killed
             self.killed |= victims
             self.transport.kill_workers(victims)
-
-    def _take_copy(self, copy: CenterCopy) -> None:
-        if copy.final:
-            self.final = copy
-        if self.progress.is_due(copy.samples, copy.seconds):
-            self.progress.evaluate(copy)
-            if copy.news is not None:
-                self._take_report(copy.news())
-            if self.progress.should_stop():
-                self._stop_early()
 
     def _stop_early(self) -> None:
         """Ends the run because the watcher wants it, unless it ends by itself."""

@@ -91,7 +91,13 @@ def resolve_optimizer(
     if lr is not None:
         raise UsageError("lr", "goes into the optimizer, which is neither a name nor a class")
     if is_dataclass(optimizer) and not isinstance(optimizer, type):
-        return _of_record(optimizer)
+        name = getattr(optimizer, "name", type(optimizer).__name__.lower())
+        if name not in _KINDS:
+            raise UsageError("optimizer", f"no {name!r}; there are {', '.join(_KINDS)}")
+        settings = asdict(optimizer)
+        if "beta1" in settings:
+            settings["betas"] = (settings.pop("beta1"), settings.pop("beta2"))
+        return functools.partial(_KINDS[name][0], **settings)
     if not callable(optimizer):
         raise UsageError(
             "optimizer", f"{optimizer!r} is no name, no record, and no callable of parameters"
@@ -216,16 +222,6 @@ def _positive(lr: float) -> float:
     if not 0 < lr < float("inf"):
         raise UsageError("lr", f"must be a number above 0, not {lr!r}")
     return lr
-
-
-def _of_record(record: Any) -> MakeOptimizer:
-    name = getattr(record, "name", type(record).__name__.lower())
-    if name not in _KINDS:
-        raise UsageError("optimizer", f"no {name!r}; there are {', '.join(_KINDS)}")
-    settings = asdict(record)
-    if "beta1" in settings:
-        settings["betas"] = (settings.pop("beta1"), settings.pop("beta2"))
-    return functools.partial(_KINDS[name][0], **settings)
 
 
 def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:

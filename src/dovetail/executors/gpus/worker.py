@@ -782,18 +782,12 @@ class LoadedGpus:
                 read += distinct_refs([(call.args, call.kwargs) for call in calls])
         return list(dict.fromkeys(read))
 
-    def _made_by(self, device: int, work: Work) -> list[int]:
-        """The tensors that a work writes into the table."""
-        if isinstance(work, RunCompiled) and self._code(device, work.key) is not None:
-            return list(work.outputs)
-        return [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
-
     def _launch_of(self, step: Issue, held: set[int]) -> "_Launch":
         gpu = self.gpus[step.lane]
         whole: list[BoundInstruction] = []
         holding: list[BoundInstruction] = []  # the same, but what is held is not freed
         works: list[Stream] = []
-        makes: list[int] = []
+        makes: list[int] = []  # the tensors that are written into the table
         for work in step.instructions:
             assert isinstance(work, Work)
             *before, last = self._bound(gpu, work)
@@ -801,7 +795,10 @@ class LoadedGpus:
             whole += [*before, last]
             frees = tuple(t for t in work.frees if t not in held)
             holding += [*before, replace(last, frees=frees)]
-            makes += self._made_by(step.lane, work)
+            if isinstance(work, RunCompiled) and self._code(step.lane, work.key) is not None:
+                makes += work.outputs
+            else:
+                makes += [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
         stream = gpu.runner.stream
         may_be_captured = self._may_be_captured(step)
         return _Launch(

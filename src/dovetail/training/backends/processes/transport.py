@@ -230,7 +230,12 @@ class ProcessesTransport:
     def turn(self, progress: RunProgress) -> Iterator[Word]:
         if self.is_up:
             self._ask(progress)
-        words = self.wait(self._patience_seconds(progress))
+        patience_seconds = POLL_SECONDS
+        if self.is_up and not self._asked_seconds and not self._complete:
+            report_seconds = self._next_seconds - time.perf_counter()
+            evaluation_seconds = max(0.0, progress.due_seconds - self._seconds())
+            patience_seconds = max(min(report_seconds, evaluation_seconds), 0.001)
+        words = self.wait(patience_seconds)
         for number, word in words:
             if number == SERVER:
                 yield from self._hear_server(word, progress)
@@ -250,13 +255,6 @@ class ProcessesTransport:
 
     def _seconds(self) -> float:
         return time.perf_counter() - (self.origin or time.perf_counter())
-
-    def _patience_seconds(self, progress: RunProgress) -> float:
-        if not self.is_up or self._asked_seconds or self._complete:
-            return POLL_SECONDS
-        report_seconds = self._next_seconds - time.perf_counter()
-        evaluation_seconds = max(0.0, progress.due_seconds - self._seconds())
-        return max(min(report_seconds, evaluation_seconds), 0.001)
 
     def _ask(self, progress: RunProgress) -> None:
         """Asks for the next report, and for the copy that the next evaluation needs."""

@@ -105,7 +105,14 @@ class _Follower:
                 if (process := self._workers.get(int(content["ticket"]))) is not None:
                     os.kill(process.pid, signal.SIGKILL)  # what follows is told as any other end
             case TrainingMessage.END:
-                return self._outcome(content, body)
+                return Outcome(
+                    theta=np.array(body.view(self._assignment.job.dtype)),
+                    clock=int(content["clock"]),
+                    samples=int(content["samples"]),
+                    seconds=float(content["seconds"]),
+                    stopped=content["stopped"] is True,
+                    meta={"backend": "ranks", "rank": self._place.rank, "ranks": self._place.ranks},
+                )
             case TrainingMessage.REFUSED:
                 raise UsageError(str(content["option"]), str(content["says"]))
             case TrainingMessage.FAILED:
@@ -113,16 +120,6 @@ class _Follower:
             case TrainingMessage.LOST:
                 raise RankLostError(self._control.host, 0, "", str(content["said"]))
         return None
-
-    def _outcome(self, content: dict[str, Any], body: Octets) -> Outcome:
-        return Outcome(
-            theta=np.array(body.view(self._assignment.job.dtype)),
-            clock=int(content["clock"]),
-            samples=int(content["samples"]),
-            seconds=float(content["seconds"]),
-            stopped=content["stopped"] is True,
-            meta={"backend": "ranks", "rank": self._place.rank, "ranks": self._place.ranks},
-        )
 
     def _start(self, worker: int, ticket: int) -> None:
         cores = self._options.cores

@@ -113,17 +113,15 @@ class MeetingErrors:
     unlike: Callable[[str, int, str, Any, Any], str]
 
 
-def _unlike(host: str, rank: int, _name: str, given: Any, expected: Any) -> str:
-    says = f"rank {rank} on host {host} has {given!r}, and rank 0 has {expected!r}"
-    return f"{says}; start all ranks alike"
-
-
 _OF_TRAININGS = MeetingErrors(
     lost=lambda host, rank, said: RankLostError(host, rank, "", said),
     absent=lambda host, ranks, seconds: RankLostError(
         host, min(ranks), "", f"it did not begin within {seconds:g} s"
     ),
-    unlike=_unlike,
+    unlike=lambda host, rank, _name, given, expected: (
+        f"rank {rank} on host {host} has {given!r}, and rank 0 has {expected!r}; start all ranks "
+        "alike"
+    ),
 )
 
 

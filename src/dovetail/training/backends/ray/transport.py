@@ -192,7 +192,12 @@ class RayTransport:
         # If answers have just come, the server is not silent: this process itself may have been
         # busy with a long evaluation.
         if not words and time.monotonic() > self.heard + SILENCE_SECONDS:
-            yield from self._server_is_silent()
+            # A server that was lost or has never reported has no node: it has ended for good.
+            if self.away or not self.life:
+                status = f"no node of the cluster has had room for it for {SILENCE_SECONDS:.0f} s"
+                yield ServerEnded(status, for_good=True)
+            self.heard, self.away = time.monotonic(), True
+            self.actors.restart_server()
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -225,15 +230,6 @@ class RayTransport:
             yield ServerUp(*report.total, report.done)
         self.done = report.done
         yield report
-
-    def _server_is_silent(self) -> Iterator[Word]:
-        """Restarts a server that hangs. A server that was lost or has never reported has no node,
-        so that it has ended for good."""
-        if self.away or not self.life:
-            status = f"no node of the cluster has had room for it for {SILENCE_SECONDS:.0f} s"
-            yield ServerEnded(status, for_good=True)
-        self.heard, self.away = time.monotonic(), True
-        self.actors.restart_server()
 
 
 class RayActors:
@@ -463,7 +459,14 @@ def connected(options: RayOptions, workers: int) -> Iterator[Any]:
                 ray.init(**_arguments(options, workers))
     try:
         if is_own and local:
-            _check_loopback(ray)
+            # Ray's version may not know the setting.
+            addresses = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes()})
+            if addresses != [_LOOPBACK]:
+                raise UsageError(
+                    "address",
+                    f"this version of Ray listens on {', '.join(addresses)}, beyond this machine; "
+                    "start it as you see fit, and give its address",
+                )
         yield ray
     finally:
         if is_own:
@@ -482,17 +485,6 @@ def _loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def _check_loopback(ray: Any) -> None:
-    """Raises if Ray listens beyond this machine, since its version may not know the setting."""
-    addresses = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes()})
-    if addresses != [_LOOPBACK]:
-        raise UsageError(
-            "address",
-            f"this version of Ray listens on {', '.join(addresses)}, beyond this machine; start it "
-            "as you see fit, and give its address",
-        )
 
 
 def _arguments(options: RayOptions, workers: int) -> dict[str, Any]:
