@@ -350,6 +350,8 @@ def test_a_measurement_drops_the_first_step(workers):
     captured = inference()
     with run(plan_for(captured, 0), captured, workers=workers) as placed:
         measurement = placed.measure(steps=4, warmup=1)
+        # One warms up, four are timed, and three are stamped.
+        assert placed.steps == 8
         with pytest.raises(UsageError, match="first is dropped"):
             placed.measure(steps=1)
     assert len(measurement.step_seconds) == 3

@@ -111,15 +111,18 @@ def time_calls(
     neighbours = Neighbours(os.sched_getaffinity(0))
     began = clock()
 
-    def run_round(turn: int) -> list[float]:
+    def look_and_pace() -> float:
         look()
+        return pace_seconds()
+
+    def run_round(turn: int) -> list[float]:
         # Each call has the copy of its cold tensors whose turn it is.
         return [copies[turn % len(copies)]() for copies in runs]
 
     rounds = time_rounds(
         run_round,
         Repeats(_MOST_ROUNDS, _LEAST_ROUNDS, _BUDGET_SECONDS),
-        pace=pace_seconds,
+        pace=look_and_pace,
         best_seconds=best_seconds,
         patience_seconds=patience_seconds,
         clock=clock,

@@ -660,7 +660,8 @@ def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
 LINK_BYTES = (4096, 65536, 1048576)
 """Latency and bandwidth of a link are fitted to messages of these sizes."""
 _LINK_SECONDS, _LEAST_HOPS, _MOST_HOPS = 1.0, 5, 60
-"""Messages of each size are sent for so long, but at least and at most so many."""
+"""Messages of each size are sent for so long, with the pauses between them, but at least and at
+most so many."""
 _BEFORE_HOP_SECONDS = 0.003
 """A message is sent this long after both ends were told to begin."""
 

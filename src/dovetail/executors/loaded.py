@@ -152,12 +152,14 @@ class LoadedStep(ABC):
 
     def keep_checkpoints(self, folder: str | Path, every: int) -> None:
         """Save the state in this folder after each `every` steps from now on. Raises `UsageError`
-        if others' checkpoints are there, or what is none, and where not several ranks run."""
+        if the folder holds another run's checkpoints or files that are no checkpoints, and if there
+        is only one rank."""
         raise UsageError("folder", NEEDS_RANKS)
 
     def save(self, folder: str | Path) -> None:
         """Write parameters, buffers and the optimizer's state; see `executors.rank_checkpoints`.
-        Raises `UnwritableError` on all ranks if one could not write, and as `keep_checkpoints`."""
+        Raises `UnwritableError` on all ranks if one could not write, and otherwise what
+        `keep_checkpoints` raises."""
         raise UsageError("folder", NEEDS_RANKS)
 
     def resume(self, folder: str | Path) -> int:
@@ -201,7 +203,7 @@ class LoadedStep(ABC):
 
     @abstractmethod
     def _values(self, what: StateName) -> dict[str, Tensor]:
-        """Name -> a tensor like the one that this part of the state has there, or itself."""
+        """Name -> the tensor of this part of the state, or one of its shape and dtype."""
 
     @abstractmethod
     def _put(self, what: StateName, state: dict[str, Tensor]) -> None:
@@ -230,7 +232,7 @@ class LoadedStep(ABC):
 
 
 NEEDS_RANKS = "is of a run on several ranks; start them by torchrun"
-"""What is said of a checkpoint's folder that nobody can write."""
+"""The error's text for a checkpoint folder that is given to a run on one rank."""
 
 
 TIMED_STEPS = 3

@@ -238,7 +238,6 @@ class PlacedNetwork(LoadedStep):
         """Have this host's devices run a step."""
         if not self.workers.is_local:
             rest_openmp()
-        self.steps += 1
         waiting = dict(zip(self._processes, self._of_processes, strict=True))
         try:
             for process, share in waiting.items():

@@ -14,7 +14,7 @@ a step ends when the GPU has ended.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -297,7 +297,7 @@ class PlainNetwork(LoadedStep):
     def has_begun(self, timeout_seconds: float) -> bool:
         """True as soon as the step that `send_first` asked for has ended."""
         try:
-            self._receive(timeout_seconds)
+            self._reach(partial(self._process.receive, timeout_seconds))
         except TimeoutError:
             return False
         return True
@@ -316,10 +316,10 @@ class PlainNetwork(LoadedStep):
         self._check_open()
         if self.fed is None:
             self.feed()
-        self._process.begin("time_steps", self.steps, steps)
+        self._reach(partial(self._process.begin, "time_steps", self.steps, steps))
         self.steps += steps
         try:
-            return np.array(self._receive()[1:])
+            return np.array(self._reach(self._process.receive)[1:])
         except KeyboardInterrupt:
             # The process may yet answer, and the next request would take that for its own.
             self._release("a measurement was interrupted", kill=True)
@@ -371,7 +371,7 @@ class PlainNetwork(LoadedStep):
         try:
             if local is None or not returns:
                 self._ask_step(returns)
-                found: tuple[float, Any] = self._receive()
+                found: tuple[float, Any] = self._reach(self._process.receive)
                 return found
             # A short step feels each line between the caller and the module, because the caller's
             # own work has driven them out of the processor's caches.
@@ -380,7 +380,7 @@ class PlainNetwork(LoadedStep):
             number, self.steps = self.steps, self.steps + 1
             ordinary = not torch.is_inference_mode_enabled()
             self._process.answer(local.run, number, ordinary)
-            result = self._receive()
+            result = self._reach(self._process.receive)
         except KeyboardInterrupt:
             # Some of its parameters may have changed, and its process may yet answer.
             self._release("a step was interrupted", kill=True)
@@ -399,18 +399,19 @@ class PlainNetwork(LoadedStep):
         self._check_open()
         if self.fed is None:
             self.feed()
-        self._process.begin("step", self.steps, returns)
+        self._reach(partial(self._process.begin, "step", self.steps, returns))
         self.steps += 1
 
     def _ask(self, method: str, *arguments: object, files: Sequence[int] = ()) -> Any:
-        """What the process's method returns; raises as `_receive` does."""
-        self._process.begin(method, *arguments, files=files)
-        return self._receive()
+        """What the process's method returns; raises as `_reach` does."""
+        self._reach(partial(self._process.begin, method, *arguments, files=files))
+        return self._reach(self._process.receive)
 
-    def _receive(self, timeout_seconds: float | None = None) -> Any:
-        """The process's reply. An error there is raised here, and closes this."""
+    def _reach(self, call: Callable[[], Any]) -> Any:
+        """What a call of the process's handle returns. An error of the process is raised here, and
+        closes this."""
         try:
-            return self._process.receive(timeout_seconds)
+            return call()
         except ProcessDiedError as error:
             self._release("its process died", kill=True)
             raise WorkerDiedError(self.device.name, "", error.status) from None

@@ -346,8 +346,8 @@ class PythonStream:
                 bound = _lanes(runner, [PythonStream(runner, lane) for lane in lanes], frees)
             case SendTensor(tensor=tensor, flag=flag, slot=BlockSlot() as slot, frees=frees):
                 bound = _send(runner, flag, tensor, slot, frees)
-            case SendTensor(flag=flag):
-                bound = partial(_publish, runner.current, flag)
+            case SendTensor(flag=flag, frees=frees):
+                bound = partial(_publish, runner, flag, frees)
             case AwaitFlag(flag=flag, tensor=tensor, slot=slot):
                 bound = _wait(runner, flag, tensor, slot)
         self.instructions.append((instruction.op, bound))
@@ -368,8 +368,9 @@ def _check_layout(
         )
 
 
-def _publish(run: _Run, flag: int) -> None:
-    publish(flag, run.now)
+def _publish(runner: "PythonRunner", flag: int, frees: tuple[int, ...]) -> None:
+    publish(flag, runner.current.now)
+    runner.clear(frees)
 
 
 def _wait(runner: PythonRunner, flag: int, tensor: int, slot: BlockSlot | None) -> Bound:

@@ -7,8 +7,8 @@
 One object lives in such a process, and its public methods are called from here: `ask` waits for
 what the method returns, `post` wants no reply, and `begin` and `receive` are the halves of `ask`,
 for calls to several workers at once. An error that a method raises ends the process, and is raised
-here by the next `receive`. Where the two sides rather exchange messages, the entry is a function of
-the process's `Channel`, and `send` and `receive` are its counterparts here.
+here by the next call that talks with it. Where the two sides rather exchange messages, the entry is
+a function of the process's `Channel`, and `send` and `receive` are its counterparts here.
 
 Workers are started by `subprocess`: forking this process would break OpenMP, and `multiprocessing`
 would run the user's script again. Those of one thread are forked by a server that has imported

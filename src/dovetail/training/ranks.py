@@ -228,12 +228,6 @@ class LoneCenter:
             self._serving.server.close()
 
 
-def _unlike(_host: str, rank: int, name: str, given: Any, expected: Any) -> str:
-    if name == "parameters":
-        return f"rank {rank} has others than rank 0"
-    return f"rank {rank} has {given!r}, and rank 0 {expected!r}"
-
-
 def _absent(_host: str, ranks: list[int], seconds: float) -> TrainingError:
     if ranks == [0]:
         return TrainingError(f"rank 0 made no optimizer within {seconds:g} s")
@@ -248,7 +242,11 @@ def _ended(rank: int) -> TrainingError:
 _ERRORS = MeetingErrors(
     lost=lambda _host, rank, said: _ended(rank) if rank else TrainingError(said),
     absent=_absent,
-    unlike=_unlike,
+    unlike=lambda _host, rank, name, given, expected: (
+        f"rank {rank} has others than rank 0"
+        if name == "parameters"
+        else f"rank {rank} has {given!r}, and rank 0 {expected!r}"
+    ),
 )
 
 
