@@ -343,3 +343,18 @@ def test_a_rank_that_is_elsewhere_without_its_launchers_word_is_told_so():
             meeting.join({}, beside=True)
         with pytest.raises(UsageError, match="must set LOCAL_WORLD_SIZE and LOCAL_RANK"):
             meeting.join({})
+
+
+def test_a_rank_whose_link_comes_late_is_waited_for():
+    body = """
+        from dovetail.training import ranks
+        if rank == 2:
+            soon = ranks.connect
+            def late(*given):
+                time.sleep(0.5)
+                return soon(*given)
+            ranks.connect = late
+        print(json.dumps(with_rule(rank, "sync")))
+    """
+    first, *others = run(body, 3, (1, 1, 1))
+    assert all(each == first for each in others)

@@ -320,6 +320,8 @@ def serve_calls(channel: Channel, make: Callable[..., object]) -> None:
             pause = methods.get("pause")
         if replies:
             channel.send(reply)
+        # They may be large, and the next call may take long to come.
+        del arguments, reply
         if pause is not None:
             pause()
 

@@ -67,6 +67,8 @@ def watch(pid: int, kill: Callable[[], None], patience_seconds: float) -> None:
 def unwatch(pid: int) -> None:
     with _lock:
         _watched.pop(pid, None)
+        if _watch is not None:
+            _watch.forget(pid)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""One watch for all who notice that something is dead, stopped or hung: it counts for how long a
-thing has shown no change.
+"""Counts for how long a thing has shown no change, so that others notice what is dead, stopped or
+hung.
 
     who looks, each second or half       at what                         by what sign
     runtime.stopped, a thread            child processes                 stopped or not
@@ -48,7 +48,7 @@ class Watch:
         self._ticked = now
 
     def still_seconds(self, thing: Hashable, sign: object) -> float:
-        """Look at a thing, which shows this sign; the seconds since it first did so."""
+        """Return for how many seconds the thing has shown this sign."""
         if thing not in self._seen or self._seen[thing][0] != sign:
             self._seen[thing] = sign, self._now
         return self._now - self._seen[thing][1]

@@ -82,9 +82,9 @@ class LeaseClock:
         """The time at which `overdue` should be called next; inf while nobody computes."""
         return min(
             (
-                self._doubted[worker] + self.doubt_seconds
-                if worker in self._doubted
-                else self._heard.get(worker, math.inf) + self.lease_seconds
+                self._heard.get(worker, math.inf) + self.lease_seconds
+                if (doubted := self._doubted.get(worker)) is None
+                else doubted + self.doubt_seconds
                 for worker in self.computing
             ),
             default=math.inf,

@@ -69,6 +69,7 @@ from dovetail.training.backends.ranks.meeting import (
     Team,
     check_rule,
     comparable,
+    said_of,
 )
 from dovetail.training.backends.ranks.messages import TrainingMessage
 from dovetail.training.backends.ranks.worker import (
@@ -280,7 +281,10 @@ class SharedCenter:
                 self._link = self._link_beside(self._host.gather(agreed, listen), plan)
             else:
                 self._link = self._join(meeting, agreed, plan)
-        except BaseException:
+        except BaseException as error:
+            if place.rank:
+                # Rank 0 may still wait for this one.
+                meeting.tell_failure(said_of(error))
             self.close()
             raise
 
@@ -297,10 +301,15 @@ class SharedCenter:
         try:
             link = connect(address, token)
             if not is_beside:
-                return RemoteLink(link, plan, self.rank)
+                remote = RemoteLink(link, plan, self.rank)
+                # Until all are connected, rank 0 takes any other message for this rank's end.
+                self._hear(TrainingMessage.ARRIVED)
+                return remote
             link.send(TrainingMessage.WORKER, {"ticket": self.rank})
             return self._link_beside(Channel(link.detach()), plan)
         except (OSError, EOFError):
+            # Rank 0 says why, or is gone.
+            self._hear(TrainingMessage.END)
             raise _server_lost() from None
 
     def _link_beside(self, channel: Channel, plan: WorkerPlan) -> LastLink:
@@ -364,8 +373,8 @@ class SharedCenter:
         if self._host is not None:
             return self._host.end(clock, theta)
         assert self._control is not None
-        own = NOTHING if theta is None else theta
-        self._control.send(TrainingMessage.FINISHED, {"clock": clock}, own)
+        brought = NOTHING if theta is None else theta
+        self._control.send(TrainingMessage.FINISHED, {"clock": clock}, brought)
         return self._hear(TrainingMessage.END)[1].view(self.job.dtype)
 
     def close(self) -> None:
@@ -426,8 +435,11 @@ def _control(connection: Connection, host: str, job: Job) -> Control:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Rank 0's way to what acts for a rank at the server: the rank itself, or its stand-in. And the
-    block which that shares with the server."""
+    """A rank's place at the server.
+
+    way      rank 0's way to the rank itself, or to its stand-in
+    memory   the block that the rank or its stand-in shares with the server
+    """
 
     way: Channel | Worker
     memory: WorkerMemory
@@ -458,24 +470,31 @@ class _Host:
             team.gather(door, agreed, self._job.run)
             links: dict[int, Connection] = {}
             deadline = time.monotonic() + meeting.timeout_seconds
-            while missing := sorted(set(team.living) - set(links)):
-                team.check()
-                if time.monotonic() > deadline:
-                    raise meeting.errors.absent("unknown", missing, meeting.timeout_seconds)
-                if (came := door.next(_NAP_SECONDS)) is None:
-                    continue
-                connection, kind, content = came
-                rank = content.get("ticket")
-                if kind == TrainingMessage.WORKER and rank in missing:
-                    links[rank] = connection
-                else:
+            try:
+                while missing := sorted(set(team.living) - set(links)):
+                    team.check()
+                    if time.monotonic() > deadline:
+                        raise meeting.errors.absent("unknown", missing, meeting.timeout_seconds)
+                    if (came := door.next(_NAP_SECONDS)) is None:
+                        continue
+                    connection, kind, content = came
+                    rank = content.get("ticket")
+                    if kind == TrainingMessage.WORKER and rank in missing:
+                        links[rank] = connection
+                    else:
+                        connection.close()
+            except BaseException:
+                # Ranks that wait here for their descriptors hear only then what they are told.
+                for connection in links.values():
                     connection.close()
+                raise
             self._seat_beside(0, theirs)
             for rank, connection in sorted(links.items()):
                 if connection.is_beside:
                     self._seat_beside(rank, Channel(connection.detach()))
                 else:
                     self._seat_stand_in(rank, connection)
+                    self._team.living[rank].send(TrainingMessage.ARRIVED, {})
         self._patience_seconds = 0.0
         return ours
 
@@ -498,12 +517,16 @@ class _Host:
         self._seats[rank] = _Seat(process, memory)
         # A stand-in is sent what any worker is, and has no use for a learner.
         learner, block = pack_parcel(None)
-        process.send(WorkerStart(replace(self._plan, worker=rank), learner))
-        for each in (memory.block, self._center.block, block):
-            process.send_descriptor(each.descriptor)
-        process.send_descriptor(connection.fileno())
-        block.close()
-        os.close(connection.detach())  # the stand-in has it
+        try:
+            process.send(WorkerStart(replace(self._plan, worker=rank), learner))
+            for each in (memory.block, self._center.block, block):
+                process.send_descriptor(each.descriptor)
+            process.send_descriptor(connection.fileno())
+        except (ProcessError, ProcessDiedError):
+            raise _ended(rank) from None
+        finally:
+            block.close()
+            os.close(connection.detach())  # the stand-in has it
 
     def start_server(self, theta: Vector) -> None:
         """Starts the server with these values as the center, and links all ranks to it."""

@@ -18,6 +18,7 @@ Encrypted, 10 MB there and back took 3.7 times as long by pyzmq with CURVE and 1
 """
 
 import hmac
+import ipaddress
 import json
 import os
 import secrets
@@ -255,7 +256,9 @@ class Door:
         self._token = token
         self.address: Address
         if host:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            family, *_, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            if ipaddress.ip_address(str(found[0]).partition("%")[0]).is_unspecified:
+                raise OSError(f"{host!r} stands for every address of this machine")
             self._listener = socket.create_server((host, 0), family=family)
             self.address = self._listener.getsockname()[:2]
         else:

@@ -272,13 +272,14 @@ def announced() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        meeting.tell_failure(_said(error))
+        meeting.tell_failure(said_of(error))
         raise
     finally:
         _announced.remove(meeting)
 
 
-def _said(error: BaseException) -> str:
+def said_of(error: BaseException) -> str:
+    """Returns what other ranks are told of the error."""
     return "it was interrupted" if isinstance(error, KeyboardInterrupt) else line_of(error)
 
 
@@ -359,8 +360,8 @@ class Team:
         try:
             yield
         except BaseException as error:
-            self.tell(TrainingMessage.FAILED, {"said": _said(error)})
-            self._meeting.tell_failure(_said(error))
+            self.tell(TrainingMessage.FAILED, {"said": said_of(error)})
+            self._meeting.tell_failure(said_of(error))
             raise
 
     def close(self, patience_seconds: float = END_SECONDS) -> None:

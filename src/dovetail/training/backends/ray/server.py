@@ -129,7 +129,8 @@ class ParameterServer:
             return None
         self._watch = self._watch or asyncio.create_task(self._look_for_life())
         port = None
-        if calls is None or calls.life < life:
+        # The port is there unless a former call of this was lost on its way.
+        if calls is None or calls.life < life or worker not in self._serving.ports:
             outbox = np.empty_like(self._theta)
             inbox = outbox if self._wire is None else np.empty_like(outbox)
             calls = self._calls[worker] = _WorkerCalls(life, inbox, outbox)
@@ -137,6 +138,7 @@ class ParameterServer:
         calls.answer = None
         self._serving.life.stop(worker)  # until it holds a lease
         sequence = await self._do(self._serving.join, worker, port)
+        self._changed.set()
         return Joined(sequence, self._server.seconds())
 
     def _sender(self, calls: _WorkerCalls) -> Callable[[Delivery], bool]:
