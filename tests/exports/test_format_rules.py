@@ -69,6 +69,36 @@ def test_a_small_module_that_holds_tensors_itself_is_not_split():
         assert set(found) <= {"", *(str(layer) for layer in range(8))}
 
 
+class Supervised(nn.Module):
+    """Layers whose heads are read in training only, and held by a list as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(16, 2) for _ in range(4))
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            layer.head = head
+        self.layers[1].other = self.layers[3].other = nn.Linear(2, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def test_tensors_that_nobody_reads_are_in_one_place_where_several_modules_hold_them():
+    step = dt.capture(Supervised().eval(), torch.zeros(4, 16))
+    rules = rules_for("device-map", step.graph, MACHINE, (), dict(step.source.aliases))
+    groups, rng = colocate(step.graph, rules.units), np.random.default_rng(0)
+    maps = []
+    for _ in range(TRIALS):
+        drawn = rng.integers(0, 3, groups.count)
+        drawn[groups.of_op[rules.main]] = 0
+        maps.append(device_map(plan_with(step, groups, drawn), step.graph))
+        check_device_map(step.module, maps[-1])
+    assert any(found.get("layers.0") != found.get("layers.1") for found in maps)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_run_of_the_chain_is_a_list_of_split_points(name):
     step, rng = captured_model(name), np.random.default_rng(0)

@@ -175,7 +175,8 @@ def _homes(
     """Path of the largest modules that are in one place -> the place, in the model's order; of a
     split module's own tensors likewise, by their names.
 
-    places   [ops]. A tensor is where it is read first; what nobody reads may be anywhere
+    places   [ops]. A tensor is where it is read first. What nobody reads is in the place of the
+             innermost module around one of its names in which something runs or is read
     lends    only ops count for the place of a module that has some
     """
     read_at = {
@@ -185,6 +186,21 @@ def _homes(
         if (readers := forward_readers(graph, op))
     }
     first = int(places[placed_ops(graph)[0]])
+    used: dict[str, str] = {}  # modules in which something runs or is read, but the outermost
+    used_at: dict[str, int] = {}
+    for module in list(top.walk())[1:]:
+        held = [op for inner in module.walk() for op in inner.held.values()]
+        within = [int(places[op]) for op in module.all_ops[:1]]
+        within += [read_at[op] for op in held if op in read_at]
+        if within:
+            used[module.path], used_at[module.path] = module.path, within[0]
+    innermost: dict[int, str] = {}  # tensor that nobody reads -> module
+    for module in top.walk():
+        for name, op in module.held.items():
+            path = home_of(name, used) if op not in read_at else None
+            if path is not None and path.count(".") >= innermost.get(op, "").count("."):
+                innermost[op] = path
+    read_at |= {op: used_at[path] for op, path in innermost.items()}
     homes: dict[str, int] = {}
 
     def descend(module: Module) -> None:
@@ -316,12 +332,18 @@ class _Needs:
                 self.roots.append(path)
         self.ties: list[tuple[int, int]] = []
         self.main = np.zeros(len(graph), dtype=bool)
-        names_of = Counter(op for module in self.modules.values() for op in module.held.values())
+        names_of: dict[int, list[str]] = {}
+        for module in self.modules.values():
+            for name, op in module.held.items():
+                names_of.setdefault(op, []).append(name)
+        self.unread: list[list[str]] = []  # the names of each tensor that only these keep together
         for op, names in names_of.items():
             readers = forward_readers(graph, op)
             self.ties += [(readers[0], reader) for reader in readers[1:]]
             # Parameters that the outermost module holds itself are where its inputs are.
-            self.main[readers[:1]] |= names > 1 and op in top.held.values()
+            self.main[readers[:1]] |= len(names) > 1 and op in top.held.values()
+            if len(names) > 1 and not readers:
+                self.unread.append(names)
 
     @property
     def units(self) -> Units:
@@ -340,6 +362,13 @@ class _Needs:
             homes |= dict.fromkeys(self.top.held, _MAIN)
             heads = {int(places[op]): op for op in reversed(self.forward)}
             _follow(self.graph, homes, _MAIN, partial(self._run, places, heads))
+            # What nobody reads is tied, too, where several modules hold it.
+            for names in self.unread:
+                met = {home for name in names if (home := home_of(name, homes)) is not None}
+                first, *others = sorted(met - {_MAIN}) or [_MAIN]
+                self.ties += [(heads[first], heads[other]) for other in others]
+                if _MAIN in met and first != _MAIN:
+                    self.main[heads[first]] = True
         return before != (len(self.ties), tuple(self.roots), int(self.main.sum()))
 
     def _run(
@@ -364,10 +393,9 @@ class _Needs:
             return _MAIN
         # Its module's own tensors come to the op, wherever it runs.
         met = {at for t, at in reads.items() if at != place or not graph.is_source[makers[t]]}
-        if len(met) > 1 and self._is_small(path):
-            if not _is_within(path, self.roots):
-                kept = [root for root in self.roots if not _is_within(root, [path])]
-                self.roots = [*kept, path]
+        # A unit may be split all the same: by a tensor that is with another module that holds it.
+        if len(met) > 1 and not _is_within(f"{path}.", self.roots) and self._is_small(path):
+            self.roots = [*(root for root in self.roots if not _is_within(root, [path])), path]
         elif met - {place}:
             self.main[op] |= _MAIN in met | {place}
             self.ties += [(heads[at], op) for at in met - {_MAIN, place}]

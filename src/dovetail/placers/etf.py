@@ -37,8 +37,8 @@ from dovetail.placers.list_scheduling import (
     empty_heaps,
     fits,
     longest_paths,
-    pop,
-    push,
+    pop_later,
+    push_later,
     ranked,
     roomiest_unless_fitting,
     tasks_of,
@@ -46,6 +46,7 @@ from dovetail.placers.list_scheduling import (
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
+from dovetail.simulator.heaps import pop_rank, push_rank
 
 
 class Favourites(NamedTuple):
@@ -67,8 +68,7 @@ class _EtfSchedule(NamedTuple):
     ready_heads, ready_next   [groups], [ops] linked lists of the ops that became ready before their
                      group had a device; -1: end
     by_rank, ranks   [ops] ops by rank, and the rank of each
-    now, later       by lane, ready ops that can start as soon as the device is free (all with time
-                     0), and ready ops by the time at which their inputs come
+    heaps            ranks of ready ops, by lane
     firsts           [devices] rank of the op that each could start earliest; -1: none
     first_times      [devices] when it could start that op
     last             [devices] op that ran last, -1: none
@@ -88,8 +88,7 @@ class _EtfSchedule(NamedTuple):
     ready_next: Int32
     by_rank: Int32
     ranks: Int32
-    now: LaneHeaps
-    later: LaneHeaps
+    heaps: LaneHeaps
     firsts: Int32
     first_times: Float64
     last: Int32
@@ -130,8 +129,7 @@ def etf_schedule(
         ranks=ranks,
         # An op is offered to a lane at most twice: when it becomes ready, and when its group is
         # given to the device with most room.
-        now=empty_heaps(lanes, 2 * ops),
-        later=empty_heaps(lanes, 2 * ops),
+        heaps=empty_heaps(lanes, 2 * ops),
         firsts=np.zeros(devices, np.int32),
         first_times=np.zeros(devices),
         last=np.full(devices, -1, np.int32),
@@ -167,7 +165,7 @@ def _schedule(  # noqa: C901  (kernel)
             time = latest = 0.0
             # The plain lanes come first. So `latest`, when the op's inputs could be on every device
             # that it may choose, is complete at the first urgent lane.
-            for lane in range(len(work.now.sizes)):
+            for lane in range(len(work.heaps.now_sizes)):
                 urgent = lane >= devices
                 device = lane - devices if urgent else lane
                 if home == device or (home < 0 and limits.choices[group, device] == 1):
@@ -177,9 +175,9 @@ def _schedule(  # noqa: C901  (kernel)
                         time = arrival(tasks, work.placed, work.ends, op, device)
                         latest = max(latest, time)
                     if time <= work.free[device]:
-                        push(work.now, lane, float(work.ranks[op]), work.ranks[op])
+                        push_rank(work.heaps.now, work.heaps.now_sizes, lane, work.ranks[op])
                     else:
-                        push(work.later, lane, time, work.ranks[op])
+                        push_later(work.heaps, lane, time, work.ranks[op])
 
         # 2. The device that can start an op earliest. Ties of time: a device that is not awake goes
         # before one that is; then the lower rank; then the lower device, which comes first here.
@@ -234,7 +232,7 @@ def look(
     lane = device
     child, begins = -1, np.inf
     # More lanes than devices: this is a schedule of `sct`.
-    if len(work.now.sizes) > len(work.free) and work.last[device] >= 0:
+    if len(work.heaps.now_sizes) > len(work.free) and work.last[device] >= 0:
         child = favourites.children[work.last[device]]
         if child >= 0 and work.waiting[child] == 0 and not work.done[child]:
             # When the favourite child could start here, unless another device could start it
@@ -275,25 +273,25 @@ def find_first(
     A group that fits nowhere is given to the device with most room; its ready ops are offered
     again.
     """
-    now, later, free = work.now, work.later, work.free[device]
+    heaps, free = work.heaps, work.free[device]
     work.firsts[device] = -1
     # What has arrived by now competes by rank alone. A device's free time never falls, so an op
     # that is moved to the heap `now` stays there rightly.
-    while later.sizes[lane] > 0 and later.times[lane, 0] <= free:
-        push(now, lane, float(later.ranks[lane, 0]), later.ranks[lane, 0])
-        pop(later, lane)
+    while heaps.later_sizes[lane] > 0 and heaps.later_times[lane, 0] <= free:
+        push_rank(heaps.now, heaps.now_sizes, lane, heaps.later_ranks[lane, 0])
+        pop_later(heaps, lane)
     # An op stands in the lanes of several devices. Where it no longer counts, because it has
     # started or its group cannot be on this device, it is dropped only when it comes to the top.
-    while now.sizes[lane] + later.sizes[lane] > 0:
-        is_now = now.sizes[lane] > 0
-        rank = now.ranks[lane, 0] if is_now else later.ranks[lane, 0]
+    while heaps.now_sizes[lane] + heaps.later_sizes[lane] > 0:
+        is_now = heaps.now_sizes[lane] > 0
+        rank = heaps.now[lane, 0] if is_now else heaps.later_ranks[lane, 0]
         op = work.by_rank[rank]
         group = tasks.of_op[op]
         home = work.placed[group]
         has_room = home < 0 and work.room[device] >= limits.group_bytes[group]
         if work.done[op] == 0 and (home == device or has_room):
             work.firsts[device] = rank
-            work.first_times[device] = free if is_now else later.times[lane, 0]
+            work.first_times[device] = free if is_now else heaps.later_times[lane, 0]
             return
         if work.done[op] == 0 and home < 0:
             roomiest = roomiest_unless_fitting(limits, work.room, group)
@@ -305,9 +303,9 @@ def find_first(
                     add_fresh(work, ready)
                     ready = work.ready_next[ready]
         if is_now:
-            pop(now, lane)
+            pop_rank(heaps.now, heaps.now_sizes, lane)
         else:
-            pop(later, lane)
+            pop_later(heaps, lane)
 
 
 @inlined

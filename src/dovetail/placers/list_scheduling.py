@@ -236,15 +236,17 @@ def roomiest_unless_fitting(limits: GroupLimits, room: Int64, group: int) -> int
 
 
 class LaneHeaps(NamedTuple):
-    """A binary min-heap per lane (see `etf`) of ops by time, then rank. In a lane the first
-    `sizes[lane]` entries count.
+    """Two binary min-heaps per lane (see `etf`), of which the first `*_sizes[lane]` entries count.
 
-    times, ranks   [lanes, most]
+    now           [lanes, most] ranks of ops that can start as soon as the lane is free
+    later_times, later_ranks   [lanes, most] ops whose inputs come later, by time, then rank
     """
 
-    times: Float64
-    ranks: Int32
-    sizes: Int64
+    now: Int32
+    now_sizes: Int64
+    later_times: Float64
+    later_ranks: Int32
+    later_sizes: Int64
 
 
 def empty_heaps(lanes: int, most: int) -> LaneHeaps:
@@ -253,50 +255,55 @@ def empty_heaps(lanes: int, most: int) -> LaneHeaps:
     `np.empty` writes nothing, so pages that no entry is written to take no physical memory.
     """
     return LaneHeaps(
-        np.empty((lanes, most)), np.empty((lanes, most), np.int32), np.zeros(lanes, np.int64)
+        now=np.empty((lanes, most), np.int32),
+        now_sizes=np.zeros(lanes, np.int64),
+        later_times=np.empty((lanes, most)),
+        later_ranks=np.empty((lanes, most), np.int32),
+        later_sizes=np.zeros(lanes, np.int64),
     )
 
 
 @inlined
-def push(heaps: LaneHeaps, lane: int, time: float, rank: int) -> None:
-    """Add an entry to the heap of a lane."""
-    i = heaps.sizes[lane]
-    heaps.sizes[lane] = i + 1
+def push_later(heaps: LaneHeaps, lane: int, time: float, rank: int) -> None:
+    """Add an entry to the `later` heap of a lane."""
+    times, ranks = heaps.later_times[lane], heaps.later_ranks[lane]
+    i = heaps.later_sizes[lane]
+    heaps.later_sizes[lane] = i + 1
     while i > 0:
         parent = (i - 1) >> 1
         if is_sooner(heaps, lane, parent, time, rank):
             break
-        heaps.times[lane, i] = heaps.times[lane, parent]
-        heaps.ranks[lane, i] = heaps.ranks[lane, parent]
+        times[i] = times[parent]
+        ranks[i] = ranks[parent]
         i = parent
-    heaps.times[lane, i] = time
-    heaps.ranks[lane, i] = rank
+    times[i] = time
+    ranks[i] = rank
 
 
 @inlined
-def pop(heaps: LaneHeaps, lane: int) -> None:
-    """Remove the soonest entry from the heap of a lane."""
-    size = heaps.sizes[lane] - 1
-    heaps.sizes[lane] = size
-    time, rank = heaps.times[lane, size], heaps.ranks[lane, size]
+def pop_later(heaps: LaneHeaps, lane: int) -> None:
+    """Remove the soonest entry from the `later` heap of a lane."""
+    times, ranks = heaps.later_times[lane], heaps.later_ranks[lane]
+    size = heaps.later_sizes[lane] - 1
+    heaps.later_sizes[lane] = size
+    time, rank = times[size], ranks[size]
     i, child = 0, 1
     while child < size:
-        if child + 1 < size:
-            right_time = heaps.times[lane, child + 1]
-            if not is_sooner(heaps, lane, child, right_time, heaps.ranks[lane, child + 1]):
-                child += 1
+        right = child + 1
+        if right < size and not is_sooner(heaps, lane, child, times[right], ranks[right]):
+            child = right
         if not is_sooner(heaps, lane, child, time, rank):
             break
-        heaps.times[lane, i] = heaps.times[lane, child]
-        heaps.ranks[lane, i] = heaps.ranks[lane, child]
+        times[i] = times[child]
+        ranks[i] = ranks[child]
         i = child
         child = 2 * i + 1
-    heaps.times[lane, i] = time
-    heaps.ranks[lane, i] = rank
+    times[i] = time
+    ranks[i] = rank
 
 
 @inlined
 def is_sooner(heaps: LaneHeaps, lane: int, i: int, time: float, rank: int) -> bool:
-    """Whether entry `i` of the heap of a lane comes before (time, rank)."""
-    other = heaps.times[lane, i]
-    return bool(other < time or (other == time and heaps.ranks[lane, i] < rank))
+    """Whether entry `i` of the `later` heap comes before (time, rank)."""
+    other = heaps.later_times[lane, i]
+    return bool(other < time or (other == time and heaps.later_ranks[lane, i] < rank))

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from dovetail.graph import EVERYWHERE, HOST
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import DispatchRules, Float64, Int32, Int64, StepModel, StepWorkspace
+from dovetail.simulator.heaps import pop_rank, push_rank
 
 # ── Queues of a simulation: ready ops, work by its end, and transfers of each channel ───────────
 
@@ -93,38 +94,7 @@ def make_ready(rules: DispatchRules, work: StepWorkspace, op: int, device: int) 
     if rules.ordered[device]:
         work.slot_waits[rules.slot_of[op]] -= 1
         return
-    heap = work.ready[device]
-    rank = rules.ranks[op]
-    i = work.ready_sizes[device]
-    work.ready_sizes[device] = i + 1
-    while i > 0:
-        parent = (i - 1) >> 1
-        if heap[parent] < rank:
-            break
-        heap[i] = heap[parent]
-        i = parent
-    heap[i] = rank
-
-
-@inlined
-def pop_ready(work: StepWorkspace, device: int) -> int:
-    """Remove and return the least rank of a device's ready ops, from a binary heap."""
-    heap = work.ready[device]
-    size = work.ready_sizes[device] - 1
-    work.ready_sizes[device] = size
-    least: int = heap[0]
-    last = heap[size]
-    i, child = 0, 1
-    while child < size:
-        if child + 1 < size and heap[child + 1] < heap[child]:
-            child += 1
-        if last < heap[child]:
-            break
-        heap[i] = heap[child]
-        i = child
-        child = 2 * i + 1
-    heap[i] = last
-    return least
+    push_rank(work.ready, work.ready_sizes, device, rules.ranks[op])
 
 
 @inlined
@@ -507,7 +477,7 @@ def start_all(
         if rules.ordered[lane]:
             start_slot(flat, rules, work, now, lane, record)
         elif work.ready_sizes[lane] > 0:
-            op = rules.by_rank[pop_ready(work, lane)]
+            op = rules.by_rank[pop_rank(work.ready, work.ready_sizes, lane)]
             work.running[lane] = op
             allocate(work, lane, flat.fresh_bytes[op])
             end = now + flat.compute_seconds[op, lane]
