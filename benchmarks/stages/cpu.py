@@ -63,7 +63,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
     said("choosing", 0)
     chosen, _ = race(SEQUENTIAL, runs, arguments.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        given = Given(module_of(step), network.inputs, network.threads, Path(folder))
+        given = Given(module_of(step), network.inputs, network.streams_at_once, Path(folder))
         wanted = steps[SEQUENTIAL](*network.inputs)
         peers = {}
         for name in arguments.peers:
@@ -72,7 +72,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
         runs |= {
             n: partial(seconds_of, peer.run) for n, peer in peers.items() if peer.run is not None
         }
-        torch.set_num_threads(network.threads)
+        torch.set_num_threads(network.streams_at_once)
         said("measuring", 0)
         seconds = in_turns(runs, Repeats(arguments.rounds))
     for name in steps:

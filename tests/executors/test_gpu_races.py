@@ -258,7 +258,7 @@ def test_stages_on_streams_of_their_own_have_no_race(staged):
     assert staged.run(staged.steps, first=staged.steps) == "done"
 
 
-@pytest.mark.parametrize("part", ["_fork", "_join"])
+@pytest.mark.parametrize("part", ["fork", "join"])
 def test_a_lane_without_a_wait_is_found(staged, part, monkeypatch):
     original = getattr(worker, part)
     monkeypatch.setattr(worker, part, lambda cuda, compute, lanes: original(cuda, compute, ()))

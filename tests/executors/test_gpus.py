@@ -240,5 +240,6 @@ def test_what_a_gpu_holds_must_fit_into_its_memory():
 
 def test_torch_says_how_much_was_asked_for():
     message = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB"
-    assert worker._asked_bytes(message) == 5 << 29
-    assert worker._asked_bytes("no more") == 0
+    for said, asked in ((message, 5 << 29), ("no more", 0)):
+        failed = worker._failed(-1, torch.OutOfMemoryError(said))
+        assert failed.lacking is not None and failed.lacking[0] == asked

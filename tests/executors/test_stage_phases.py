@@ -3,7 +3,6 @@ import random
 import pytest
 
 from dovetail.errors import RaceError
-from dovetail.executors.stages.cpu import check_phases
 from dovetail.executors.stages.phases import (
     AloneSeconds,
     SchedulePhase,
@@ -15,7 +14,7 @@ from dovetail.executors.stages.phases import (
     whole,
 )
 from dovetail.schedulers.dataflow import Streams, dataflow
-from dovetail.schedulers.races import happens_before
+from dovetail.schedulers.races import check_races, happens_before
 from dovetail.schedulers.records import KernelBlock, groups_of, members
 from dovetail.schedulers.results import KernelStage
 from reproductions.elsewhere import random_stages
@@ -68,7 +67,7 @@ def test_a_stage_waits_for_all_of_the_one_before():
 
 def test_a_step_without_kernels_has_no_phases():
     assert whole(0) == []
-    check_phases(KernelBlock(()), [])
+    check_races(KernelBlock(()), joined([]))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -84,7 +83,7 @@ def test_phases_of_any_stages_keep_every_edge(seed):
     alone = AloneSeconds(one, [s * rng.uniform(0.3, 1.1) for s in one], rng.choice([0.0, 0.5, 9.0]))
     streams = rng.randrange(1, 5)
     phases = phases_of(stages, alone, streams)
-    check_phases(block, phases)
+    check_races(block, joined(phases))
     assert sorted(k for phase in phases for k in phase.kernels) == list(range(count))
     for phase in phases:
         if phase.streams is not None:
@@ -116,11 +115,11 @@ FORK = KernelBlock((0, 0b1, 0b1, 0b110))
 )
 def test_phases_that_could_collide_are_refused(phases, rule):
     with pytest.raises(RaceError) as raised:
-        check_phases(FORK, phases)
+        check_races(FORK, joined(phases))
     assert raised.value.rule == rule
 
 
 def test_streams_without_barriers_are_one_phase():
     found, _ = dataflow(FORK, [1.0] * 4, 2)
-    check_phases(FORK, [SchedulePhase((0, 1, 2, 3), found)])
+    check_races(FORK, joined([SchedulePhase((0, 1, 2, 3), found)]))
     assert joined([SchedulePhase((0, 1, 2, 3), found)]) == found

@@ -46,8 +46,11 @@ class FakeCuda:
         finally:
             self.current = before
 
+    def set_stream(self, stream):
+        self.current = stream
+
     @contextmanager
-    def graph(self, graph, stream, capture_error_mode):
+    def graph(self, graph, stream, pool, capture_error_mode):
         self.recording = graph
         stream.after, stream.captured = set(), True
         with self.stream(stream), _Recorder(self):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from dovetail.errors import FileFormatError, ProcessDiedError, ProcessError
 from dovetail.executors.generated import GeneratedCode, noted
+from dovetail.executors.gpus.streams import capture
 from dovetail.frontends.fused import FusedCall, examples_of
 from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
@@ -189,7 +190,38 @@ class Compiler:
 
     @own_cache()
     def compile(self, call: FusedCall) -> Compiled:
-        return _compile(call, self._target)
+        """Compile a fused call, keep its code, and time it beside its calls."""
+        target = self._target
+        try:
+            device = target.torch_device
+            examples = call.examples(device)
+            share = _share
+            if device.type == "cuda":
+                share = partial(_share_as_graphs, GpuTimer(cuda_here(), device))
+            calls = partial(call.on(device).bound, examples)
+            if call.is_update:
+                fused = call.with_fused_updates().bound(examples)
+                compiled = Compiled(share(fused, calls()))
+                facts: dict[str, Any] = {"share": compiled.share, "is_update": True}
+                _write(_path(call.key, target, "json"), json.dumps(facts))
+                return compiled
+            path = _path(call.key, target, "py")
+            _write(path, inductor_source(call.on(device).module(), examples))
+            code = _loaded(path, examples)
+            _check_laid(code, call.on(device), examples)
+            # A GPU gets the code as one work.
+            by_runner = (
+                not target.gpu and code.instructions is not None and _is_same_by_runner(code, call)
+            )
+            if not by_runner:
+                code = replace(code, instructions=None)
+            compiled = Compiled(share(code.bound(examples)[1], calls()))
+            facts = {"share": compiled.share, "metas": call.metas, "by_runner": by_runner}
+            _write(_path(call.key, target, "json"), json.dumps(facts))
+        except Exception:  # whatever Inductor raises, and a disk that is full
+            lines = traceback.format_exc().strip().splitlines()
+            return Compiled(float("inf"), lines[-1])
+        return compiled
 
 
 def has_code(key: str, target: CompileTarget) -> bool:
@@ -217,40 +249,6 @@ def _loaded(path: Path, examples: Sequence[Tensor]) -> GeneratedCode:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return noted(module, examples)
-
-
-def _compile(call: FusedCall, target: CompileTarget) -> Compiled:
-    """Compile a fused call, keep its code, and time it beside its calls."""
-    try:
-        device = target.torch_device
-        examples = call.examples(device)
-        share = _share
-        if device.type == "cuda":
-            share = partial(_share_as_graphs, GpuTimer(cuda_here(), device))
-        calls = partial(call.on(device).bound, examples)
-        if call.is_update:
-            fused = call.with_fused_updates().bound(examples)
-            compiled = Compiled(share(fused, calls()))
-            facts: dict[str, Any] = {"share": compiled.share, "is_update": True}
-            _write(_path(call.key, target, "json"), json.dumps(facts))
-            return compiled
-        path = _path(call.key, target, "py")
-        _write(path, inductor_source(call.on(device).module(), examples))
-        code = _loaded(path, examples)
-        _check_laid(code, call.on(device), examples)
-        # A GPU gets the code as one work.
-        by_runner = (
-            not target.gpu and code.instructions is not None and _is_same_by_runner(code, call)
-        )
-        if not by_runner:
-            code = replace(code, instructions=None)
-        compiled = Compiled(share(code.bound(examples)[1], calls()))
-        facts = {"share": compiled.share, "metas": call.metas, "by_runner": by_runner}
-        _write(_path(call.key, target, "json"), json.dumps(facts))
-    except Exception:  # whatever Inductor raises, and a disk that is full
-        lines = traceback.format_exc().strip().splitlines()
-        return Compiled(float("inf"), lines[-1])
-    return compiled
 
 
 def _check_laid(code: GeneratedCode, call: FusedCall, examples: Sequence[Tensor]) -> None:
@@ -310,10 +308,12 @@ def _share_as_graphs(
                 for _ in range(_WARM_UPS):
                     run()
             cuda.synchronize(timer.device)
-            graphs.append(cuda.CUDAGraph())
-            with cuda.graph(graphs[-1], stream=timer.stream):
+
+            def repeated(run: Callable[[], object] = run) -> None:
                 for _ in range(_REPEATS):
                     run()
+
+            graphs.append(capture(cuda, timer.stream, repeated))
         rounds = time_rounds(
             lambda _turn: timer.seconds_between(lambda graph: graph.replay(), graphs),
             Repeats(_ROUNDS),

@@ -29,9 +29,8 @@ import re
 import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
@@ -43,6 +42,7 @@ from torch import Tensor
 
 from dovetail.executors.compiling import CompileTarget, load_code
 from dovetail.executors.gpus.peers import Peer, PeerError, PeerPair, connect_peers
+from dovetail.executors.gpus.streams import capture, fork, join, mark
 from dovetail.executors.shares import Share, tensor_at
 from dovetail.executors.worker import Aborted, Failed
 from dovetail.frontends.fused_updates import fused_updates
@@ -349,20 +349,49 @@ class LoadedGpus:
         try:
             self._meet(2 * number - 1)
             began = time.perf_counter_ns()
-            starts = self._starts() if timed else {}
+            # Device -> (an event that has happened, the host's clock in ns just after it).
+            starts: dict[int, tuple[Any, int]] = {}
+            if timed:
+                self._synchronize()
+                for device, gpu in self.gpus.items():
+                    start = self._timing(gpu.compute)
+                    # Other processes may hold up this stream, and not those of copies.
+                    start.synchronize()
+                    starts[device] = start, time.perf_counter_ns()
             for step in self.load.steps:
                 self._issue(step, running)
-            self._wait_for_peers()
+            # What other ranks' GPUs wait for may never be sent if a device of this rank fails.
+            for stream in self.peer_streams.values():
+                event = mark(self.cuda, stream)
+                while not event.query():
+                    if self._is_aborted():
+                        raise Aborted
+                    time.sleep(_POLL_SECONDS)
             self._synchronize()
             for publisher in self.publishers.values():
                 publisher.wait()
             ended = time.perf_counter_ns()
             for progress in self.progress.values():
                 progress[1], progress[2] = began, ended
-            if running.spans is not None:
-                self._stamp(running.spans, starts)
+            # Each instruction is stamped with its begin and end, in ns of the host's clock.
+            for device, index, *events in running.spans or ():
+                share, (start, start_ns) = self.gpus[device].share, starts[device]
+                stamps = self.block.view(share.stamps, (len(share.instructions), 2), np.int64)
+                # CUDA gives milliseconds.
+                stamps[index] = [start_ns + round(1e6 * start.elapsed_time(e)) for e in events]
             self._meet(2 * number)
-            self._copy_outputs(running)
+            for gpu in self.gpus.values():
+                with self.cuda.stream(gpu.compute):
+                    for tensor, slot in gpu.share.outputs:
+                        value = gpu.runner.get(tensor)
+                        assert value is not None, "the step has made it"
+                        _copy(self._tensor_at(slot), value, slot)
+            self._synchronize()
+            if not self._captures(running):
+                for device, gpu in self.gpus.items():
+                    gpu.runner.clear(self.made[device])
+                if self._has_failed(running):
+                    self._bind_launches()
         except Aborted:
             self._give_up()
             return "aborted"
@@ -387,17 +416,6 @@ class LoadedGpus:
     def _is_aborted(self) -> bool:
         return bool(look(self.abort))
 
-    def _wait_for_peers(self) -> None:
-        """Wait for all that was sent to, and received from, GPUs of other ranks, or until a device
-        of this rank has failed: what other ranks wait for may never be sent then."""
-        for stream in self.peer_streams.values():
-            event = self.cuda.Event()
-            event.record(stream)
-            while not event.query():
-                if self._is_aborted():
-                    raise Aborted
-                time.sleep(_POLL_SECONDS)
-
     def _meet(self, value: int) -> None:
         share = self.load.shares[0]
         flags = self.base + share.barrier
@@ -411,21 +429,31 @@ class LoadedGpus:
         for instruction in step.instructions:
             match instruction:
                 case SendTensor():
-                    self._send(device, step.index, instruction, running)
+                    self._send(step, instruction, running)
                 case ReceiveTensor(tensor=tensor, flag=flag, slot=slot, source=source):
                     stream = self._peer_stream(device)
                     with self.cuda.stream(stream):
                         self.peers[source, device].receive(gpu.arriving[tensor], slot)
-                    running.events[flag] = event = self.cuda.Event()
-                    event.record(stream)
+                    running.events[flag] = mark(self.cuda, stream)
                 case ReadSource(tensor=tensor, slot=slot, source=source):
                     value, into = self._tensor_at(slot), gpu.arriving[tensor]
-                    begin = self._begin_span(source, device, running)
-                    event = self._copy_across(source, device, into, value, slot)
-                    self._end_span(begin, source, device, running, device, step.index)
+                    with self._noted(running, self._copy_stream(source, device), step):
+                        event = self._copy_across(source, device, into, value, slot)
                     running.pulled[device, tensor] = event
-                case AwaitFlag():
-                    self._await(device, instruction, running)
+                case AwaitFlag(tensor=tensor, flag=flag, slot=slot):
+                    # What is launched from now on starts after a tensor has arrived, or after the
+                    # op of a control edge, or a send, has ended.
+                    if flag == NO_FLAG:
+                        gpu.compute.wait_event(running.pulled[device, tensor])
+                        continue
+                    if not self._comes_on_gpus(instruction):
+                        reached = wait(self.base + flag, running.now, self.abort, _SPIN_NS)
+                        if reached == ABORTED:
+                            raise Aborted
+                        self._look_for_arrived(running)
+                        if slot is None:
+                            continue
+                    gpu.compute.wait_event(running.events[flag])
                 case FreeTensors(tensors=tensors):
                     if not self._captures(running):
                         gpu.runner.clear(tensors)
@@ -440,29 +468,28 @@ class LoadedGpus:
         return self.load.captures and running.number >= self.capture_from
 
     def _launch(self, step: Issue, running: _Running) -> None:
-        device, first = key = step.lane, step.index
-        gpu, launch = self.gpus[device], self.launches[key]
-        spans = running.spans
+        key = step.lane, step.index
+        gpu, launch = self.gpus[step.lane], self.launches[key]
         try:
             with self.cuda.stream(gpu.compute):
-                if self._captures(running):
-                    begin = self._timing(gpu.compute) if spans is not None else None
+                if self._captures(running) and running.spans is None:
                     self._replay(key, running)
-                    if spans is not None:
-                        # Works of a graph have the span of all of it.
-                        end = self._timing(gpu.compute)
-                        places = range(first, first + len(launch.works))
-                        spans += [(device, place, begin, end) for place in places]
-                elif spans is None:
-                    if self._has_failed(running):
-                        self._try_to_capture(key)
-                    gpu.runner.run(launch.whole)
-                else:
+                elif self._captures(running):
+                    # Works of a graph have the span of all of it.
+                    with self._noted(running, gpu.compute, step, range(len(launch.works))):
+                        self._replay(key, running)
+                elif running.spans is not None:
                     for place, work in enumerate(launch.works):
-                        begin = self._timing(gpu.compute)
-                        gpu.runner.run(work)
-                        end = self._timing(gpu.compute)
-                        spans.append((device, first + place, begin, end))
+                        with self._noted(running, gpu.compute, step, (place,)):
+                            gpu.runner.run(work)
+                else:
+                    if self._has_failed(running) and launch.may_be_captured:
+                        # It is noted whether it can be captured, and the table stays as it is.
+                        reads = {tensor: gpu.runner.get(tensor) for tensor in launch.reads}
+                        self._captured(key)
+                        for tensor, value in reads.items():
+                            gpu.runner.set(tensor, value)
+                    gpu.runner.run(launch.whole)
         except Exception:
             self.failed = gpu.runner.failed
             raise
@@ -495,22 +522,9 @@ class LoadedGpus:
         """The graph of a launch, and in the table what it makes; None if it cannot be captured."""
         gpu, launch = self.gpus[key[0]], self.launches[key]
         reads = {tensor: gpu.runner.get(tensor) for tensor in launch.reads}
-        graph = self.cuda.CUDAGraph()
+        work = partial(gpu.runner.run, launch.held)
         try:
-            # "thread_local" lets other threads wait for events meanwhile.
-            with (
-                warnings.catch_warnings(),
-                self.cuda.graph(
-                    graph, stream=gpu.compute, pool=gpu.pool, capture_error_mode="thread_local"
-                ),
-            ):
-                # A launch may have nothing but views.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                try:
-                    gpu.runner.run(launch.held)
-                finally:
-                    # A capture ends on the stream that it began on, also from within a lane.
-                    self.cuda.set_stream(gpu.compute)
+            return capture(self.cuda, gpu.compute, work, gpu.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -520,54 +534,38 @@ class LoadedGpus:
             for tensor, value in reads.items():
                 gpu.runner.set(tensor, value)
             return None
-        return graph
 
     def _has_failed(self, running: _Running) -> bool:
         """True if a launch could not be captured in this step."""
         return self.capture_from == running.number + 1 > _CAPTURED_STEP
 
-    def _try_to_capture(self, key: tuple[int, int]) -> None:
-        """Note whether a launch can be captured, and leave the table as it is."""
-        gpu, launch = self.gpus[key[0]], self.launches[key]
-        if launch.may_be_captured:
-            reads = {tensor: gpu.runner.get(tensor) for tensor in launch.reads}
-            self._captured(key)
-            for tensor, value in reads.items():
-                gpu.runner.set(tensor, value)
-
-    def _send(self, device: int, index: int, send: SendTensor, running: _Running) -> None:
-        """Copy a tensor to another device as soon as all that was launched on `device` has ended;
-        for a control edge, tell it of that end."""
-        gpu, there = self.gpus[device], self.gpus.get(send.destination)
+    def _send(self, step: Issue, send: SendTensor, running: _Running) -> None:
+        """Copy a tensor to another device as soon as all that was launched on the step's device has
+        ended; for a control edge, tell it of that end."""
+        device, compute = step.lane, self.gpus[step.lane].compute
+        there = self.gpus.get(send.destination)
         if send.slot is None:
-            event = self.cuda.Event(blocking=there is None)
-            event.record(gpu.compute)
+            event = mark(self.cuda, compute, blocking=there is None)
             if running.spans is not None:
-                now = self._timing(gpu.compute)
-                running.spans.append((device, index, now, now))
+                now = self._timing(compute)
+                running.spans.append((device, step.index, now, now))
         else:
-            before = self.cuda.Event()
-            before.record(gpu.compute)
-            value = gpu.runner.get(send.tensor)
+            value = self.gpus[device].runner.get(send.tensor)
             assert value is not None, "the step has made it"
             peer = self.peers.get((device, send.destination))
             if peer is not None:
                 # It goes straight to a GPU of another rank.
                 stream = self._peer_stream(device)
-                stream.wait_event(before)
-                begin = None if running.spans is None else self._timing(stream)
-                with self.cuda.stream(stream):
+                fork(self.cuda, compute, (stream,))
+                with self._noted(running, stream, step), self.cuda.stream(stream):
                     peer.send(value, send.slot)
-                if running.spans is not None:
-                    running.spans.append((device, index, begin, self._timing(stream)))
-                running.events[send.flag] = event = self.cuda.Event()
-                event.record(stream)
+                running.events[send.flag] = mark(self.cuda, stream)
                 return
             into = self._tensor_at(send.slot) if there is None else there.arriving[send.tensor]
-            self._copy_stream(device, send.destination).wait_event(before)
-            begin = self._begin_span(device, send.destination, running)
-            event = self._copy_across(device, send.destination, into, value, send.slot)
-            self._end_span(begin, device, send.destination, running, device, index)
+            stream = self._copy_stream(device, send.destination)
+            fork(self.cuda, compute, (stream,))
+            with self._noted(running, stream, step):
+                event = self._copy_across(device, send.destination, into, value, send.slot)
         running.events[send.flag] = event
         if there is None:
             pair = device, send.destination
@@ -578,21 +576,6 @@ class LoadedGpus:
     def _comes_on_gpus(self, waiting: AwaitFlag) -> bool:
         """True if events say when it is there, and no flag in the block does."""
         return waiting.source in self.gpus or waiting.flag in self.received
-
-    def _await(self, device: int, waiting: AwaitFlag, running: _Running) -> None:
-        """Make what is launched on `device` from now on start after a tensor has arrived, or after
-        the op of a control edge, or a send, has ended."""
-        if waiting.flag == NO_FLAG:
-            self.gpus[device].compute.wait_event(running.pulled[device, waiting.tensor])
-            return
-        if not self._comes_on_gpus(waiting):
-            reached = wait(self.base + waiting.flag, running.now, self.abort, _SPIN_NS)
-            if reached == ABORTED:
-                raise Aborted
-            self._look_for_arrived(running)
-            if waiting.slot is None:
-                return
-        self.gpus[device].compute.wait_event(running.events[waiting.flag])
 
     def _look_for_arrived(self, running: _Running) -> None:
         """Copy to GPUs what CPUs have sent since the last look."""
@@ -607,20 +590,6 @@ class LoadedGpus:
             into = self.gpus[device].arriving[waiting.tensor]
             event = self._copy_across(waiting.source, device, into, sent, waiting.slot)
             running.events[flag] = event
-
-    def _copy_outputs(self, running: _Running) -> None:
-        for gpu in self.gpus.values():
-            with self.cuda.stream(gpu.compute):
-                for tensor, slot in gpu.share.outputs:
-                    value = gpu.runner.get(tensor)
-                    assert value is not None, "the step has made it"
-                    _copy(self._tensor_at(slot), value, slot)
-        self._synchronize()
-        if not self._captures(running):
-            for device, gpu in self.gpus.items():
-                gpu.runner.clear(self.made[device])
-            if self._has_failed(running):
-                self._bind_launches()
 
     def _tensor_at(self, slot: BlockSlot, mark: int = 0) -> Tensor:
         """A tensor over a slot of the block. It is the same one in each step, as the thread that
@@ -656,117 +625,89 @@ class LoadedGpus:
         """Issue a copy from one device to another; return the event of its end."""
         stream = self._copy_stream(source, destination)
         # A publisher waits for events of copies to the block: it sleeps meanwhile.
-        event = self.cuda.Event(blocking=destination not in self.gpus)
+        blocking = destination not in self.gpus
         ends = [self.gpus[end].torch_device for end in (source, destination) if end in self.gpus]
         if len(set(ends)) < 2:
             with self.cuda.stream(stream):
                 _copy(into, value, slot)
-            event.record(stream)
-            return event
+            return mark(self.cuda, stream, blocking=blocking)
         # Between two GPUs without access to each other, the last part of a copy of a tensor with
         # gaps runs on the destination's current stream. Copies from other GPUs end in one of its
         # own.
-        pair = destination, destination
-        if pair not in self.copying:
-            self.copying[pair] = self.cuda.Stream(device=self.gpus[destination].torch_device)
-        arriving = self.copying[pair]
+        arriving = self._copy_stream(destination, destination)
         with self.cuda.stream(arriving), self.cuda.stream(stream):
             _copy(into, value, slot)
-        sent = self.cuda.Event()
-        sent.record(stream)
-        arriving.wait_event(sent)
-        event.record(arriving)
-        return event
+        join(self.cuda, arriving, (stream,))
+        return mark(self.cuda, arriving, blocking=blocking)
 
-    def _begin_span(self, source: int, destination: int, running: _Running) -> Any:
-        """In a timed step, an event before the next copy from one device to another."""
+    @contextmanager
+    def _noted(
+        self, running: _Running, stream: Any, step: Issue, places: Iterable[int] = (0,)
+    ) -> Iterator[None]:
+        """A context in which work is issued to a stream. In a timed step its span is noted for
+        instructions of a device, by their places in the step."""
         if running.spans is None:
-            return None
-        return self._timing(self._copy_stream(source, destination))
-
-    def _end_span(
-        self,
-        begin: Any,
-        source: int,
-        destination: int,
-        running: _Running,
-        device: int,
-        index: int,
-    ) -> None:
-        """In a timed step, note the span of the copy that `begin` stands before: that of the
-        instruction `index` of a device."""
-        if running.spans is not None:
-            end = self._timing(self._copy_stream(source, destination))
-            running.spans.append((device, index, begin, end))
+            yield
+            return
+        begin = self._timing(stream)
+        yield
+        end = self._timing(stream)
+        running.spans += [(step.lane, step.index + place, begin, end) for place in places]
 
     def _timing(self, stream: Any) -> Any:
-        event = self.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+        return mark(self.cuda, stream, enable_timing=True)
 
     def _synchronize(self) -> None:
         for device in dict.fromkeys(gpu.torch_device for gpu in self.gpus.values()):
             self.cuda.synchronize(device)
-
-    # ---- Times ----
-
-    def _starts(self) -> dict[int, tuple[Any, int]]:
-        """Device -> (an event that has happened, the host's clock in ns just after it)."""
-        self._synchronize()
-        starts = {}
-        for device, gpu in self.gpus.items():
-            start = self._timing(gpu.compute)
-            # Other processes may hold up this stream, and not those of copies.
-            start.synchronize()
-            starts[device] = start, time.perf_counter_ns()
-        return starts
-
-    def _stamp(
-        self, spans: list[tuple[int, int, Any, Any]], starts: dict[int, tuple[Any, int]]
-    ) -> None:
-        """Write when each instruction began and ended, in ns of the host's clock."""
-        stamps = {
-            device: self.block.view(gpu.share.stamps, (len(gpu.share.instructions), 2), np.int64)
-            for device, gpu in self.gpus.items()
-        }
-        for device, index, begin, end in spans:
-            start, start_ns = starts[device]
-            for place, event in enumerate((begin, end)):
-                # CUDA gives milliseconds.
-                stamps[device][index, place] = start_ns + round(1e6 * start.elapsed_time(event))
 
     # ---- Binding ----
 
     def _bind_launches(self) -> None:
         """Make the streams of all launches, and forget the graphs of earlier ones."""
         self.drawing.clear()
-        held = self._held()
-        self.launches = {}
-        for step in self.load.steps:
-            if isinstance(step.instructions[0], Work):
-                self.launches[step.lane, step.index] = self._launch_of(step, held[step.lane])
-        # The step's tensors are dropped after it, but for those that last.
-        made: dict[int, set[int]] = {device: set() for device in self.gpus}
-        for (device, _), launch in self.launches.items():
-            made[device].update(launch.makes)
-        self.made = {
-            device: [tensor for tensor in made[device] if tensor not in gpu.sources]
-            for device, gpu in self.gpus.items()
-        }
-
-    def _held(self) -> dict[int, set[int]]:
-        """Device -> tensors that are read from the table of a captured step: by copies, by works
-        that are not captured, and at its end."""
+        # Device -> tensors that are read from the table of a captured step: by copies, by works
+        # that are not captured, and at its end.
         held: dict[int, set[int]] = {
             device: {tensor for tensor, _ in gpu.share.outputs} for device, gpu in self.gpus.items()
         }
         for step in self.load.steps:
-            for each in step.instructions:
-                if isinstance(each, SendTensor):
-                    held[step.lane].add(each.tensor)
+            held[step.lane].update(
+                each.tensor for each in step.instructions if isinstance(each, SendTensor)
+            )
             if not self._may_be_captured(step):
                 held[step.lane].update(self._reads(step))
-        return held
+        self.launches = {}
+        # The step's tensors are dropped after it, but for those that last.
+        made: dict[int, set[int]] = {device: set() for device in self.gpus}
+        for step in self.load.steps:
+            if not isinstance(step.instructions[0], Work):
+                continue
+            gpu, stream = self.gpus[step.lane], self.gpus[step.lane].runner.stream
+            whole: list[BoundInstruction] = []
+            holding: list[BoundInstruction] = []  # the same, but what is held is not freed
+            works: list[Stream] = []
+            makes: list[int] = []  # the tensors that are written into the table
+            for work in step.instructions:
+                assert isinstance(work, Work)
+                *before, last = self._bound(gpu, work)
+                works.append(stream([*before, last]))
+                whole += [*before, last]
+                frees = tuple(t for t in work.frees if t not in held[step.lane])
+                holding += [*before, replace(last, frees=frees)]
+                if isinstance(work, RunCompiled) and self._code(step.lane, work.key) is not None:
+                    makes += work.outputs
+                else:
+                    makes += [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
+            may_be_captured = self._may_be_captured(step)
+            self.launches[step.lane, step.index] = _Launch(
+                stream(whole), stream(holding), works, self._reads(step), makes, may_be_captured
+            )
+            made[step.lane].update(makes)
+        self.made = {
+            device: [tensor for tensor in made[device] if tensor not in gpu.sources]
+            for device, gpu in self.gpus.items()
+        }
 
     def _may_be_captured(self, step: Issue) -> bool:
         return not step.draws and (step.lane, step.index) not in self.uncaptured
@@ -781,29 +722,6 @@ class LoadedGpus:
                 calls = [self.calls[op] for op in ops_of(work)]
                 read += distinct_refs([(call.args, call.kwargs) for call in calls])
         return list(dict.fromkeys(read))
-
-    def _launch_of(self, step: Issue, held: set[int]) -> "_Launch":
-        gpu = self.gpus[step.lane]
-        whole: list[BoundInstruction] = []
-        holding: list[BoundInstruction] = []  # the same, but what is held is not freed
-        works: list[Stream] = []
-        makes: list[int] = []  # the tensors that are written into the table
-        for work in step.instructions:
-            assert isinstance(work, Work)
-            *before, last = self._bound(gpu, work)
-            works.append(gpu.runner.stream([*before, last]))
-            whole += [*before, last]
-            frees = tuple(t for t in work.frees if t not in held)
-            holding += [*before, replace(last, frees=frees)]
-            if isinstance(work, RunCompiled) and self._code(step.lane, work.key) is not None:
-                makes += work.outputs
-            else:
-                makes += [t for op in ops_of(work) for t in self.calls[op].results if t >= 0]
-        stream = gpu.runner.stream
-        may_be_captured = self._may_be_captured(step)
-        return _Launch(
-            stream(whole), stream(holding), works, self._reads(step), makes, may_be_captured
-        )
 
     def _bound(self, gpu: _LoadedGpu, work: Work) -> list[RunOp | RunFunction]:
         """A work with its calls and its code, as the runner takes it. The last instruction frees
@@ -833,15 +751,15 @@ class LoadedGpus:
                     gpu.lanes.append(self.cuda.Stream(device=gpu.torch_device))
                 used = gpu.lanes[: len(lanes) - 1]
                 bound: list[RunOp | RunFunction] = [
-                    RunFunction(work.op, partial(_fork, self.cuda, gpu.compute, used))
+                    RunFunction(work.op, partial(fork, self.cuda, gpu.compute, used))
                 ]
                 for stream, lane in zip((*used, gpu.compute), (*lanes[1:], lanes[0]), strict=True):
-                    bound.append(RunFunction(lane[0].op, partial(_set_stream, self.cuda, stream)))
+                    bound.append(RunFunction(lane[0].op, partial(self.cuda.set_stream, stream)))
                     for each in lane:
                         assert isinstance(each, RunOp), "lanes of a share run ops"
                         bound += self._bound(gpu, each)
-                join = partial(_join, self.cuda, gpu.compute, used)
-                return [*bound, RunFunction(work.op, join, frees=frees)]
+                joins = partial(join, self.cuda, gpu.compute, used)
+                return [*bound, RunFunction(work.op, joins, frees=frees)]
 
     def _code(self, device: int, key: str) -> Callable[..., Any] | None:
         """Compiled code, which stages with one key share."""
@@ -852,26 +770,9 @@ class LoadedGpus:
         return gpu.codes[key]
 
 
-def _fork(cuda: Any, compute: Any, lanes: Sequence[Any]) -> tuple[()]:
-    """Have what is issued to the lanes from now on start after what the compute stream has."""
-    event = cuda.Event()
-    event.record(compute)
-    for lane in lanes:
-        lane.wait_event(event)
-    return ()
-
-
-def _join(cuda: Any, compute: Any, lanes: Sequence[Any]) -> tuple[()]:
-    for lane in lanes:
-        event = cuda.Event()
-        event.record(lane)
-        compute.wait_event(event)
-    return ()
-
-
-def _set_stream(cuda: Any, stream: Any) -> tuple[()]:
-    cuda.set_stream(stream)
-    return ()
+_SIZE = re.compile(r"allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+_SIZE_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_OF_GPU = re.compile(r"GPU ([0-9]+) has")
 
 
 def _failed(op: int, error: Exception) -> Failed:
@@ -879,33 +780,21 @@ def _failed(op: int, error: Exception) -> Failed:
     lacking = peer = None
     said = line_of(error)
     if isinstance(error, torch.OutOfMemoryError):
-        lacking = _asked_bytes(str(error)), _free_bytes(str(error))
+        # Torch says only in its message what was asked for ("Tried to allocate 2.50 GiB"), and of
+        # which GPU.
+        size, of_gpu = _SIZE.search(str(error)), _OF_GPU.search(str(error))
+        asked = round(float(size[1]) * _SIZE_UNITS[size[2]]) if size else 0
+        left = 0
+        if torch.cuda.is_available():
+            # What the GPU has left, within this process's limit.
+            number = int(of_gpu[1]) if of_gpu else torch.cuda.current_device()
+            free, total = torch.cuda.mem_get_info(number)
+            allowed = int(total * torch.cuda.get_per_process_memory_fraction(number))
+            left = max(0, min(free, allowed - torch.cuda.memory_reserved(number)))
+        lacking = asked, left
     elif isinstance(error, PeerError):
         peer, said = error.rank, str(error)
     return Failed(op, traceback.format_exc(), said, lacking, peer)
-
-
-_SIZE = re.compile(r"allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
-_SIZE_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-_OF_GPU = re.compile(r"GPU ([0-9]+) has")
-
-
-def _asked_bytes(message: str) -> int:
-    """What was asked for, which torch says in its message alone: "Tried to allocate 2.50 GiB"; 0 if
-    it does not."""
-    asked = _SIZE.search(message)
-    return round(float(asked[1]) * _SIZE_UNITS[asked[2]]) if asked else 0
-
-
-def _free_bytes(message: str) -> int:
-    """What the GPU of torch's message has left, within this process's limit."""
-    if not torch.cuda.is_available():
-        return 0
-    found = _OF_GPU.search(message)
-    number = int(found[1]) if found else torch.cuda.current_device()
-    free, total = torch.cuda.mem_get_info(number)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(number))
-    return max(0, min(free, allowed - torch.cuda.memory_reserved(number)))
 
 
 def _copy(into: Tensor, value: Tensor, slot: BlockSlot) -> None:

@@ -218,16 +218,35 @@ class CpuStep:
         functions: Functions,
         threads: int,
     ) -> None:
-        check_phases(block, phases)
+        # Every kernel must run once, after all that it reads.
+        check_races(block, joined(phases))
         phases = [phase for phase in phases if phase.kernels]
         self._prepared, self._threads = prepared, threads
         self._wanted = [
             (tuple(functions.example[t].shape), functions.example[t].dtype) for t in prepared.inputs
         ]
+        home = {k: number for number, phase in enumerate(phases) for k in phase.kernels}
+        users: dict[int, list[int]] = {}
+        for kernel in sorted(home):
+            for tensor in (*prepared.kernels[kernel].writes, *prepared.kernels[kernel].reads):
+                users.setdefault(tensor, []).append(kernel)
+        # [phases] (tensors that streams of the phase may drop, each with the kernels that use it:
+        # those are made and read within this phase of streams alone; tensors to drop at its end,
+        # since they are used here for the last time)
+        drops: list[tuple[dict[int, list[int]], list[int]]] = [({}, []) for _ in phases]
+        for tensor, using in users.items():
+            if tensor in prepared.returned:
+                continue
+            last = max(home[kernel] for kernel in using)
+            streamed = phases[last].streams is not None
+            if streamed and tensor not in prepared.inputs and home[using[0]] == last:
+                drops[last][0][tensor] = using
+            else:
+                drops[last][1].append(tensor)
         # [phases] segments of each stream; None: the kernels run one after another.
         streams: list[Segments | None] = []
         frees: list[tuple[int, ...]] = []
-        for phase, (inside, after) in zip(phases, _frees(prepared, phases), strict=True):
+        for phase, (inside, after) in zip(phases, drops, strict=True):
             own = None if phase.streams is None else segments_of(block, phase.streams, inside)
             # A tensor that no segment may drop, since none has all its readers behind it, is
             # dropped at the end of the phase.
@@ -284,6 +303,13 @@ class CpuStep:
                     f"input {place} must be {wanted[1]} {list(wanted[0])} on the CPU, as when it "
                     f"was captured, not {given[1]} {list(given[0])} on {value.device}",
                 )
+
+        def result(ref: Ref) -> Tensor:
+            constant = prepared.constants.get(ref.tensor)
+            value = runner.get(ref.tensor) if constant is None else constant
+            assert value is not None, "the step has made it"
+            return value
+
         # The capture has settled the dtypes, and threads of streams would not see an autocast.
         with _ONE_AT_A_TIME, torch.inference_mode(), without_autocast():
             before, has_run = torch.get_num_threads(), False
@@ -294,18 +320,12 @@ class CpuStep:
                     runner.set(tensor, prepared.laid_out(value))
                 runner.run(self._stream, now=self._epoch)
                 has_run = True
-                return pytree.tree_map_only(Ref, self._result, prepared.outputs)
+                return pytree.tree_map_only(Ref, result, prepared.outputs)
             finally:
                 # After an error any tensor may be left in the table, so all are dropped then.
                 every = () if has_run else range(self._entries)
                 runner.clear(self._left if has_run else [t for t in every if t not in self._held])
                 torch.set_num_threads(before)
-
-    def _result(self, ref: Ref) -> Tensor:
-        constant = self._prepared.constants.get(ref.tensor)
-        value = self._runner.get(ref.tensor) if constant is None else constant
-        assert value is not None, "the step has made it"
-        return value
 
 
 class _KernelFlags:
@@ -366,34 +386,3 @@ class SegmentStreams:
     def value(self, tensor: int) -> Tensor | None:
         """The tensor that the last pass has made; None if it was freed."""
         return self._runner.get(tensor)
-
-
-def check_phases(block: KernelBlock, phases: Sequence[SchedulePhase]) -> None:
-    """Raise `RaceError` unless every kernel runs once, after all that it reads."""
-    check_races(block, joined(phases))
-
-
-def _frees(
-    prepared: PreparedKernels, phases: Sequence[SchedulePhase]
-) -> list[tuple[dict[int, list[int]], list[int]]]:
-    """[phases] (tensors that streams of the phase may drop, tensors to drop at the phase's end).
-
-    The first, each with the kernels that use it, are made and read within this phase of streams
-    alone. The second are used here for the last time.
-    """
-    home = {k: number for number, phase in enumerate(phases) for k in phase.kernels}
-    users: dict[int, list[int]] = {}
-    for kernel in sorted(home):
-        for tensor in (*prepared.kernels[kernel].writes, *prepared.kernels[kernel].reads):
-            users.setdefault(tensor, []).append(kernel)
-    found: list[tuple[dict[int, list[int]], list[int]]] = [({}, []) for _ in phases]
-    for tensor, kernels in users.items():
-        if tensor in prepared.returned:
-            continue
-        last = max(home[kernel] for kernel in kernels)
-        streamed = phases[last].streams is not None
-        if streamed and tensor not in prepared.inputs and home[kernels[0]] == last:
-            found[last][0][tensor] = kernels
-        else:
-            found[last][1].append(tensor)
-    return found

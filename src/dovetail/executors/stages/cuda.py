@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.executors.gpus.streams import capture, mark, seconds_between
 from dovetail.executors.stages.issuing import Group, as_one, issue, steps_of, together
 from dovetail.executors.stages.memory import plan_memory
 from dovetail.executors.stages.preparing import Function, PlacedKernels, require
@@ -67,22 +68,59 @@ class CudaNetwork:
         merged kernels that do not stand side by side in one stream, in ascending order.
         """
         self._placed, self._cuda, self._merged = placed, cuda, dict(merged or {})
-        self._block, self._outputs = placed.block, placed.outputs
-        self._streams = together(streams, self._merged)
-        check_races(self._block, self._streams)
+        block, outputs, kernels = placed.block, placed.outputs, placed.prepared.kernels
+        streams = together(streams, self._merged)
+        check_races(block, streams)
         require(cuda)
-        self._steps = steps_of(self._block, self._streams, self._merged, self._outputs)
+        steps = steps_of(block, streams, self._merged, outputs)
+        lanes = [cuda.Stream() for _ in streams.orders]
         self._functions: dict[Group, tuple[Function, Group, Group]] = {}
-        self._lanes = [cuda.Stream() for _ in self._streams.orders]
         self._slots: Values = {}
-        self._spans: list[list[Buffer]] = [[] for _ in range(len(self._block))]
+        self._values: Values = {}
+        self._spans: list[list[Buffer]] = [[] for _ in kernels]
+        sizes: list[list[Tensor]] = [[] for _ in kernels]
+
+        def measure(group: Group) -> None:
+            self._run(group)
+            for kernel in group:
+                made = [self._values[tensor] for tensor in kernels[kernel].writes]
+                # On "meta" a tensor has a shape, a type and dense strides, but no memory.
+                sizes[kernel] = [torch.empty_like(value, device="meta") for value in made]
+
+        def free(group: Group) -> None:
+            for kernel in group:
+                for tensor in kernels[kernel].writes:
+                    del self._values[tensor]
+
+        def run_all() -> None:
+            self._values = dict(self._inputs)
+            issue(steps, lanes, cuda, self._run, free)
+
         with _benchmarking():
             # The graph reads its inputs from fixed addresses; `__call__` copies new inputs there.
             self._inputs = {t: torch.empty_like(v).copy_(v) for t, v in placed.inputs.items()}
-            self._values: Values = {}
+            self._values = dict(self._inputs)
             cuda.synchronize()
-            self._warm_up(arena)
-            self._graph = capture(self._lanes[0], self._issue, cuda)
+            # cuDNN chooses algorithms, one kernel at a time.
+            alone = Streams((tuple(range(len(block))),), ())
+            issue(steps_of(block, alone, (), outputs), lanes[:1], cuda, measure, free)
+            cuda.synchronize()
+            if arena:
+                # The arena is planned and allocated, with a view of it for each tensor.
+                needed = [[t.nbytes for t in own] for own in sizes]
+                plan = plan_memory(block, streams, needed, outputs)
+                check_races(block, streams, plan.buffers, outputs)
+                device = next(iter(self._inputs.values())).device
+                memory = torch.empty(plan.total_bytes, dtype=torch.uint8, device=device)
+                for kernel, own, places in zip(kernels, sizes, plan.buffers, strict=True):
+                    for tensor, like, place in zip(kernel.writes, own, places, strict=True):
+                        flat = memory[place.start : place.end].view(like.dtype)
+                        self._slots[tensor] = flat.as_strided(like.shape, like.stride())
+            for _ in range(WARM_UPS):
+                run_all()
+                cuda.synchronize()
+            self._values = dict(self._inputs)
+            self._graph = capture(cuda, lanes[0], run_all)
         # Now the addresses are known that capture got, so they are checked before the first replay.
         # Views of inputs and constants are left out, because no kernel writes there.
         constants = placed.prepared.constants
@@ -92,10 +130,10 @@ class CudaNetwork:
             [span for span in own if not any(f.start <= span.start < f.end for f in fixed)]
             for own in self._spans
         ]
-        block, owned, outputs = as_one(self._block, buffers, self._outputs, self._merged)
-        check_races(block, self._streams, owned, outputs)
+        whole, owned, outputs = as_one(block, buffers, outputs, self._merged)
+        check_races(whole, streams, owned, outputs)
         if arena:
-            self.memory_bytes = self._arena.numel()
+            self.memory_bytes = memory.numel()
         else:
             # Bytes that buffers share count once.
             self.memory_bytes = end = 0
@@ -103,7 +141,8 @@ class CudaNetwork:
                 self.memory_bytes += max(0, buffer.end - max(buffer.start, end))
                 end = max(end, buffer.end)
         self._values = {
-            t: self._values[t] if t in self._values else constants[t] for t in placed.wanted
+            t: self._values[t] if t in self._values else constants[t]
+            for t in placed.prepared.returned
         }
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -123,51 +162,6 @@ class CudaNetwork:
     def time(self, samples: int = 30, warm_up: int = 5) -> tuple[float, ...]:
         """[samples] seconds of single replays."""
         return event_seconds(self.replay, samples, warm_up, self._cuda)
-
-    def _warm_up(self, arena: bool) -> None:
-        """Have cuDNN choose algorithms, one kernel at a time; then run the schedule itself."""
-        alone = Streams((tuple(range(len(self._block))),), ())
-        sizes: list[list[Tensor]] = [[] for _ in range(len(self._block))]
-
-        def measure(kernels: Group) -> None:
-            self._run(kernels)
-            for kernel in kernels:
-                writes = self._placed.prepared.kernels[kernel].writes
-                # On "meta" a tensor has a shape, a type and dense strides, but no memory.
-                sizes[kernel] = [torch.empty_like(self._values[t], device="meta") for t in writes]
-
-        self._begin()
-        steps = steps_of(self._block, alone, (), self._outputs)
-        issue(steps, self._lanes, self._cuda, measure, self._free)
-        self._cuda.synchronize()
-        if arena:
-            # The arena is planned and allocated, with a view of it for each tensor.
-            needed = [[t.nbytes for t in own] for own in sizes]
-            plan = plan_memory(self._block, self._streams, needed, self._outputs)
-            check_races(self._block, self._streams, plan.buffers, self._outputs)
-            device = next(iter(self._inputs.values())).device
-            self._arena = torch.empty(plan.total_bytes, dtype=torch.uint8, device=device)
-            kernels = self._placed.prepared.kernels
-            for written, own, buffers in zip(kernels, sizes, plan.buffers, strict=True):
-                for tensor, like, buffer in zip(written.writes, own, buffers, strict=True):
-                    flat = self._arena[buffer.start : buffer.end].view(like.dtype)
-                    self._slots[tensor] = flat.as_strided(like.shape, like.stride())
-        for _ in range(WARM_UPS):
-            self._issue()
-            self._cuda.synchronize()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._values = dict(self._inputs)
-
-    def _issue(self) -> None:
-        self._begin()
-        issue(self._steps, self._lanes, self._cuda, self._run, self._free)
-
-    def _free(self, kernels: Group) -> None:
-        for kernel in kernels:
-            for tensor in self._placed.prepared.kernels[kernel].writes:
-                del self._values[tensor]
 
     def _run(self, group: Group) -> None:
         """Run a function and store its results and their addresses."""
@@ -229,7 +223,8 @@ class StageClock:
         if merged is not None and len(groups) != 1:
             raise ValueError("merged kernels are one group")
         functions = [self._placed.prepared.function(group) for group in groups]
-        count = min(len(self._lanes), len(groups))
+        lanes = self._lanes[: len(groups)]
+        count = len(lanes)
         orders = tuple(tuple(range(lane, len(groups), count)) for lane in range(count))
         steps = steps_of(KernelBlock((0,) * len(groups)), Streams(orders, ()))
 
@@ -241,25 +236,14 @@ class StageClock:
 
         def work() -> None:
             for _ in range(self._repeats):
-                issue(steps, self._lanes, self._cuda, run)
+                issue(steps, lanes, self._cuda, run)
 
         # It is issued once outside capture, where cuDNN and cuBLAS prepare what a first run needs.
         with _benchmarking():
-            issue(steps, self._lanes, self._cuda, run)
-            graph = capture(self._lanes[0], work, self._cuda)
+            issue(steps, lanes, self._cuda, run)
+            graph = capture(self._cuda, lanes[0], work)
         seconds = event_seconds(graph.replay, samples, 1, self._cuda)
         return summarise([each / self._repeats for each in seconds], self._repeats)
-
-
-def capture(lane: Any, work: Callable[[], None], cuda: Any) -> Any:
-    """The CUDA graph of what `work` issues to a stream and its forks, with its own memory pool."""
-    graph = cuda.CUDAGraph()
-    cuda.synchronize()
-    # "thread_local" lets other threads allocate memory meanwhile, which would end a global capture.
-    with cuda.graph(graph, stream=lane, capture_error_mode="thread_local"):
-        work()
-    cuda.synchronize()
-    return graph
 
 
 def event_seconds(
@@ -271,16 +255,13 @@ def event_seconds(
     """
 
     def between_events() -> tuple[Any, Any]:
-        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        begin.record()
+        begin = mark(cuda, enable_timing=True)
         call()
-        end.record()
-        return begin, end
+        return begin, mark(cuda, enable_timing=True)
 
     pairs = time_steps(between_events, Repeats(samples), warm_up=call, warm_ups=warm_up)
     cuda.synchronize()
-    # CUDA gives milliseconds.
-    return tuple(1e-3 * begin.elapsed_time(end) for begin, end in pairs)
+    return tuple(seconds_between(begin, end) for begin, end in pairs)
 
 
 @contextmanager

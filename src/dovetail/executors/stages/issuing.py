@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from dovetail.executors.gpus.streams import fork, join, mark
 from dovetail.frontends.instructions import (
     AwaitFlag,
     FreeTensors,
@@ -207,10 +208,7 @@ def steps_of(
     for event, (producer, consumer) in enumerate(streams.waits):
         awaits[consumer].append(event)
         records[producer].append(event)
-    # The event of the fork; `fork` + s is the event of side stream s that joins.
-    fork, sides = len(streams.waits), range(1, len(units))
-    found = [Issue(0, (SendTensor(flag=fork),))] if sides else []
-    found += [Issue(side, (AwaitFlag(flag=fork),)) for side in sides]
+    found: list[Issue] = []
     recorded: set[int] = set()
     # [streams] kernels whose outputs are not freed yet.
     live: list[list[int]] = [[] for _ in units]
@@ -218,7 +216,7 @@ def steps_of(
     # A kernel is issued only after the records of all events that it waits for. This ends, because
     # `happens_before` has refused streams that deadlock.
     while any(head < len(of) for head, of in zip(heads, units, strict=True)):
-        for stream in [*sides, 0][: len(units)]:
+        for stream in [*range(1, len(units)), 0][: len(units)]:
             if heads[stream] == len(units[stream]):
                 continue
             unit = units[stream][heads[stream]]
@@ -238,8 +236,6 @@ def steps_of(
             found.append(Issue(stream, (*waits, *free, RunKernels(unit), *ends)))
             recorded.update(records[unit[-1]])
             heads[stream] += 1
-    found += [Issue(side, (SendTensor(flag=fork + side),)) for side in sides]
-    found += [Issue(0, (AwaitFlag(flag=fork + side),)) for side in sides]
     return tuple(found)
 
 
@@ -250,19 +246,21 @@ def issue(
     run: Callable[[Group], object],
     free: Callable[[Group], object] = lambda _kernels: None,
 ) -> None:
-    """Issue all of this to `lanes`, which are streams of `cuda` (`torch.cuda` or a fake of it).
+    """Issue all of this to `lanes`, one stream of `cuda` (`torch.cuda` or a fake of it) for each.
 
     `run` is called for each kernel, or several merged ones, and `free` for kernels whose outputs
     are freed, while the stream is the current one.
     """
+    main, *sides = lanes
+    if sides:
+        fork(cuda, main, sides)
     events: dict[int, Any] = {}
     for step in steps:
         lane = lanes[step.lane]
         for instruction in step.instructions:
             match instruction:
                 case SendTensor(flag=event):
-                    events[event] = cuda.Event()
-                    events[event].record(lane)
+                    events[event] = mark(cuda, lane)
                 case AwaitFlag(flag=event):
                     lane.wait_event(events[event])
                 case FreeTensors(tensors=kernels):
@@ -271,14 +269,4 @@ def issue(
                 case RunKernels(kernels=kernels):
                     with cuda.stream(lane):
                         run(kernels)
-
-
-def readers_of(reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> KernelBlock:
-    """The block of kernels that read and write these tensors.
-
-    A tensor that no kernel writes is an input, and nobody waits for it.
-    """
-    made: Mapping[int, int] = {t: k for k, own in enumerate(writes) for t in own}
-    return KernelBlock(
-        tuple(sum(1 << k for k in {made[t] for t in own if t in made}) for own in reads)
-    )
+    join(cuda, main, sides)

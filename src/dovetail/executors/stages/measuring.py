@@ -44,14 +44,6 @@ from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.timing import key_of
 
-# Seconds of kernels within a step: passes of one kernel after another, each of them timed.
-#
-# A kernel that is repeated finds its weights and inputs in the caches. In a step other kernels have
-# used the caches since, and large weights, concatenations and poolings take several times as long.
-# The runner itself stamps when each call begins and ends, so that a kernel's time is that of its
-# calls.
-
-
 _WARM_UP_PASSES, _LEAST_PASSES, _MOST_TIMED_PASSES = 2, 5, 100
 _SECONDS = 3.0
 """Passes go on for this long, but there are never fewer than `_LEAST_PASSES` that count."""
@@ -65,9 +57,13 @@ def seconds_in_passes(
     threads: int,
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> list[list[float]]:
-    """[kernels][passes] seconds of each kernel, in as many passes as three seconds allow.
+    """[kernels][passes] seconds of each kernel within a step: passes of one kernel after another on
+    the values of the example step, as many as three seconds allow.
 
-    The kernels run on the values of the example step.
+    A kernel that is repeated finds its weights and inputs in the caches. In a step other kernels
+    have used the caches since, and large weights, concatenations and poolings take several times as
+    long. The runner itself stamps when each call begins and ends, so that a kernel's time is that
+    of its calls.
     """
     runs = [functions.of([kernel]) for kernel in range(kernels)]
     runner = make_runner(functions.entries)
@@ -154,22 +150,19 @@ class MeasuredStages:
 
     def in_step(self, kernels: Sequence[int]) -> float:
         """The factor from a stage's seconds when it is repeated to its seconds within a step."""
-        raise NotImplementedError
+        return 1.0
 
     def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
         """True if a stage of these groups surely gains no more than `_LEAST_GAIN` over its kernels
         one by one."""
-        raise NotImplementedError
-
-    def timer(self, stages: Sequence[OpSet]) -> list[StageTiming]:
-        """Seconds of every stage, run at the same time or merged, whichever is faster."""
-        return self._time(stages, bounded=False)
+        return False
 
     def bounded(self, stages: Sequence[OpSet]) -> list[StageTiming]:
         """As `timer`, but a stage that cannot beat its kernels one by one costs what those take."""
-        return self._time(stages, bounded=True)
+        return self.timer(stages, bounded=True)
 
-    def _time(self, stages: Sequence[OpSet], *, bounded: bool) -> list[StageTiming]:
+    def timer(self, stages: Sequence[OpSet], *, bounded: bool = False) -> list[StageTiming]:
+        """Seconds of every stage, run at the same time or merged, whichever is faster."""
         ask: dict[str, OpSet] = {}
         # [stages] name of the stage, kernels, True if they may be merged.
         described: list[tuple[str, list[int], bool]] = []
@@ -241,6 +234,23 @@ class MeasuredStages:
             self.seconds += clock() - began
         return {name: self._known[name] for name in ask}
 
+    def _of_kernels(
+        self,
+        how: str,
+        measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]] | None = None,
+    ) -> list[float]:
+        """[kernels] seconds, measured once for each distinct signature; without `measure` each is
+        measured as a stage of its own."""
+        names = [f"{how} {text}" for text in self._signatures]
+        # In reverse, so that the first kernel of each name stands for it.
+        ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
+        found = self._measured(
+            ask,
+            measure
+            or (lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked])),
+        )
+        return [found[name].seconds for name in names]
+
 
 class CpuStages(MeasuredStages):
     """Stage costs on this process's cores."""
@@ -264,10 +274,7 @@ class CpuStages(MeasuredStages):
         # [kernels] seconds on one thread when repeated, as stages are measured. Measuring them
         # needs an expectation: their seconds within a step.
         self._repeated: Sequence[float] = self.alone.one_thread
-        self._repeated = self._of_kernels(
-            "over and over",
-            lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked]),
-        )
+        self._repeated = self._of_kernels("over and over:")
         name = f"switching, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}"
         switching = self._measured({name: 0}, lambda _asked: [self._switching()])
         self.alone = replace(self.alone, switching=switching[name].seconds)
@@ -310,16 +317,6 @@ class CpuStages(MeasuredStages):
         )
         return once / repeated
 
-    def _of_kernels(
-        self, how: str, measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]]
-    ) -> list[float]:
-        """[kernels] seconds, measured once for each distinct signature."""
-        names = [f"{how}: {text}" for text in self._signatures]
-        # In reverse, so that the first kernel of each name stands for it.
-        ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
-        found = self._measured(ask, measure)
-        return [found[name].seconds for name in names]
-
     def _by_themselves(self, threads: int) -> list[float]:
         """[kernels] seconds within passes over the step, on this many threads."""
         found: dict[str, MeasuredCost] = {}
@@ -330,7 +327,7 @@ class CpuStages(MeasuredStages):
                 found.update(self._in_passes(threads))
             return [found[self._signatures[kernel]] for _, kernel in asked]
 
-        return self._of_kernels(f"{threads} threads", measure)
+        return self._of_kernels(f"{threads} threads:", measure)
 
     def _in_passes(self, threads: int) -> dict[str, MeasuredCost]:
         """Signature -> the cost of its kernels, from the samples of all kernels that have it."""
@@ -357,7 +354,12 @@ class CpuStages(MeasuredStages):
         streams = SegmentStreams([[], *others], self._functions)
         calls = times_within(_PHASE_SECONDS, self.alone.all_threads[kernel])
         passes = times_within(_PHASE_SECONDS, self.alone.one_thread[kernel])
-        whole = _repeated(self._functions, kernel, calls)
+        function = self._functions.of([kernel])
+        runner = make_runner(self._functions.entries)
+        self._functions.fill_constants(runner, [function])
+        for tensor in function.takes:
+            runner.set(tensor, self._functions.example[tensor])
+        whole = partial(runner.run, runner.stream(calls * function.instructions(runner)))
 
         def streamed(times: int = 1) -> None:
             streams.run(times * passes)
@@ -376,18 +378,13 @@ class CpuStages(MeasuredStages):
         return MeasuredCost(timing.median_seconds, timing.spread)
 
 
-def _repeated(functions: Functions, kernel: int, times: int) -> Callable[[], object]:
-    """A function that runs a kernel of the example step so often."""
-    function = functions.of([kernel])
-    runner = make_runner(functions.entries)
-    functions.fill_constants(runner, [function])
-    for tensor in function.takes:
-        runner.set(tensor, functions.example[tensor])
-    return partial(runner.run, runner.stream(times * function.instructions(runner)))
-
-
 class CudaStages(MeasuredStages):
-    """Stage costs on a GPU, each stage timed as a small CUDA graph of its own."""
+    """Stage costs on a GPU, each stage timed as a small CUDA graph of its own.
+
+    A stage is assumed to take as long within a step as by itself, since the effect of a GPU's
+    caches there was never measured. No bound on what it takes is known, because a GPU runs kernels
+    side by side as it can.
+    """
 
     def __init__(
         self,
@@ -403,12 +400,7 @@ class CudaStages(MeasuredStages):
         block = stage_clock.block
         super().__init__(block, signatures, keys, cache, device, progress)
         self._clock, self._prepared = stage_clock, prepared
-        names = [f"kernel {signature}" for signature in signatures]
-        ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
-        found = self._measured(
-            ask, lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked])
-        )
-        self.alone = [found[name].seconds for name in names]
+        self.alone = self._of_kernels("kernel")
 
     def measure_stages(self, stages: Sequence[Stage]) -> list[MeasuredCost]:
         costs = []
@@ -420,14 +412,6 @@ class CudaStages(MeasuredStages):
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone[kernel] for kernel in kernels)
-
-    def in_step(self, kernels: Sequence[int]) -> float:
-        """Assumed to be 1: the effect of a GPU's caches within a step was never measured."""
-        return 1.0
-
-    def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Always False: no bound is known, because a GPU runs kernels side by side as it can."""
-        return False
 
 
 class _StageLoop:

@@ -49,22 +49,26 @@ def phases_of(
     stages: Sequence[KernelStage], alone: AloneSeconds, streams: int
 ) -> list[SchedulePhase]:
     """The phases that run these stages, in order."""
-    runs = [list(run) for _, run in groupby(stages, key=lambda s: len(s.groups) > 1)]
-    together: list[KernelStage] = []
-    found: list[SchedulePhase] = []
-    for run in runs:
-        kernels = tuple(k for stage in run for k in stage.groups[0])
+    # (the stages of a phase, True if it is whole); runs that win too little become streams.
+    parts: list[tuple[list[KernelStage], bool]] = []
+    for _, run in groupby(stages, key=lambda stage: len(stage.groups) > 1):
+        own = list(run)
+        kernels = [k for stage in own for k in stage.groups[0]]
         gained = sum(alone.one_thread[k] - alone.all_threads[k] for k in kernels)
-        if len(run[0].groups) == 1 and gained > alone.switching:
-            if together:
-                found.append(_streamed(together, alone, streams))
-                together = []
-            found.append(SchedulePhase(kernels))
+        is_whole = len(own[0].groups) == 1 and gained > alone.switching
+        if parts and not is_whole and not parts[-1][1]:
+            parts[-1][0].extend(own)
         else:
-            together += run
-    if together:
-        found.append(_streamed(together, alone, streams))
-    return found
+            parts.append((own, is_whole))
+    phases = []
+    for own, is_whole in parts:
+        if is_whole:
+            phases.append(SchedulePhase(tuple(k for stage in own for k in stage.groups[0])))
+            continue
+        orders = [spread(stage.groups, alone.one_thread, streams) for stage in own]
+        every = tuple(k for stage in own for k in stage.kernels)
+        phases.append(SchedulePhase(every, barriers(orders)))
+    return phases
 
 
 def predicted(
@@ -146,10 +150,3 @@ def spread(
         orders[stream] += groups[place]
         loads[stream] += cost[place]
     return orders
-
-
-def _streamed(stages: Sequence[KernelStage], alone: AloneSeconds, streams: int) -> SchedulePhase:
-    """A phase of streams that runs these stages, each after the one before."""
-    orders = [spread(stage.groups, alone.one_thread, streams) for stage in stages]
-    kernels = tuple(k for stage in stages for k in stage.kernels)
-    return SchedulePhase(kernels, barriers(orders))

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages.issuing import readers_of
 from dovetail.frontends.checks import CHECK
 from dovetail.frontends.interpret import (
     Values,
@@ -364,7 +363,10 @@ class PlacedKernels:
     def block(self) -> KernelBlock:
         """Which kernels wait for which, by the tensors they read."""
         kernels = self.prepared.kernels
-        return readers_of([k.reads for k in kernels], [k.writes for k in kernels])
+        # A tensor that no kernel writes is an input, and nobody waits for it.
+        made_by = {t: number for number, kernel in enumerate(kernels) for t in kernel.writes}
+        before = [{made_by[t] for t in kernel.reads if t in made_by} for kernel in kernels]
+        return KernelBlock(tuple(sum(1 << number for number in own) for own in before))
 
     @property
     def outputs(self) -> OpSet:
@@ -372,14 +374,8 @@ class PlacedKernels:
         return sum(
             1 << number
             for number, kernel in enumerate(self.prepared.kernels)
-            if self.wanted & set(kernel.writes)
+            if self.prepared.returned.intersection(kernel.writes)
         )
-
-    @property
-    def wanted(self) -> set[int]:
-        """The tensors that the caller wants: those in `prepared.outputs`."""
-        leaves = pytree.tree_leaves(self.prepared.outputs)
-        return {leaf.tensor for leaf in leaves if isinstance(leaf, Ref)}
 
 
 def place(
@@ -425,11 +421,8 @@ def place(
 
     with torch.no_grad():
         constants = {tensor: moved(value) for tensor, value in prepared.constants.items()}
-        given = {t: moved(v) for t, v in zip(prepared.inputs, inputs, strict=True)}
-        if prepared.channels_last:
-            images = {t: value for t, value in given.items() if value.dim() == 4}
-            for tensor, value in images.items():
-                given[tensor] = value.contiguous(memory_format=torch.channels_last)
+        pairs = zip(prepared.inputs, inputs, strict=True)
+        given = {tensor: prepared.laid_out(moved(value)) for tensor, value in pairs}
     kernels = tuple(replace(k, calls=tuple(map(move, k.calls))) for k in prepared.kernels)
     return PlacedKernels(replace(prepared, kernels=kernels, constants=constants), given)
 

@@ -22,7 +22,7 @@ from dovetail.executors.stages.measuring import CpuStages, CudaStages, Progress
 from dovetail.executors.stages.memory import plan_memory
 from dovetail.executors.stages.merging import merge_keys, merged_function
 from dovetail.executors.stages.phases import SchedulePhase, joined, phases_of, predicted, whole
-from dovetail.executors.stages.preparing import PreparedKernels, place
+from dovetail.executors.stages.preparing import PlacedKernels, PreparedKernels, place
 from dovetail.frontends import Captured
 from dovetail.graph.kernels import Kernels
 from dovetail.machine import Device
@@ -58,8 +58,9 @@ class StageCosts(Protocol):
 class ScheduleTarget:
     """A step's kernels on one device.
 
-    source   where costs come from: "measured" or "analytic"
-    inputs   example inputs on the device, which steps are timed with
+    source            where costs come from: "measured" or "analytic"
+    inputs            example inputs on the device, which steps are timed with
+    streams_at_once   a schedule has at most so many streams; on cores, the threads
     """
 
     captured: Captured
@@ -70,10 +71,12 @@ class ScheduleTarget:
     inputs: tuple[Tensor, ...]
     costs: StageCosts
     problem: StageProblem
+    streams_at_once: int
 
     def streams(self, stages: Sequence[KernelStage]) -> Streams:
         """The streams that run these stages."""
-        raise NotImplementedError
+        groups = [stage.groups for stage in stages]
+        return streams_of_stages(self.block, groups, self.streams_at_once)
 
     def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
         """Predicted seconds of a scheduler's schedule, from the costs of its stages."""
@@ -88,7 +91,7 @@ class ScheduleTarget:
 
         Raises `RaceError` for a schedule in which kernels could race.
         """
-        raise NotImplementedError
+        return None
 
     def timed(self, step: Callable[..., Any]) -> Callable[[], float]:
         """A function that runs the step once and returns how many seconds it took."""
@@ -144,14 +147,13 @@ class CpuTarget(ScheduleTarget):
 
     functions: Functions
     stages: CpuStages
-    threads: int
 
     def streams(self, stages: Sequence[KernelStage]) -> Streams:
         return joined(self.phases(stages))
 
     def phases(self, stages: Sequence[KernelStage]) -> list[SchedulePhase]:
         """The phases that run these stages."""
-        return phases_of(stages, self.stages.alone, self.threads)
+        return phases_of(stages, self.stages.alone, self.streams_at_once)
 
     def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
         if not schedule.stages:
@@ -175,10 +177,10 @@ class CpuTarget(ScheduleTarget):
     def step(self, candidate: ScheduleCandidate) -> CpuStep:
         phases, merges = self.program(candidate)
         functions = self.functions.merging(merges) if merges else self.functions
-        return CpuStep(functions.prepared, self.block, phases, functions, self.threads)
+        return CpuStep(functions.prepared, self.block, phases, functions, self.streams_at_once)
 
     def extras(self) -> list[ScheduleCandidate]:
-        if self.threads == 1:
+        if self.streams_at_once == 1:
             return []
         order = Streams((tuple(range(self.kernels.count)),), ())
         return [ScheduleCandidate(ONE_THREAD, (), order, sum(self.stages.alone.one_thread))]
@@ -188,11 +190,7 @@ class CpuTarget(ScheduleTarget):
 class CudaTarget(ScheduleTarget):
     """A step on a GPU of this machine, where schedules run as CUDA graphs."""
 
-    placed: Any
-    prepared: PreparedKernels
-
-    def streams(self, stages: Sequence[KernelStage]) -> Streams:
-        return streams_of_stages(self.block, [stage.groups for stage in stages], CUDA_STREAMS)
+    placed: PlacedKernels
 
     def program(self, candidate: ScheduleCandidate) -> tuple[Streams, tuple[Group, ...]]:
         """(streams, groups of merged kernels) of the candidate."""
@@ -202,7 +200,7 @@ class CudaTarget(ScheduleTarget):
 
     def step(self, candidate: ScheduleCandidate) -> CudaNetwork:
         streams, merges = self.program(candidate)
-        merged = {group: merged_function(self.prepared, group)[0] for group in merges}
+        merged = {group: merged_function(self.placed.prepared, group)[0] for group in merges}
         return CudaNetwork(self.placed, streams, merged=merged)
 
     def timed(self, step: Callable[..., Any]) -> Callable[[], float]:
@@ -214,8 +212,7 @@ class CudaTarget(ScheduleTarget):
 class AnalyticTarget(ScheduleTarget):
     """A step on a device that is known by its data sheet only."""
 
-    streams_at_once: int = CUDA_STREAMS
-    least_seconds: float = 0.0
+    least_seconds: float
 
     def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
         """Predicted seconds; for a schedule of streams without stages, a lower bound.
@@ -224,14 +221,6 @@ class AnalyticTarget(ScheduleTarget):
         at least the time that all work takes on the whole device.
         """
         return schedule.seconds if schedule.stages else max(schedule.seconds, self.least_seconds)
-
-    def streams(self, stages: Sequence[KernelStage]) -> Streams:
-        return streams_of_stages(
-            self.block, [stage.groups for stage in stages], self.streams_at_once
-        )
-
-    def step(self, candidate: ScheduleCandidate) -> None:
-        return None
 
 
 def cpu_target(
@@ -263,7 +252,7 @@ def cpu_target(
     )  # fmt: skip
     name = f"{device.model}, {threads} threads"
     return CpuTarget(
-        step, kernels, block, name, "measured", inputs, stages, problem, functions, stages, threads
+        step, kernels, block, name, "measured", inputs, stages, problem, threads, functions, stages
     )
 
 
@@ -297,7 +286,7 @@ def cuda_target(
     )  # fmt: skip
     given = tuple(placed.inputs[t] for t in prepared.inputs)
     return CudaTarget(
-        step, kernels, block, name, "measured", given, stages, problem, placed, placed.prepared
+        step, kernels, block, name, "measured", given, stages, problem, CUDA_STREAMS, placed
     )
 
 
@@ -311,7 +300,7 @@ def analytic_target(
     block, signatures, keys = _described(step, kernels, prepared)
     works = kernel_works(step.graph, kernels)
     model = AnalyticStages(works, stage_rates(device))
-    streams = len(device.cores) if device.kind == "cpu" else CUDA_STREAMS
+    streams = max(1, len(device.cores)) if device.kind == "cpu" else CUDA_STREAMS
 
     def time(stages: Sequence[OpSet]) -> list[StageTiming]:
         """Seconds of stages, run at the same time or merged, whichever is faster.
@@ -334,11 +323,9 @@ def analytic_target(
     once = _Counted()
     timer = once.of(block, signatures, time, keys)
     seconds = [model.seconds([[kernel]]) for kernel in range(kernels.count)]
-    problem = StageProblem(
-        block, signatures, timer, timer, keys, max(streams, 1), seconds, EVENT_SECONDS
-    )
+    problem = StageProblem(block, signatures, timer, timer, keys, streams, seconds, EVENT_SECONDS)
     return AnalyticTarget(
-        step, kernels, block, device.model, "analytic", (), once, problem, max(streams, 1),
+        step, kernels, block, device.model, "analytic", (), once, problem, streams,
         model.least_seconds(),
     )  # fmt: skip
 
