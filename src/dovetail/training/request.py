@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from dovetail.errors import UsageError
 from dovetail.request_fields import documented, option, option_made, read_values
 from dovetail.training import options
 from dovetail.training.backends import BACKENDS
+from dovetail.training.options import FailurePolicy, Guard, Storage
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from dovetail.training.backends.contract import Backend, FailurePolicy, Guard
+    from dovetail.training.backends.contract import Backend
     from dovetail.training.callbacks import Callback
     from dovetail.training.datasets import Collate
     from dovetail.training.modules import Loss
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from dovetail.training.torch_optimizers import MakeOptimizer, Schedule
     from dovetail.training.validation import Metrics
 
-STORAGE_OPTIONS = ("log", "snapshot_commits", "sync")
+STORAGE_OPTIONS = tuple(
+    each.name for each in fields(Storage) if each.name not in ("folder", "resume")
+)
 """`storage` may set these fields of `Storage`. The others follow from `folder` and `resume`."""
 
 PARTITIONS = {
@@ -39,19 +42,6 @@ PARTITIONS = {
     "by-label": "the samples sorted by label, then cut into a share for each worker",
 }
 """Partition -> what is whose, for the help; see `positions`."""
-
-
-# These defaults are made in functions, because importing their classes here would import numpy.
-def _guard() -> Guard:
-    from dovetail.training.backends.contract import Guard
-
-    return Guard()
-
-
-def _policy() -> FailurePolicy:
-    from dovetail.training.backends.contract import FailurePolicy
-
-    return FailurePolicy()
 
 
 def named_backend(backend: str) -> str:
@@ -134,7 +124,8 @@ class TrainRequest:
     storage         further settings of `Storage`, beside `folder` and `resume`
     group           processes of each worker, which average their gradients (see `group`)
     name            the label of the run's history. "": the rule's name
-    shards, guard, policy, order   see `backends.contract`
+    shards, order   see `backends.contract`
+    guard, policy   see `options`
     """
 
     model: nn.Module
@@ -239,8 +230,8 @@ class TrainRequest:
     )
     storage: Mapping[str, Any] = field(default_factory=dict)
     group: int = 1
-    guard: Guard = field(default_factory=_guard)
-    policy: FailurePolicy = field(default_factory=_policy)
+    guard: Guard = field(default_factory=Guard)
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
     shards: int | None = None
     order: tuple[int, ...] | None = None
     name: str = ""
