@@ -51,14 +51,20 @@ from dovetail.errors import FileFormatError
 from dovetail.runtime.files import files_only, read_json, write_atomically
 from dovetail.training.analysis import Staleness, staleness
 from dovetail.training.divergence import Divergence, diverging, remedy
-from dovetail.training.records import LEASED, Evaluation, Event, Outcome, Row
+from dovetail.training.records import (
+    COLUMNS,
+    COUNTS,
+    LEASED,
+    TIMES,
+    Evaluation,
+    Event,
+    Outcome,
+    Row,
+)
 from dovetail.training.tensorboard import Scalars
 from dovetail.units import format_count, format_seconds, printable
 
 Column = NDArray[Any]
-COLUMNS = {field.name: field.type for field in fields(Row)}
-"""Name -> type of a history's columns, in order. They are the fields of `Row`."""
-_COUNTS = tuple(name for name, kind in COLUMNS.items() if kind is int)
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """A figure whose name contains one of these words is better if it is smaller."""
 SUMMARY_EPOCHS = 12
@@ -258,12 +264,11 @@ class History:
                 for each in records
             )
 
-        times = ("seconds", "begin_seconds", "end_seconds")
         return History(
             replace(
                 outcome,
                 seconds=max(outcome.seconds - start, 0.0),
-                rows=moved(outcome.rows, *times),
+                rows=moved(outcome.rows, *TIMES),
                 events=moved(outcome.events, "seconds"),
                 evaluations=moved(outcome.evaluations, "seconds"),
             )
@@ -600,15 +605,12 @@ def _to_plain(value: Any) -> Any:
 def _check_drawable(path: str, outcome: Outcome) -> None:
     """Raises `FileFormatError` for times and counts that a page cannot draw: times that are not
     finite, negative counts, and counts that JavaScript's numbers cannot hold (2**53)."""
-    moments = [outcome.seconds]
-    moments += [row.seconds for row in outcome.rows]
-    moments += [event.seconds for event in outcome.events]
-    moments += [evaluation.seconds for evaluation in outcome.evaluations]
-    spans = (s for row in outcome.rows for s in (row.begin_seconds, row.end_seconds))
-    if not all(map(math.isfinite, chain(moments, spans))):
+    of_rows = (getattr(row, name) for row in outcome.rows for name in TIMES)
+    others = (each.seconds for each in (outcome, *outcome.events, *outcome.evaluations))
+    if not all(map(math.isfinite, chain(of_rows, others))):
         raise FileFormatError(path, "a time is not finite")
     for row in outcome.rows:
-        for name in _COUNTS:
+        for name in COUNTS:
             if not 0 <= getattr(row, name) < 2**53:
                 raise FileFormatError(path, f"a commit's {name} is no count")
     totals = [outcome.clock, outcome.samples, sum(row.samples for row in outcome.rows)]

@@ -89,5 +89,15 @@ def count(option: str, value: Any, least: int = 1) -> None:
         raise UsageError(option, f"must be a whole number of at least {least}, not {value!r}")
 
 
+def window(value: Any) -> None:
+    """Raises unless `value` is a number of local steps, None or "auto"."""
+    if isinstance(value, str):
+        if value != "auto":
+            says = f'must be a whole number, None or "auto", not {value!r}'
+            raise UsageError("window", says)
+    elif value is not None:
+        count("window", value)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -252,12 +252,7 @@ class TrainRequest:
             raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
         if self.autocast not in ("", "bfloat16"):
             raise UsageError("autocast", f"must be bfloat16 or left out, not {self.autocast!r}")
-        if isinstance(self.window, str):
-            if self.window != "auto":
-                says = f'must be a whole number, None or "auto", not {self.window!r}'
-                raise UsageError("window", says)
-        elif self.window is not None:
-            options.count("window", self.window)
+        options.window(self.window)
         if isinstance(self.backend, str):
             object.__setattr__(self, "backend", named_backend(self.backend))
         elif not callable(self.backend):
