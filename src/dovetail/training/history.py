@@ -320,9 +320,8 @@ class History:
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes commits, evaluations and events, a line each. If writing fails, the old file stays
         as it was. Raises `UnwritableError`."""
-        names = dict.fromkeys(name for e in self.outcome.evaluations for name in e.figures)
         text = io.StringIO()
-        columns = [*_CSV_KEYS, *(_FIGURE + name for name in names)]
+        columns = [*_CSV_KEYS, *(_FIGURE + name for name in self.figures)]
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         for row in self.outcome.rows:

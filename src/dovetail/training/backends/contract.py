@@ -51,6 +51,14 @@ class RunSettings:
     def lease_seconds(self) -> float:
         return self.policy.lease_seconds
 
+    @property
+    def server_restarts(self) -> int:
+        return self.policy.server_restarts
+
+    def make_rule(self) -> Rule:
+        """The rule. Where this record was received it was made anew, by its name and options."""
+        return self.rule
+
     def settings(self) -> dict[str, Any]:
         """The fields of this record, from which others of the same run are made."""
         return {each.name: getattr(self, each.name) for each in fields(RunSettings)}

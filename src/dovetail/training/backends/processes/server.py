@@ -109,7 +109,7 @@ class _ServerProcess:
     def _make(self, start: ServerStart, clock: Callable[[], float]) -> Server:
         """The server: a new one, or one with the state that its folder holds."""
         plan = self.plan
-        rule = plan.rule
+        rule = plan.make_rule()
         common: dict[str, Any] = {
             "guard": plan.guard,
             "storage": plan.storage,

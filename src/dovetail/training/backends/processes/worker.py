@@ -31,7 +31,7 @@ def serve(channel: Channel) -> None:
     memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
     make_learner = unpack_parcel(start.learner, channel.receive_descriptor())
-    rule = plan.rule
+    rule = plan.make_rule()
     # Making a learner may take long, so `alive()` works from here on.
     on_alive(memory.show_life)
     learner = make_learner(plan.worker)

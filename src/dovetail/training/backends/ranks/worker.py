@@ -83,7 +83,7 @@ def serve(channel: Channel) -> None:
     learner = make_learner(plan.worker)
     try:
         sequence = link.join()
-        rule = plan.rule
+        rule = plan.make_rule()
         steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
         drive(steps, link.ask, link.show_life)
         link.leave()

@@ -92,7 +92,7 @@ class ParameterServer:
         self._raised: DovetailError | None = None
         self._watch: asyncio.Task[None] | None = None
         self._pool = ThreadPoolExecutor(THREADS, "turn")
-        self._far = FarCenter(shards, job.dtype, plan.policy.server_restarts) if shards else None
+        self._far = FarCenter(shards, job.dtype, plan.server_restarts) if shards else None
         self._began = time.monotonic()
         assert plan.storage is not None, "an actor's run keeps a folder"
         self._storage = plan.storage
@@ -108,7 +108,7 @@ class ParameterServer:
 
     def _make(self, resume: bool) -> Server:
         plan = self._plan
-        rule = plan.rule
+        rule = plan.make_rule()
         common: dict[str, Any] = {
             "guard": plan.guard,
             "storage": self._storage,

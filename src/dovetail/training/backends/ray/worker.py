@@ -46,7 +46,7 @@ class RayWorker:
         server = ServerCalls(self._server, self._shards, plan)
         on_alive(server.beat)
         learner = self._make(plan.worker)
-        rule = plan.rule
+        rule = plan.make_rule()
         sequence = server.join()
         steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=server.seconds)
         drive(steps, server.ask, server.beat)
