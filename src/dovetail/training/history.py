@@ -78,7 +78,8 @@ MOST_DEPTH = 100
 """The deepest nesting of a history's meta, since it is written by recursion."""
 MOST_FIGURES = 1000
 """A CSV file may have at most so many columns of figures."""
-_COUNTED = ("lost", "restarted", "server_restarted", "refused")
+COUNTED = ("lost", "restarted", "server_restarted", "refused")
+"""Kinds of events that are counted wherever a run is summed up."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,11 @@ class History:
     def divergence(self) -> Divergence | None:
         """The first sign in the losses that the run diverged; None if there is none."""
         return diverging(self.outcome.rows, self.workers)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many events there were of each kind in `COUNTED`."""
+        return {kind: len(events_of(self.outcome, kind)) for kind in COUNTED}
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -452,9 +458,8 @@ class History:
         if math.isfinite(self.momentum):
             expected = f"1 - 1/n is {self.expected_momentum:.3g}"
             facts.append(("implicit momentum", f"{self.momentum:.3g}, {expected}"))
-        counts = {kind: len(events_of(outcome, kind)) for kind in _COUNTED}
-        if any(counts.values()):
-            event_texts = (f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
+        if any(self.counts.values()):
+            event_texts = (f"{n} {kind.replace('_', ' ')}" for kind, n in self.counts.items() if n)
             facts.append(("events", ", ".join(event_texts)))
         if (divergence := self.divergence) is not None:
             advice = remedy(self.rule, self.of_job("window"), self.workers)

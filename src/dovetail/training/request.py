@@ -259,7 +259,15 @@ class TrainRequest:
             raise UsageError("backend", f"{self.backend!r} is no name, and not callable")
         elif self.backend_options:
             raise UsageError("backend_options", "go with a backend's name")
-        self._check_folder()
+        if self.folder is None:
+            if self.resume:
+                raise UsageError("resume", "needs the folder of the run")
+            if self.storage:
+                raise UsageError("storage", "needs a folder")
+        for name in self.storage:
+            if name not in STORAGE_OPTIONS:
+                offered = ", ".join(STORAGE_OPTIONS)
+                raise UsageError("storage", f"has no {name!r}; it has {offered}")
         self.evaluation_times(None)
 
     @property
@@ -282,14 +290,3 @@ class TrainRequest:
             return None, float(match[1])
         options.count("validate", self.validate)
         return self.validate, None
-
-    def _check_folder(self) -> None:
-        if self.folder is None:
-            if self.resume:
-                raise UsageError("resume", "needs the folder of the run")
-            if self.storage:
-                raise UsageError("storage", "needs a folder")
-        for name in self.storage:
-            if name not in STORAGE_OPTIONS:
-                offered = ", ".join(STORAGE_OPTIONS)
-                raise UsageError("storage", f"has no {name!r}; it has {offered}")
