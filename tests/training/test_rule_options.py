@@ -1,6 +1,7 @@
 """Options of rules: all have defaults, are kept, and are refused by name."""
 
 import json
+import pickle
 import subprocess
 import sys
 
@@ -17,6 +18,8 @@ def test_a_rule_is_made_by_its_name_alone_and_again_from_its_options(name):
     assert rule.options == RULES[name].options
     again = make_rule(name, **json.loads(json.dumps(rule.options)))
     assert again.options == rule.options
+    sent = pickle.loads(pickle.dumps(rule))
+    assert (sent.name, sent.options) == (rule.name, rule.options)
 
 
 def test_the_optimizer_s_settings_are_options_of_synchronous_sgd():

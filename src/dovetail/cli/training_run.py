@@ -35,7 +35,6 @@ from dovetail.training import (
     Watcher,
     advice,
     bind_rule,
-    events_of,
     launched_rank,
     load_backend,
     parameters_of,
@@ -376,10 +375,7 @@ def summary(
         "staleness": {name: _number(getattr(tau, name)) for name in ("mean", "p50", "p95", "max")},
         "implicit_momentum": _number(history.momentum),
         "expected_momentum": history.expected_momentum,
-        **{
-            kind: len(events_of(outcome, kind))
-            for kind in ("lost", "restarted", "server_restarted", "refused")
-        },
+        **history.counts,
         "diverged": None if divergence is None else divergence.detail,
         "stopped": outcome.stopped,
         "interrupted": history.interrupted,

@@ -257,19 +257,6 @@ def suggest(
     rules      rules to try, with their options; None: `SUGGESTED` with default options
     evaluate   theta -> its loss; None: the loss on some batches of the job's own data
     """
-    advice = _suggest(assignment, measured, rules, evaluate, budget_seconds, progress, clock)
-    return replace(advice, against=_against(assignment.job, advice))
-
-
-def _suggest(
-    assignment: Assignment,
-    measured: StepMeasurement,
-    rules: Sequence[Rule] | None,
-    evaluate: Callable[[Vector], float] | None,
-    budget_seconds: float,
-    progress: ReportProgress,
-    clock: Callable[[], float],
-) -> Advice:
     job = assignment.job
     by_name = {rule.name: rule for rule in rules or map(make_rule, SUGGESTED)}
     window, vector_bytes = window_of(measured), assignment.theta.nbytes
@@ -281,22 +268,34 @@ def _suggest(
         fewer_steps = affordable_steps(measured, len(fewer), budget_seconds, vector_bytes)
         listed, steps = (fewer, fewer_steps) if fewer_steps >= FEWEST_STEPS else (listed, 0)
     if job.samples is None or not steps:
-        return _by_what_is_known(measured, listed, job.batch)
-    loss_of = evaluate or _center_loss(assignment)
-    tried: list[_Tried] = []
-    began = clock()
-    for i, candidate in enumerate(listed):
-        if tried and clock() - began > OVERRUN * budget_seconds:
-            # The machine is slower than when it was measured.
-            break
-        progress(f"simulating {describe(candidate)}", i / len(listed))
-        part = _part(assignment, by_name[candidate.rule], candidate, steps)
-        tried.append(_simulate(part, candidate, measured, loss_of))
-    judged = _judge(measured, tried, steps)
-    if len(tried) == len(listed):
-        return judged
-    left = f"; time was up after {len(tried)} of {len(listed)} candidates"
-    return replace(judged, why=judged.why + left)
+        advice = _by_what_is_known(measured, listed, job.batch)
+    else:
+        loss_of = evaluate or _center_loss(assignment)
+        tried: list[_Tried] = []
+        began = clock()
+        for i, candidate in enumerate(listed):
+            if tried and clock() - began > OVERRUN * budget_seconds:
+                # The machine is slower than when it was measured.
+                break
+            progress(f"simulating {describe(candidate)}", i / len(listed))
+            # The run has the samples of so many steps: part of an epoch, or a whole number of them.
+            samples = steps * job.batch
+            part = replace(
+                job,
+                run="advice",
+                samples=min(job.samples, samples),
+                epochs=max(1, round(samples / job.samples)),
+                workers=candidate.workers,
+                window=candidate.window,
+            )
+            rule = by_name[candidate.rule]
+            trial = replace(assignment, job=part, rule=rule, storage=None, order=None)
+            tried.append(_simulate(trial, candidate, measured, loss_of))
+        advice = _judge(measured, tried, steps)
+        if len(tried) < len(listed):
+            left = f"; time was up after {len(tried)} of {len(listed)} candidates"
+            advice = replace(advice, why=advice.why + left)
+    return replace(advice, against=_against(job, advice))
 
 
 def _against(job: Job, advice: Advice) -> str:
@@ -391,27 +390,8 @@ def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
     return loss_of
 
 
-def _part(
-    assignment: Assignment, rule: Rule, candidate: TrainingCandidate, steps: int
-) -> Assignment:
-    """The assignment of the candidate's simulated run. It has the samples of so many steps: part of
-    an epoch, or a whole number of epochs."""
-    job = assignment.job
-    assert job.samples is not None
-    samples = steps * job.batch
-    part = replace(
-        job,
-        run="advice",
-        samples=min(job.samples, samples),
-        epochs=max(1, round(samples / job.samples)),
-        workers=candidate.workers,
-        window=candidate.window,
-    )
-    return replace(assignment, job=part, rule=rule, storage=None, order=None)
-
-
 def _simulate(
-    part: Assignment,
+    trial: Assignment,
     candidate: TrainingCandidate,
     measured: StepMeasurement,
     loss_of: Callable[[Vector], float],
@@ -422,7 +402,7 @@ def _simulate(
         "latency_seconds": (measured.transfer_seconds - apply_seconds) / 2,  # there, and back
         "apply_seconds": apply_seconds,
     }
-    seconds, losses = [0.0], [loss_of(part.theta)]
+    seconds, losses = [0.0], [loss_of(trial.theta)]
 
     def evaluate(theta: Vector, _clock: int, _samples: int, now: float) -> dict[str, float]:
         seconds.append(now)
@@ -432,12 +412,12 @@ def _simulate(
     def hopeless(_figures: list[dict[str, float]]) -> bool:
         return not math.isfinite(losses[-1])
 
-    assert part.job.samples is not None
-    every = max(1, part.job.samples * part.job.epochs // EVALUATIONS)
+    assert trial.job.samples is not None
+    every = max(1, trial.job.samples * trial.job.epochs // EVALUATIONS)
     watcher = Watcher(every_samples=every, evaluate=evaluate, should_stop=hopeless)
     outcome, diverged = None, ""
     try:
-        outcome = load_backend("simulated", **world)(part, watcher)
+        outcome = load_backend("simulated", **world)(trial, watcher)
         divergence = diverging(outcome.rows, candidate.workers)
         diverged = "" if divergence is None else divergence.detail
     except DivergedError as error:
@@ -492,15 +472,25 @@ def _by_what_is_known(
 ) -> Advice:
     """Chooses without simulated runs: the fastest of the candidates that no known limit excludes.
     If adag-agn is about as fast as the fastest, it is preferred."""
-    evidence = tuple(
-        Evidence(
-            candidate,
-            _samples_per_second(measured, candidate, batch),
-            staleness=0.0 if candidate.rule in ("sync", "averaging") else candidate.workers - 1.0,
-            limit=_known_limit(candidate),
+    evidence = []
+    for candidate in listed:
+        # With rules that gather, all workers wait for the slowest. The server applies one commit
+        # after the other, which limits the speed.
+        waits = candidate.rule in ("sync", "averaging")
+        times = measured.times(candidate.workers)
+        rng = np.random.default_rng(0)
+        drawn = times.draw(rng, (200, candidate.workers, candidate.window)).sum(axis=2)
+        window_seconds = float((drawn.max(axis=1) if waits else drawn.mean(axis=1)).mean())
+        busy_seconds = candidate.workers * measured.transfer_seconds * SERVER_SHARE
+        round_seconds = max(window_seconds + measured.transfer_seconds, busy_seconds)
+        evidence.append(
+            Evidence(
+                candidate,
+                candidate.workers * candidate.window * batch / round_seconds,
+                staleness=0.0 if waits else candidate.workers - 1.0,
+                limit=_known_limit(candidate),
+            )
         )
-        for candidate in listed
-    )
     stable = [e for e in evidence if e.stable]
     fastest = max(e.samples_per_second for e in stable)
     even = [e for e in stable if e.samples_per_second >= (1 - EVEN) * fastest]
@@ -510,7 +500,7 @@ def _by_what_is_known(
         "the most samples a second of the rules that are known to be stable there; a step takes "
         "too long to simulate any within the budget"
     )
-    return Advice(measured, chosen, evidence, math.nan, 0, why)
+    return Advice(measured, chosen, tuple(evidence), math.nan, 0, why)
 
 
 def _known_limit(candidate: TrainingCandidate) -> str:
@@ -521,18 +511,3 @@ def _known_limit(candidate: TrainingCandidate) -> str:
     if candidate.rule == "agn" and candidate.workers > STABLE_MEANS:
         return f"{candidate.workers} windows are added from one point"
     return ""
-
-
-def _samples_per_second(
-    measured: StepMeasurement, candidate: TrainingCandidate, batch: int
-) -> float:
-    """Computes a candidate's speed from the measured times. With rules that gather, all workers
-    wait for the slowest. The server applies one commit after the other, which limits the speed."""
-    times = measured.times(candidate.workers)
-    rng = np.random.default_rng(0)
-    drawn = times.draw(rng, (200, candidate.workers, candidate.window)).sum(axis=2)
-    waits = candidate.rule in ("sync", "averaging")
-    window_seconds = float((drawn.max(axis=1) if waits else drawn.mean(axis=1)).mean())
-    busy_seconds = candidate.workers * measured.transfer_seconds * SERVER_SHARE
-    samples = candidate.workers * candidate.window * batch
-    return samples / max(window_seconds + measured.transfer_seconds, busy_seconds)

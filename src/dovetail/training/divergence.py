@@ -66,33 +66,29 @@ class LossWatch:
         if self.found is not None:
             return None
         for row in rows:
-            detail = self._add_loss(row.loss)
+            detail, loss = "", row.loss
+            if not math.isfinite(loss):
+                detail = f"the loss is {loss}"
+            elif len(self._first) < self._many:
+                self._first.append(loss)
+                if len(self._first) == self._many:
+                    # `abs`, because twice a negative loss would be a lower limit.
+                    middle = float(np.median(self._first))
+                    spread = SPREADS * float(np.std(self._first))
+                    self._limit = middle + (GROWTH - 1) * abs(middle) + spread
+            else:
+                if len(self._last) == self._many:
+                    self._before.append(self._last[0])
+                self._last.append(loss)
+                # No median is computed while the newest loss is below the limit, to save time.
+                if len(self._before) == self._many and loss >= self._limit:
+                    last = float(np.median(self._last))
+                    if last > self._limit and last > np.median(self._before):
+                        detail = f"the loss went from {np.median(self._first):.3g} to {last:.3g}"
             if detail:
                 self.found = Divergence(row.clock, f"{detail} by commit {row.clock}")
                 return self.found
         return None
-
-    def _add_loss(self, loss: float) -> str:
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if len(self._first) < self._many:
-            self._first.append(loss)
-            if len(self._first) == self._many:
-                # `abs`, because twice a negative loss would be a lower limit.
-                middle = float(np.median(self._first))
-                spread = SPREADS * float(np.std(self._first))
-                self._limit = middle + (GROWTH - 1) * abs(middle) + spread
-            return ""
-        if len(self._last) == self._many:
-            self._before.append(self._last[0])
-        self._last.append(loss)
-        # The medians are not computed while the newest loss is below the limit, to save time.
-        if len(self._before) < self._many or loss < self._limit:
-            return ""
-        last = float(np.median(self._last))
-        if last > self._limit and last > np.median(self._before):
-            return f"the loss went from {np.median(self._first):.3g} to {last:.3g}"
-        return ""
 
 
 def diverging(rows: Iterable[Row], workers: int = 1) -> Divergence | None:

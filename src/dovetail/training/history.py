@@ -51,14 +51,20 @@ from dovetail.errors import FileFormatError
 from dovetail.runtime.files import files_only, read_json, write_atomically
 from dovetail.training.analysis import Staleness, staleness
 from dovetail.training.divergence import Divergence, diverging, remedy
-from dovetail.training.records import LEASED, Evaluation, Event, Outcome, Row
+from dovetail.training.records import (
+    COLUMNS,
+    COUNTS,
+    LEASED,
+    TIMES,
+    Evaluation,
+    Event,
+    Outcome,
+    Row,
+)
 from dovetail.training.tensorboard import Scalars
 from dovetail.units import format_count, format_seconds, printable
 
 Column = NDArray[Any]
-COLUMNS = {field.name: field.type for field in fields(Row)}
-"""Name -> type of a history's columns, in order. They are the fields of `Row`."""
-_COUNTS = tuple(name for name, kind in COLUMNS.items() if kind is int)
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """A figure whose name contains one of these words is better if it is smaller."""
 SUMMARY_EPOCHS = 12
@@ -72,7 +78,8 @@ MOST_DEPTH = 100
 """The deepest nesting of a history's meta, since it is written by recursion."""
 MOST_FIGURES = 1000
 """A CSV file may have at most so many columns of figures."""
-_COUNTED = ("lost", "restarted", "server_restarted", "refused")
+COUNTED = ("lost", "restarted", "server_restarted", "refused")
+"""Kinds of events that are counted wherever a run is summed up."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,11 @@ class History:
         return diverging(self.outcome.rows, self.workers)
 
     @property
+    def counts(self) -> dict[str, int]:
+        """How many events there were of each kind in `COUNTED`."""
+        return {kind: len(events_of(self.outcome, kind)) for kind in COUNTED}
+
+    @property
     def figures(self) -> tuple[str, ...]:
         """Names of all figures that were evaluated, in order of first appearance."""
         return tuple(dict.fromkeys(name for e in self.outcome.evaluations for name in e.figures))
@@ -258,12 +270,11 @@ class History:
                 for each in records
             )
 
-        times = ("seconds", "begin_seconds", "end_seconds")
         return History(
             replace(
                 outcome,
                 seconds=max(outcome.seconds - start, 0.0),
-                rows=moved(outcome.rows, *times),
+                rows=moved(outcome.rows, *TIMES),
                 events=moved(outcome.events, "seconds"),
                 evaluations=moved(outcome.evaluations, "seconds"),
             )
@@ -315,9 +326,8 @@ class History:
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes commits, evaluations and events, a line each. If writing fails, the old file stays
         as it was. Raises `UnwritableError`."""
-        names = dict.fromkeys(name for e in self.outcome.evaluations for name in e.figures)
         text = io.StringIO()
-        columns = [*_CSV_KEYS, *(_FIGURE + name for name in names)]
+        columns = [*_CSV_KEYS, *(_FIGURE + name for name in self.figures)]
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         for row in self.outcome.rows:
@@ -448,9 +458,8 @@ class History:
         if math.isfinite(self.momentum):
             expected = f"1 - 1/n is {self.expected_momentum:.3g}"
             facts.append(("implicit momentum", f"{self.momentum:.3g}, {expected}"))
-        counts = {kind: len(events_of(outcome, kind)) for kind in _COUNTED}
-        if any(counts.values()):
-            event_texts = (f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
+        if any(self.counts.values()):
+            event_texts = (f"{n} {kind.replace('_', ' ')}" for kind, n in self.counts.items() if n)
             facts.append(("events", ", ".join(event_texts)))
         if (divergence := self.divergence) is not None:
             advice = remedy(self.rule, self.of_job("window"), self.workers)
@@ -600,15 +609,12 @@ def _to_plain(value: Any) -> Any:
 def _check_drawable(path: str, outcome: Outcome) -> None:
     """Raises `FileFormatError` for times and counts that a page cannot draw: times that are not
     finite, negative counts, and counts that JavaScript's numbers cannot hold (2**53)."""
-    moments = [outcome.seconds]
-    moments += [row.seconds for row in outcome.rows]
-    moments += [event.seconds for event in outcome.events]
-    moments += [evaluation.seconds for evaluation in outcome.evaluations]
-    spans = (s for row in outcome.rows for s in (row.begin_seconds, row.end_seconds))
-    if not all(map(math.isfinite, chain(moments, spans))):
+    of_rows = (getattr(row, name) for row in outcome.rows for name in TIMES)
+    others = (each.seconds for each in (outcome, *outcome.events, *outcome.evaluations))
+    if not all(map(math.isfinite, chain(of_rows, others))):
         raise FileFormatError(path, "a time is not finite")
     for row in outcome.rows:
-        for name in _COUNTS:
+        for name in COUNTS:
             if not 0 <= getattr(row, name) < 2**53:
                 raise FileFormatError(path, f"a commit's {name} is no count")
     totals = [outcome.clock, outcome.samples, sum(row.samples for row in outcome.rows)]

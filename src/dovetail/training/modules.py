@@ -43,6 +43,7 @@ from dovetail.training.datasets import (
 from dovetail.training.keras_models import (
     added_losses,
     call_keras,
+    check_keras,
     is_keras,
     seed_keras,
     with_added_losses,
@@ -63,6 +64,14 @@ Loss = Callable[..., Tensor]
 _KERAS_COUNT = re.compile(r"_\d+(?=/|$)")
 DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 """torch's type -> numpy's, of the parameters that can be trained."""
+
+
+def check_module(model: Any) -> None:
+    """Raises `ModelError` for what is no module, and for a Keras model that cannot be called."""
+    if is_keras(model):
+        check_keras(model)
+    if not isinstance(model, nn.Module):
+        raise ModelError(type(model).__name__, f"is no torch.nn.Module{at(model)}")
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:

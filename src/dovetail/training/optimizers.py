@@ -14,8 +14,10 @@ and a server that restarts should not import torch.
 """
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,18 +29,26 @@ from dovetail.training.records import Vector
 COUNT = "updates"
 
 
-class FlatOptimizer(Protocol):
-    """An optimizer, whose settings are the record's fields."""
+@dataclass(frozen=True)
+class FlatOptimizer(ABC):
+    """An optimizer, whose settings are the record's fields.
+
+    lr   the learning rate if `update` is given none
+    """
+
+    lr: float
+
+    name: ClassVar[str]
 
     @property
+    @abstractmethod
     def slots(self) -> tuple[str, ...]:
         """Names of the vectors that the optimizer keeps."""
-        ...
 
-    @property
-    def lr(self) -> float:
-        """The learning rate if `update` is given none."""
-        ...
+    @abstractmethod
+    def loop(self, lr: float, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        """The compiled loop of step 1, 2, ..., and its scalars. Its vectors are the change, theta,
+        the gradient and the slots."""
 
     def update(
         self,
@@ -50,11 +60,15 @@ class FlatOptimizer(Protocol):
     ) -> Vector:
         """Returns U(g) [size] and advances slots and counts. theta [size] is not changed. `rate`
         replaces `lr`."""
-        ...
+        counts[COUNT] = step = counts.get(COUNT, 0) + 1
+        loop, scalars = self.loop(self.lr if rate is None else rate, step)
+        change = np.empty_like(theta)
+        kernels.run(loop, change, (theta, gradient, *(slots[name] for name in self.slots)), scalars)
+        return change
 
 
 @dataclass(frozen=True)
-class FlatSGD:
+class FlatSGD(FlatOptimizer):
     """b = momentum b + g;  U = -lr b, or -lr (g + momentum b) with `nesterov`."""
 
     lr: float = 0.01
@@ -75,6 +89,13 @@ class FlatSGD:
     def slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
+    def loop(self, lr: float, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        if not self.momentum:
+            return _sgd_decayed, (lr, self.weight_decay)
+        # One loop serves both forms: U = -lr (gradient_weight g + buffer_weight b).
+        gradient_weight, buffer_weight = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
+        return _sgd, (lr, self.momentum, gradient_weight, buffer_weight, self.weight_decay)
+
     def update(
         self,
         theta: Vector,
@@ -83,28 +104,15 @@ class FlatSGD:
         counts: dict[str, int],
         rate: float | None = None,
     ) -> Vector:
+        if self.momentum or self.weight_decay:
+            return super().update(theta, gradient, slots, counts, rate)
+        # Plain SGD, of which no loop has to be compiled.
         counts[COUNT] = counts.get(COUNT, 0) + 1
-        lr = self.lr if rate is None else rate
-        if not self.momentum and not self.weight_decay:
-            return np.multiply(gradient, theta.dtype.type(-lr))
-        change = np.empty_like(theta)
-        if not self.momentum:
-            kernels.run(_sgd_decayed, change, (theta, gradient), (lr, self.weight_decay))
-            return change
-        vectors = (theta, gradient, slots["momentum"])
-        # One loop serves both forms: U = -lr (gradient_weight g + buffer_weight b).
-        gradient_weight, buffer_weight = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
-        kernels.run(
-            _sgd,
-            change,
-            vectors,
-            (lr, self.momentum, gradient_weight, buffer_weight, self.weight_decay),
-        )
-        return change
+        return np.multiply(gradient, theta.dtype.type(-(self.lr if rate is None else rate)))
 
 
 @dataclass(frozen=True)
-class FlatAdam:
+class FlatAdam(FlatOptimizer):
     """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
     U = -lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps);  weight decay is added to g.
 
@@ -134,20 +142,11 @@ class FlatAdam:
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 
-    def update(
-        self,
-        theta: Vector,
-        gradient: Vector,
-        slots: dict[str, Vector],
-        counts: dict[str, int],
-        rate: float | None = None,
-    ) -> Vector:
-        counts[COUNT] = step = counts.get(COUNT, 0) + 1
-        lr = self.lr if rate is None else rate
+    def loop(self, lr: float, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
         first, second = self.betas
         coupled = 0.0 if self.decoupled else self.weight_decay
         pull = lr * self.weight_decay if self.decoupled else 0.0
-        scalars = (
+        return _adam, (
             lr / (1.0 - first**step),
             math.sqrt(1.0 - second**step),
             1.0 - first,
@@ -157,9 +156,6 @@ class FlatAdam:
             coupled,
             pull,
         )
-        change = np.empty_like(theta)
-        kernels.run(_adam, change, (theta, gradient, slots["mean"], slots["square"]), scalars)
-        return change
 
 
 @dataclass(frozen=True)
@@ -177,7 +173,7 @@ class FlatAdamW(FlatAdam):
 
 
 @dataclass(frozen=True)
-class FlatAdagrad:
+class FlatAdagrad(FlatOptimizer):
     """s = s + g^2;  U = -lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps).
 
     Duchi, Hazan, Singer: Adaptive Subgradient Methods, 2011,
@@ -201,24 +197,12 @@ class FlatAdagrad:
     def slots(self) -> tuple[str, ...]:
         return ("sum",)
 
-    def update(
-        self,
-        theta: Vector,
-        gradient: Vector,
-        slots: dict[str, Vector],
-        counts: dict[str, int],
-        rate: float | None = None,
-    ) -> Vector:
-        counts[COUNT] = step = counts.get(COUNT, 0) + 1
-        lr = self.lr if rate is None else rate
-        scalars = (lr / (1.0 + (step - 1) * self.lr_decay), self.eps, self.weight_decay)
-        change = np.empty_like(theta)
-        kernels.run(_adagrad, change, (theta, gradient, slots["sum"]), scalars)
-        return change
+    def loop(self, lr: float, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        return _adagrad, (lr / (1.0 + (step - 1) * self.lr_decay), self.eps, self.weight_decay)
 
 
 @dataclass(frozen=True)
-class FlatRMSprop:
+class FlatRMSprop(FlatOptimizer):
     """s = alpha s + (1 - alpha) g^2;  d = g / (sqrt(s) + eps);  b = momentum b + d;  U = -lr b.
 
     Hinton: Neural Networks for Machine Learning, 2012, lecture 6e,
@@ -245,25 +229,11 @@ class FlatRMSprop:
     def slots(self) -> tuple[str, ...]:
         return ("square", "momentum") if self.momentum else ("square",)
 
-    def update(
-        self,
-        theta: Vector,
-        gradient: Vector,
-        slots: dict[str, Vector],
-        counts: dict[str, int],
-        rate: float | None = None,
-    ) -> Vector:
-        counts[COUNT] = counts.get(COUNT, 0) + 1
-        lr = self.lr if rate is None else rate
+    def loop(self, lr: float, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
         scalars = (lr, self.alpha, 1.0 - self.alpha, self.eps, self.weight_decay)
-        square = slots["square"]
-        change = np.empty_like(theta)
-        if self.momentum:
-            vectors = (theta, gradient, square, slots["momentum"])
-            kernels.run(_rmsprop_momentum, change, vectors, (*scalars, self.momentum))
-        else:
-            kernels.run(_rmsprop, change, (theta, gradient, square), scalars)
-        return change
+        return (
+            (_rmsprop_momentum, (*scalars, self.momentum)) if self.momentum else (_rmsprop, scalars)
+        )
 
 
 OPTIMIZERS: dict[str, type[FlatSGD | FlatAdam | FlatAdagrad | FlatRMSprop]] = {

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dovetail.errors import DivergedError, ModelError, TrainingError, UnknownRuleError, UsageError
+from dovetail.errors import DivergedError, ModelError, TrainingError, UsageError
 from dovetail.training import options
 from dovetail.training.backends.contract import FailurePolicy
 from dovetail.training.backends.ranks.meeting import check_listen
@@ -33,10 +33,10 @@ from dovetail.training.learner import Gradient
 from dovetail.training.modules import DTYPES, store_gradient, views_of
 from dovetail.training.ranks import CenterFacts, open_center
 from dovetail.training.records import Refusal, Vector, Verdict
-from dovetail.training.rules import RULES, make_rule
+from dovetail.training.rules import RULES, entry_of, make_rule
 from dovetail.training.rules.contract import Local, Rule
 from dovetail.training.rules.pushing import TOTAL, add_gradient, mean
-from dovetail.training.torch_optimizers import check_steps, is_plain_sgd
+from dovetail.training.torch_optimizers import check_server_steps, check_steps
 from dovetail.training.validation import compute_statistics
 from dovetail.training.worker import Ask, Look, Loop, Stepped, Told, loop
 
@@ -114,9 +114,11 @@ class Optimizer(torch.optim.Optimizer):
         self._clock = self._refusals = 0
         server_rule = make_rule("averaging") if self._is_sync else self._rule
         shapes = tuple(tuple(parameter.shape) for parameter in self._parameters)
+        options.window(window)
+        steps = RULES[self._rule.name].window if isinstance(window, str) else window
         facts = CenterFacts(
-            self._rule.name, dict(self._rule.options), _window(window, self._rule), dtype.name,
-            shapes,
+            self._rule.name, dict(self._rule.options), ENDLESS if steps is None else steps,
+            dtype.name, shapes,
         )  # fmt: skip
         self._center = open_center(server_rule, facts, timeout_seconds, listen)
         with self._closing_on_errors():
@@ -392,32 +394,13 @@ def _parameters_of(
 
 
 def _bind(rule: Rule | str, optimizer: torch.optim.Optimizer) -> Rule:
-    name = rule if isinstance(rule, str) else rule.name
-    if not isinstance(name, str) or name not in RULES:
-        raise UnknownRuleError(str(name), tuple(RULES))
+    entry = entry_of(rule)
     bound = make_rule(rule) if isinstance(rule, str) else rule
-    if name == "sync" and bound.options != make_rule("sync").options:
+    if entry.name == "sync" and bound.options != make_rule("sync").options:
         says = "sync takes no options here: each rank's own optimizer steps by the mean gradient"
         raise UsageError("rule", says)
-    if RULES[name].server_steps:
+    if entry.server_steps:
         for group in optimizer.param_groups:
             settings = {key: group[key] for key in optimizer.defaults}
-            if not is_plain_sgd(partial(type(optimizer), **settings)):
-                raise UsageError(
-                    "optimizer",
-                    f"the server of {name} steps by -lr g, as torch.optim.SGD without momentum "
-                    "does; give that, or a rule whose workers step, as adag-agn",
-                )
+            check_server_steps(entry, partial(type(optimizer), **settings))
     return bound
-
-
-def _window(window: int | str | None, rule: Rule) -> int:
-    if isinstance(window, str):
-        if window != "auto":
-            says = f'must be a whole number, None or "auto", not {window!r}'
-            raise UsageError("window", says)
-        window = RULES[rule.name].window
-    if window is None:
-        return ENDLESS
-    options.count("window", window)
-    return window

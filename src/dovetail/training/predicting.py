@@ -40,11 +40,10 @@ from dovetail.training.backends.contract import FailurePolicy, check_options
 from dovetail.training.backends.processes.transport import ProcessesOptions
 from dovetail.training.backends.simulated import World
 from dovetail.training.datasets import Collate, open_dataset
-from dovetail.training.keras_models import check_keras, is_keras
-from dovetail.training.modules import outputs
+from dovetail.training.modules import check_module, outputs
 from dovetail.training.pickling import check_travels
 from dovetail.training.request import TrainRequest
-from dovetail.training.validation import batches_of, figures_of, resolve_metrics
+from dovetail.training.validation import batches_of, figures_of, mean_of, resolve_metrics
 
 if TYPE_CHECKING:
     from dovetail.training.backends.ray.transport import RayOptions
@@ -79,12 +78,7 @@ def evaluate(request: TrainRequest, dataset: Any) -> dict[str, float]:
     metrics = resolve_metrics(request.metrics)
     function = partial(_figures, loss=request.loss, metrics=metrics)
     # A sum in the order of the batches is the same with any number of workers.
-    sums, total = dict.fromkeys(("loss", *metrics), 0.0), 0
-    for figures, samples in _applied(request, dataset, function):
-        for name, value in figures.items():
-            sums[name] += samples * value
-        total += samples
-    return {name: value / total for name, value in sums.items()}
+    return mean_of(("loss", *metrics), _applied(request, dataset, function))
 
 
 # What is done to a batch
@@ -198,10 +192,7 @@ def _applied(
     request: TrainRequest, dataset: Any, function: Function
 ) -> Generator[tuple[Any, int], None, None]:
     """Yields (result, samples) of each batch, in the data set's order."""
-    if is_keras(request.model):
-        check_keras(request.model)
-    if not isinstance(request.model, nn.Module):
-        raise ModelError(type(request.model).__name__, f"is no torch.nn.Module{at(request.model)}")
+    check_module(request.model)
     source = open_dataset(dataset, request.collate)
     is_stream = source.samples is None
     applier = Applier(request.model, function, None if is_stream else dataset, request.collate)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dovetail.errors import ModelError, UnknownRuleError, UsageError
+from dovetail.errors import ModelError, UsageError
 from dovetail.runtime.torch_versions import dynamo_later, has_parameter_hooks, pytree
 from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.backends import load_backend
@@ -27,11 +27,12 @@ from dovetail.training.datasets import (
     open_dataset,
 )
 from dovetail.training.group import GroupLearners
-from dovetail.training.keras_models import check_keras, is_keras
+from dovetail.training.keras_models import is_keras
 from dovetail.training.modules import (
     ModuleLearner,
     ModuleLearners,
     check_gpu_name,
+    check_module,
     device_of,
     flatten,
     loss_of,
@@ -43,11 +44,11 @@ from dovetail.training.pickling import check_travels
 from dovetail.training.positions import arrangement
 from dovetail.training.records import LEASED, Job, Vector
 from dovetail.training.request import TrainRequest, launched_rank
-from dovetail.training.rules import RULES, make_rule
+from dovetail.training.rules import RULES, entry_of, make_rule
 from dovetail.training.rules.contract import Rule
 from dovetail.training.torch_optimizers import (
     MakeOptimizer,
-    is_plain_sgd,
+    check_server_steps,
     resolve_optimizer,
     served_settings,
 )
@@ -79,10 +80,7 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
         # Rank 0 alone keeps the run's state and calls back.
         request = replace(request, folder=None, resume=False, storage={}, callbacks=())
     model = request.model
-    if is_keras(model):
-        check_keras(model)
-    if not isinstance(model, nn.Module):
-        raise ModelError(type(model).__name__, f"is no torch.nn.Module{at(model)}")
+    check_module(model)
     check_travels({"model": model})
     _check_device(request)
     parameters = parameters_of(model)
@@ -116,7 +114,10 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
         request.epochs, request.seed, order, request.device, request.autocast,
     )  # fmt: skip
     theta = flatten(model)
-    here = _device_here(request)
+    # This process makes trial steps and evaluations on the first worker's device. Only the caller
+    # of `ray` may be without GPUs that its workers have. It computes on the CPU then.
+    is_away = request.backend == "ray" and not torch.cuda.is_available()
+    here = "cpu" if is_away else device_of(request.device, 0)
     learner = _try_out(learners, theta, request.batch, here)
     evaluator = _evaluator(request, source, validation, here)
     if request.backend not in _IN_PROCESS:
@@ -177,15 +178,9 @@ def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
 
     Raises `UsageError` if the rule's server steps by itself and cannot do what this optimizer does.
     """
-    name = rule if isinstance(rule, str) else rule.name
-    if not isinstance(name, str) or name not in RULES:
-        raise UnknownRuleError(str(name), tuple(RULES))
-    if RULES[name].server_steps and not is_plain_sgd(optimizer):
-        raise UsageError(
-            "optimizer",
-            f"the server of {name} steps by -lr g, as torch.optim.SGD without momentum does; give "
-            "that, or a rule whose workers step, as adag-agn",
-        )
+    entry = entry_of(rule)
+    name = entry.name
+    check_server_steps(entry, optimizer)
     if name != "sync":
         return make_rule(rule) if isinstance(rule, str) else rule
     kind, settings = served_settings(optimizer)
@@ -222,16 +217,6 @@ def gpus_of(request: TrainRequest) -> Sequence[int]:
     run is on the CPU. Raises `UsageError` for a device that is not here."""
     _check_device(request)
     return range(torch.cuda.device_count()) if request.device != "cpu" else ()
-
-
-def _device_here(request: TrainRequest) -> str:
-    """The device of this process's own computing, trial steps and evaluations: the first worker's.
-
-    Only the caller of `ray` may be without GPUs that its workers have. It computes on the CPU then.
-    """
-    if request.backend == "ray" and not torch.cuda.is_available():
-        return "cpu"
-    return device_of(request.device, 0)
 
 
 def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -> ModuleLearner:

@@ -43,7 +43,7 @@ from dovetail.runtime.processes import Channel, Worker, launch
 from dovetail.runtime.ranks import RankPlace, place_of_ranks
 from dovetail.runtime.shared import Block
 from dovetail.runtime.stopped import STOPPED_SECONDS
-from dovetail.training.backends.contract import Guard, ServerPlan, WorkerPlan
+from dovetail.training.backends.contract import FailurePolicy, ServerPlan, WorkerPlan
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import (
     AskCopy,
@@ -266,18 +266,16 @@ class SharedCenter:
         self._host: _Host | None = None
         self._control: Control | None = None
         self._link: LastLink | RemoteLink | None = None
-        self._rule = rule
         # The function that `alive()` called before this began, and whether it calls this.
         self._alive_before: Callable[[], None] | None = None
         self._is_heard = False
         meeting = Meeting(place, f"optimizer/{next(_numbers)}", _ERRORS, timeout_seconds)
         agreed = comparable(vars(facts))
-        plan = WorkerPlan(
-            self.job, facts.rule, facts.options, self.rank, 0, "none", timeout_seconds
-        )
+        policy = FailurePolicy(lease_seconds=timeout_seconds)
+        plan = WorkerPlan(self.job, rule, self.rank, 0, policy=policy)
         try:
             if place.rank == 0:
-                self._host = _Host(meeting, rule, plan)
+                self._host = _Host(meeting, plan)
                 self._link = self._link_beside(self._host.gather(agreed, listen), plan)
             else:
                 self._link = self._join(meeting, agreed, plan)
@@ -315,10 +313,10 @@ class SharedCenter:
     def _link_beside(self, channel: Channel, plan: WorkerPlan) -> LastLink:
         """The link of a rank on rank 0's host, which gives the descriptors of this rank's block
         and, by a rule without locks, of the center's."""
-        memory = WorkerMemory(Block(channel.receive_descriptor()), self.job)
+        memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
         center = None
-        if self._rule.lock_free:
-            center = CenterMemory(Block(channel.receive_descriptor()), self.job)
+        if plan.rule.lock_free:
+            center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
         return LastLink(channel, plan, memory, center)
 
     def share(self, theta: Vector) -> Vector:
@@ -448,8 +446,8 @@ class _Seat:
 class _Host:
     """What rank 0 does for all ranks, its own rank too."""
 
-    def __init__(self, meeting: Meeting, rule: Rule, plan: WorkerPlan) -> None:
-        self._meeting, self._rule, self._plan, self._job = meeting, rule, plan, plan.job
+    def __init__(self, meeting: Meeting, plan: WorkerPlan) -> None:
+        self._meeting, self._plan, self._job = meeting, plan, plan.job
         self._center = CenterMemory.create(self._job, np.zeros(self._job.size, self._job.dtype))
         self._team = Team(meeting, partial(_control, job=self._job))
         self._seats: dict[int, _Seat] = {}
@@ -503,7 +501,7 @@ class _Host:
         self._seats[rank] = _Seat(channel, memory)
         try:
             channel.send_descriptor(memory.block.descriptor)
-            if self._rule.lock_free:
+            if self._plan.rule.lock_free:
                 channel.send_descriptor(self._center.block.descriptor)
         except ConnectionError:
             raise _ended(rank) from None
@@ -531,12 +529,8 @@ class _Host:
     def start_server(self, theta: Vector) -> None:
         """Starts the server with these values as the center, and links all ranks to it."""
         self._center.live[:] = theta
-        plan = ServerPlan(
-            self._job, self._rule.name, dict(self._rule.options), Guard(), None, 1, None, "none",
-            self._plan.lease_seconds,
-        )  # fmt: skip
         self._server = launch(SERVER_ENTRY, name="parameter server")
-        self._server.send(ServerStart(plan))
+        self._server.send(ServerStart(ServerPlan.of(self._plan, None)))
         self._server.send_descriptor(self._center.block.descriptor)
         ready: Ready = self._hear_server()
         for rank, seat in self._seats.items():

@@ -8,7 +8,7 @@ are. The commit that carries a lease's samples ends the lease. So each sample co
 even if workers die. This module imports no torch, so that the server starts without it.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -173,6 +173,15 @@ class Row:
     begin_seconds: float
     end_seconds: float
     momentum: float = float("nan")
+
+
+COLUMNS: dict[str, Any] = {each.name: each.type for each in fields(Row)}
+"""Name -> type of a row's fields, in order. A run's files, the checks of what they hold, and its
+tables follow from it."""
+COUNTS = tuple(name for name, kind in COLUMNS.items() if kind is int)
+"""Names of those that are whole numbers."""
+TIMES = tuple(name for name in COLUMNS if name.endswith("seconds"))
+"""Names of those that are moments of the run."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from dovetail.errors import UsageError
 from dovetail.request_fields import documented, option, option_made, read_values
 from dovetail.training import options
 from dovetail.training.backends import BACKENDS
+from dovetail.training.options import FailurePolicy, Guard, Storage
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from dovetail.training.backends.contract import Backend, FailurePolicy, Guard
+    from dovetail.training.backends.contract import Backend
     from dovetail.training.callbacks import Callback
     from dovetail.training.datasets import Collate
     from dovetail.training.modules import Loss
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from dovetail.training.torch_optimizers import MakeOptimizer, Schedule
     from dovetail.training.validation import Metrics
 
-STORAGE_OPTIONS = ("log", "snapshot_commits", "sync")
+STORAGE_OPTIONS = tuple(
+    each.name for each in fields(Storage) if each.name not in ("folder", "resume")
+)
 """`storage` may set these fields of `Storage`. The others follow from `folder` and `resume`."""
 
 PARTITIONS = {
@@ -39,19 +42,6 @@ PARTITIONS = {
     "by-label": "the samples sorted by label, then cut into a share for each worker",
 }
 """Partition -> what is whose, for the help; see `positions`."""
-
-
-# These defaults are made in functions, because importing their classes here would import numpy.
-def _guard() -> Guard:
-    from dovetail.training.backends.contract import Guard
-
-    return Guard()
-
-
-def _policy() -> FailurePolicy:
-    from dovetail.training.backends.contract import FailurePolicy
-
-    return FailurePolicy()
 
 
 def named_backend(backend: str) -> str:
@@ -134,7 +124,8 @@ class TrainRequest:
     storage         further settings of `Storage`, beside `folder` and `resume`
     group           processes of each worker, which average their gradients (see `group`)
     name            the label of the run's history. "": the rule's name
-    shards, guard, policy, order   see `backends.contract`
+    shards, order   see `backends.contract`
+    guard, policy   see `options`
     """
 
     model: nn.Module
@@ -239,8 +230,8 @@ class TrainRequest:
     )
     storage: Mapping[str, Any] = field(default_factory=dict)
     group: int = 1
-    guard: Guard = field(default_factory=_guard)
-    policy: FailurePolicy = field(default_factory=_policy)
+    guard: Guard = field(default_factory=Guard)
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
     shards: int | None = None
     order: tuple[int, ...] | None = None
     name: str = ""
@@ -261,19 +252,22 @@ class TrainRequest:
             raise UsageError("device", f"must be cpu, cuda or cuda:NUMBER, not {self.device!r}")
         if self.autocast not in ("", "bfloat16"):
             raise UsageError("autocast", f"must be bfloat16 or left out, not {self.autocast!r}")
-        if isinstance(self.window, str):
-            if self.window != "auto":
-                says = f'must be a whole number, None or "auto", not {self.window!r}'
-                raise UsageError("window", says)
-        elif self.window is not None:
-            options.count("window", self.window)
+        options.window(self.window)
         if isinstance(self.backend, str):
             object.__setattr__(self, "backend", named_backend(self.backend))
         elif not callable(self.backend):
             raise UsageError("backend", f"{self.backend!r} is no name, and not callable")
         elif self.backend_options:
             raise UsageError("backend_options", "go with a backend's name")
-        self._check_folder()
+        if self.folder is None:
+            if self.resume:
+                raise UsageError("resume", "needs the folder of the run")
+            if self.storage:
+                raise UsageError("storage", "needs a folder")
+        for name in self.storage:
+            if name not in STORAGE_OPTIONS:
+                offered = ", ".join(STORAGE_OPTIONS)
+                raise UsageError("storage", f"has no {name!r}; it has {offered}")
         self.evaluation_times(None)
 
     @property
@@ -296,14 +290,3 @@ class TrainRequest:
             return None, float(match[1])
         options.count("validate", self.validate)
         return self.validate, None
-
-    def _check_folder(self) -> None:
-        if self.folder is None:
-            if self.resume:
-                raise UsageError("resume", "needs the folder of the run")
-            if self.storage:
-                raise UsageError("storage", "needs a folder")
-        for name in self.storage:
-            if name not in STORAGE_OPTIONS:
-                offered = ", ".join(STORAGE_OPTIONS)
-                raise UsageError("storage", f"has no {name!r}; it has {offered}")

@@ -23,7 +23,17 @@ from dovetail.training.journal import MOST_OF_A_RUN
 from dovetail.training.ledger import Ledger, changed
 from dovetail.training.momentum import VERSIONS, Momentum
 from dovetail.training.positions import Positions
-from dovetail.training.records import LEASED, Commit, Job, Lease, Refusal, Row, Vector, Verdict
+from dovetail.training.records import (
+    COLUMNS,
+    COUNTS,
+    LEASED,
+    Commit,
+    Job,
+    Lease,
+    Refusal,
+    Vector,
+    Verdict,
+)
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _LARGEST = 2**53
@@ -287,12 +297,11 @@ def _vector_faults(
             yield f"it has no vector {name!r}"
     for name, vector in vectors.items():
         if name == "rows":
-            columns = list(Row.__annotations__)
-            if vector.dtype != np.float64 or vector.size % len(columns):
+            if vector.dtype != np.float64 or vector.size % len(COLUMNS):
                 yield "its rows are not of a row's fields"
                 continue
-            whole = [i for i, each in enumerate(columns) if Row.__annotations__[each] is int]
-            if not (np.abs(vector.reshape(-1, len(columns))[:, whole]) <= _LARGEST).all():
+            counts = [i for i, name in enumerate(COLUMNS) if name in COUNTS]
+            if not (np.abs(vector.reshape(-1, len(COLUMNS))[:, counts]) <= _LARGEST).all():
                 yield "a count in its rows is no whole number"
         elif name not in expected and not _BASE.fullmatch(name):
             yield f"its vector {name!r} is none of the rule's"

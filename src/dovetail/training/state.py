@@ -12,7 +12,7 @@ import math
 import statistics
 import struct
 from collections import Counter, deque
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,18 @@ from dovetail.training.backends.contract import Guard
 from dovetail.training.center import Center, CommitPayload, ServedCenter
 from dovetail.training.ledger import Ledger
 from dovetail.training.momentum import Momentum, adds_plainly
-from dovetail.training.records import Commit, Event, Job, Refusal, Reply, Row, Turn, Vector, Verdict
+from dovetail.training.records import (
+    COLUMNS,
+    Commit,
+    Event,
+    Job,
+    Refusal,
+    Reply,
+    Row,
+    Turn,
+    Vector,
+    Verdict,
+)
 from dovetail.training.rules.contract import Rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
 
@@ -281,9 +292,7 @@ def turn_of(fields: dict[str, Any]) -> Turn:
 
 # Rows as flat numbers, for snapshots
 
-_FIELDS = [field.name for field in fields(Row)]
-_WHOLE = {name for name, kind in Row.__annotations__.items() if kind is int}
-_STRUCT = struct.Struct(f"={len(_FIELDS)}d")
+_STRUCT = struct.Struct(f"={len(COLUMNS)}d")
 
 
 def make_row(clock: int, staleness: int, commit: Commit, norm: float, seconds: float) -> Row:
@@ -310,9 +319,7 @@ def pack_row(row: Row) -> bytes:
 
 def unpack_rows(packed: NDArray[np.float64]) -> list[Row]:
     """The rows that `pack_row` has packed one after the other."""
-    rows: list[Row] = []
-    for values in packed.reshape(-1, len(_FIELDS)).tolist():
-        named = zip(_FIELDS, values, strict=True)
-        fields: dict[str, Any] = {n: int(value) if n in _WHOLE else value for n, value in named}
-        rows.append(Row(**fields))
-    return rows
+    return [
+        Row(*(kind(value) for kind, value in zip(COLUMNS.values(), values, strict=True)))
+        for values in packed.reshape(-1, len(COLUMNS)).tolist()
+    ]

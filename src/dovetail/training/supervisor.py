@@ -361,22 +361,38 @@ class Supervisor:
         for worker in self.first_workers:
             self._start(worker)
         with interrupts(self.transport.interruptible) as pressed:
-            while not self._has_ended():
+            while not self.ended:
+                if self.final is not None and self.complete:
+                    impatient = self.stopped or time.monotonic() > self.patience_ends
+                    if impatient or not self._working():
+                        break
                 for word in self.transport.turn(self.progress):
                     self._hear(word)
                 if (pressed or self.interrupted) and not self.stopped:
                     if not self.up:  # nothing was reached yet that could be returned
                         raise KeyboardInterrupt
                     self._stop("interrupted")
-        return self._outcome()
-
-    def _has_ended(self) -> bool:
-        if self.ended:
-            return True
-        if self.final is None or not self.complete:
-            return False
-        impatient = self.stopped or time.monotonic() > self.patience_ends
-        return bool(impatient) or not self._working()
+        assignment, final, progress = self.assignment, self.final, self.progress
+        assert final is not None
+        return Outcome(
+            theta=final.theta,
+            clock=final.clock,
+            samples=final.samples,
+            seconds=final.seconds,
+            rows=tuple(progress.rows),
+            events=tuple(progress.events),
+            evaluations=tuple(progress.evaluations),
+            stopped=bool(self.stopped),
+            meta={
+                "backend": self.transport.name,
+                "rule": assignment.rule.name,
+                "options": dict(assignment.rule.options),
+                "job": asdict(assignment.job),
+                "server_restarts": self.server_deaths,
+                "worker_deaths": self.worker_deaths,
+            }
+            | self.transport.facts(),
+        )
 
     def _working(self) -> set[int]:
         return self.started - self.finished - self.lost
@@ -405,9 +421,20 @@ class Supervisor:
                     if self.progress.should_stop():
                         self._stop_early()
             case ServerEnded():
-                self._server_ended(word)
+                self.server_deaths += 1
+                self.up = False
+                # With the final center and all rows here, the server is not needed any more.
+                if self.final is None or not self.complete:
+                    restarts = self.transport.server_restarts
+                    if word.for_good or self.server_deaths > restarts:
+                        raise ServerLostError(restarts, word.status) from self.first_error
+                    self.transport.start_server(word.status)
             case WorkerRaised():
-                self._worker_raised(word)
+                # The first error is raised once there are more than the policy treats as deaths.
+                self.errors += 1
+                self.first_error = self.first_error or word.error
+                if self.errors > self.policy.worker_errors:
+                    raise self.first_error
             case WorkerDied():
                 self._worker_died(word)
             case WorkerFinished(worker):
@@ -440,21 +467,17 @@ class Supervisor:
                 self.finished.discard(worker)
                 self._start(worker)
 
-    def _server_ended(self, end: ServerEnded) -> None:
-        self.server_deaths += 1
-        self.up = False
-        # The final center and all rows are here, so the server is not needed any more.
-        if self.final is not None and self.complete:
-            return
-        restarts = self.transport.server_restarts
-        if end.for_good or self.server_deaths > restarts:
-            raise ServerLostError(restarts, end.status) from self.first_error
-        self.transport.start_server(end.status)
-
     def _take_report(self, report: ServerReport) -> None:
         progress = self.progress
         for event in progress.add(report):
-            self._judge(event)
+            # A lost lease is no sign of divergence; any other reason of a refusal may be one.
+            if event.kind == "refused" and event.detail != Refusal.LEASE.value:
+                self.refusals += 1
+                if self.refusals > self.policy.refusals:
+                    raise DivergedError(
+                        self.assignment.rule.name,
+                        f"{self.refusals} commits were refused, the last one as {event.detail}",
+                    )
         self.complete = report.done and progress.has(report)
         while self.late and report.samples >= self.late[0]:
             self.late.pop(0)
@@ -462,29 +485,11 @@ class Supervisor:
         if report.done and not self.done:
             self.done = True
             self.patience_ends = time.monotonic() + PATIENCE_SECONDS
-        self._end_hung_workers(set(report.silent))
-        if progress.stops:
-            self._stop_early()
-
-    def _judge(self, event: Event) -> None:
-        """Counts refused commits, and raises once there are too many. A lost lease is not counted,
-        since it is no sign of divergence; any other reason may be one."""
-        if event.kind != "refused" or event.detail == Refusal.LEASE.value:
-            return
-        self.refusals += 1
-        if self.refusals > self.policy.refusals:
-            raise DivergedError(
-                self.assignment.rule.name,
-                f"{self.refusals} commits were refused, the last one as {event.detail}",
-            )
-
-    def _end_hung_workers(self, silent: set[int]) -> None:
-        """Kills silent workers if no other worker is left to do their work.
-
-        A hung worker among others is left alone: its samples have gone to them, and it may wake up.
-        """
-        # Each worker is killed once. A report that was made before the replacement joined still
-        # lists the number as silent, and must not kill the replacement.
+        # Silent workers are killed if no other worker is left to do their work. A hung worker among
+        # others is left alone: its samples have gone to them, and it may wake up. Each worker is
+        # killed once. A report that was made before the replacement joined still lists the number
+        # as silent, and must not kill the replacement.
+        silent = set(report.silent)
         self.killed &= silent
         now, working = time.monotonic(), self._working()
         if self.done or not working or not working <= silent:
@@ -494,6 +499,8 @@ class Supervisor:
             victims = working - self.killed
             self.killed |= victims
             self.transport.kill_workers(victims)
+        if progress.stops:
+            self._stop_early()
 
     def _stop_early(self) -> None:
         """Ends the run because the watcher wants it, unless it ends by itself."""
@@ -501,13 +508,6 @@ class Supervisor:
             self._stop("by the watcher")
 
     # The workers
-
-    def _worker_raised(self, word: WorkerRaised) -> None:
-        """Raises the first error if there are more exceptions than the policy treats as deaths."""
-        self.errors += 1
-        self.first_error = self.first_error or word.error
-        if self.errors > self.policy.worker_errors:
-            raise self.first_error
 
     def _worker_died(self, word: WorkerDied) -> None:
         """Starts the worker anew, or goes on without it, or raises, as the policy says."""
@@ -525,29 +525,6 @@ class Supervisor:
         if losses > policy.worker_losses or not self._working():
             raise NoWorkersError(self.worker_deaths, word.status) from self.first_error
         self.transport.tell(Gone(worker, word.status, for_good=True))
-
-    def _outcome(self) -> Outcome:
-        assignment, final, progress = self.assignment, self.final, self.progress
-        assert final is not None
-        return Outcome(
-            theta=final.theta,
-            clock=final.clock,
-            samples=final.samples,
-            seconds=final.seconds,
-            rows=tuple(progress.rows),
-            events=tuple(progress.events),
-            evaluations=tuple(progress.evaluations),
-            stopped=bool(self.stopped),
-            meta={
-                "backend": self.transport.name,
-                "rule": assignment.rule.name,
-                "options": dict(assignment.rule.options),
-                "job": asdict(assignment.job),
-                "server_restarts": self.server_deaths,
-                "worker_deaths": self.worker_deaths,
-            }
-            | self.transport.facts(),
-        )
 
 
 @contextmanager

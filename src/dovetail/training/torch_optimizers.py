@@ -22,8 +22,9 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +34,9 @@ from dovetail.errors import UsageError, UserCodeError
 from dovetail.runtime.torch_versions import has_optimizer_hooks
 from dovetail.runtime.user_code import UserCode, at
 from dovetail.training.keras_models import is_keras_optimizer, keras_optimizer
+
+if TYPE_CHECKING:  # the rules' kernels are of no use to who only names an optimizer
+    from dovetail.training.rules.contract import RuleEntry
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the trainable parameters, which it gets in the module's order."""
@@ -302,6 +306,17 @@ def is_plain_sgd(optimizer: MakeOptimizer) -> bool:
     return name == "sgd" and not any(settings.values())
 
 
+def check_server_steps(rule: "RuleEntry", optimizer: MakeOptimizer) -> None:
+    """Raises `UsageError` if the rule's server steps by itself and does not do what this optimizer
+    does."""
+    if rule.server_steps and not is_plain_sgd(optimizer):
+        raise UsageError(
+            "optimizer",
+            f"the server of {rule.name} steps by -lr g, as torch.optim.SGD without momentum does; "
+            "give that, or a rule whose workers step, as adag-agn",
+        )
+
+
 def _not_served(detail: str) -> UsageError:
     return UsageError(
         "optimizer",
@@ -332,7 +347,19 @@ class Rates:
     def _lookup(self, epoch: float) -> list[dict[str, Any]]:
         if self._scheduler is not None:
             while len(self._epochs) <= int(epoch):
-                self._epochs.append(self._next())
+                # Some schedulers compute from the present rate, so the last epoch's settings come
+                # first.
+                for group, settings in zip(
+                    self._optimizer.param_groups, self._epochs[-1], strict=True
+                ):
+                    group.update(settings)
+                with warnings.catch_warnings():
+                    # torch warns if the optimizer has not stepped before the scheduler does. Here
+                    # the scheduler only computes rates, so the order does not matter.
+                    warnings.simplefilter("ignore")
+                    with UserCode("the schedule", self._scheduler):
+                        self._scheduler.step()
+                self._epochs.append(_settings(self._optimizer))
             return self._epochs[int(epoch)]
         if self._schedule is None:
             return self._epochs[0]
@@ -342,20 +369,6 @@ class Rates:
         if not 0 <= factor < float("inf"):
             raise UsageError("schedule", f"gives the factor {factor} at epoch {epoch}")
         return [{**group, "lr": group["lr"] * factor} for group in self._epochs[0]]
-
-    def _next(self) -> list[dict[str, Any]]:
-        """The settings of the epoch after the last one that is kept."""
-        assert self._scheduler is not None
-        # Some schedulers compute from the present rate, so the last epoch's settings come first.
-        for group, settings in zip(self._optimizer.param_groups, self._epochs[-1], strict=True):
-            group.update(settings)
-        with warnings.catch_warnings():
-            # torch warns if the optimizer has not stepped before the scheduler does. Here the
-            # scheduler only computes rates, so the order does not matter.
-            warnings.simplefilter("ignore")
-            with UserCode("the schedule", self._scheduler):
-                self._scheduler.step()
-        return _settings(self._optimizer)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -367,7 +380,13 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _scheduler(optimizer: torch.optim.Optimizer, schedule: Any) -> LRScheduler | None:
     """The scheduler that `schedule` makes; None for a function of the epoch."""
-    if schedule is None or _is_function_of_epoch(schedule):
+    if schedule is None:
+        return None
+    if not callable(schedule):
+        raise UsageError("schedule", f"{schedule!r} is not callable")
+    # A function that makes a scheduler fails on a number, with an exception of any kind.
+    with suppress(UserCodeError), UserCode("the schedule", schedule):
+        float(schedule(0.0))
         return None
     try:
         with UserCode("the schedule", schedule):
@@ -384,14 +403,3 @@ def _scheduler(optimizer: torch.optim.Optimizer, schedule: Any) -> LRScheduler |
             f"made {type(scheduler).__name__}; it must make a scheduler that steps by epochs alone",
         )
     return scheduler
-
-
-def _is_function_of_epoch(schedule: Any) -> bool:
-    if not callable(schedule):
-        raise UsageError("schedule", f"{schedule!r} is not callable")
-    try:
-        with UserCode("the schedule", schedule):
-            return isinstance(float(schedule(0.0)), float)
-    except UserCodeError:
-        # A function that makes a scheduler fails on a number, with an exception of any kind.
-        return False

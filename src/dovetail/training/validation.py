@@ -155,14 +155,13 @@ class Evaluator:
         fill(self._parameters, theta)
         self.refresh(self._module)
         self._module.eval()
-        sums = dict.fromkeys(self.figures, 0.0)
-        total = 0
-        for batch, samples in self._batches(self._validation):
-            figures = figures_of(self._module, self._loss, self._metrics, batch, self._casting)
-            for name, value in figures.items():
-                sums[name] += samples * value
-            total += samples
-        return {name: value / total for name, value in sums.items()}
+        return mean_of(
+            self.figures,
+            (
+                (figures_of(self._module, self._loss, self._metrics, batch, self._casting), samples)
+                for batch, samples in self._batches(self._validation)
+            ),
+        )
 
     def refresh(self, module: nn.Module) -> None:
         """Computes the batch-norm statistics of the module's present parameters, if it has any.
@@ -210,6 +209,18 @@ def figures_of(
             value = metric(output, *targets)
         figures[name] = _number(name, value, metric)
     return figures
+
+
+def mean_of(
+    names: Iterable[str], batches: Iterable[tuple[Mapping[str, float], int]]
+) -> dict[str, float]:
+    """The mean over all samples of each figure, from (figures, samples) of each batch."""
+    sums, total = dict.fromkeys(names, 0.0), 0
+    for figures, samples in batches:
+        for name, value in figures.items():
+            sums[name] += samples * value
+        total += samples
+    return {name: value / total for name, value in sums.items()}
 
 
 def batches_of(

@@ -23,6 +23,7 @@ from dovetail.training.backends.processes.messages import (
 )
 from dovetail.training.checks import copy_and_checksum
 from dovetail.training.records import Commit, Job, Refusal, Turn, Verdict
+from dovetail.training.rules import make_rule
 from dovetail.training.supervisor import ServerReport
 
 SIZE = 1000
@@ -93,15 +94,10 @@ def bench(tmp_path_factory):
     center = CenterMemory.create(JOB, np.linspace(-1, 1, SIZE, dtype=np.float32))
     storage = Storage(tmp_path_factory.mktemp("run"))
     plan = ServerPlan(
-        job=JOB,
-        rule="downpour",
-        options={},
+        JOB,
+        make_rule("downpour"),
         guard=Guard(norm_factor=50.0, norm_limit=1e4),
         storage=storage,
-        shards=1,
-        order=None,
-        wire="none",
-        lease_seconds=60.0,
     )
     with launch("dovetail.training.backends.processes.server:serve") as process:
         process.send(ServerStart(plan))

@@ -53,15 +53,21 @@ _ENTRIES = (
 RULES: dict[str, RuleEntry] = {entry.name: entry for entry in _ENTRIES}
 
 
+def entry_of(rule: Rule | str) -> RuleEntry:
+    """The line of a rule, or of its name, in the table. Raises `UnknownRuleError`."""
+    name = getattr(rule, "name", rule)
+    if not isinstance(name, str) or name not in RULES:
+        raise UnknownRuleError(str(name), tuple(RULES))
+    return RULES[name]
+
+
 def make_rule(name: str, **options: Any) -> Rule:
     """Returns the rule of that name with its options bound.
 
     Raises `UnknownRuleError` for a name that is not in the table, and `UsageError` for an option
     that the rule does not have, or whose value it cannot take.
     """
-    if name not in RULES:
-        raise UnknownRuleError(name, tuple(RULES))
-    entry = RULES[name]
+    entry = entry_of(name)
     for option in options:
         if option not in entry.options and not entry.takes_any:
             offered = ", ".join(entry.options) or "none"
@@ -69,4 +75,4 @@ def make_rule(name: str, **options: Any) -> Rule:
     return entry.make(**options)
 
 
-__all__ = ["RULES", "make_rule"]
+__all__ = ["RULES", "entry_of", "make_rule"]
