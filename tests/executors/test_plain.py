@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -18,8 +16,9 @@ from dovetail.frontends.optimizers import torch_optimizer
 from dovetail.machine import parse_machine
 from dovetail.runtime.native import has_compiler
 from dovetail.transforms import towers
+from tests.support import forked
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_compilers")
 HERE = parse_machine("here/1")
 STEPS = 3
 OPTIMIZERS = {
@@ -351,5 +350,6 @@ if __name__ == "__main__":
 def test_a_module_of_a_script_is_compiled(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert done.stdout == "compiled\n", done.stderr
+    process = forked.start([script], cwd=tmp_path, env=dict(os.environ))
+    out, errors = process.communicate()
+    assert out == "compiled\n", errors
