@@ -6,13 +6,11 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.benchmark_scripts import BENCHMARKS, benchmark_scripts
+from tests.support.benchmark_scripts import benchmark_scripts
 
 REGRESSIONS = Path(__file__).parent / "data" / "regressions"
 PLANTED = Path(__file__).parent / "support" / "planted_loaders.py"
@@ -166,17 +164,3 @@ def test_deep_and_long_parts_of_a_tree_are_written_out(fuzz):
     data = fuzz.mutations.to_json({"a": hole})
     assert data.count(b"[") == data.count(b"]") == 5000
     assert fuzz.mutations.to_toml({"a": [1.5, {"b c": True}]}) == b'a = [1.5, {"b c" = true}]\n'
-
-
-def test_a_run_writes_its_figures_and_a_smaller_input_that_fails(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "fuzz" / "run.py"), "--inputs", "60"]
-    options = ["--targets", str(PLANTED), "--only", "raising", "--out", str(tmp_path / "found")]
-    ended = subprocess.run(
-        [*command, *options, "--keep", str(tmp_path)], check=False, capture_output=True, text=True
-    )
-    assert ended.returncode == 1, ended.stderr
-    assert "untyped KeyError in planted_loaders.py:raising" in ended.stdout
-    (row,) = json.loads((tmp_path / "found.json").read_text())["targets"]
-    assert row["inputs"] == 60 and row["failures"][0]["error"] == "KeyError"
-    assert (tmp_path / "found.csv").read_text().startswith("target,inputs,loaded,")
-    assert [path.read_bytes() for path in tmp_path.glob("raising-*.txt")] == [b"K"]
