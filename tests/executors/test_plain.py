@@ -322,15 +322,14 @@ WIDTH = 4
 class Cells(nn.Module):
     def __init__(self):
         super().__init__()
-        self.cells = nn.ModuleList([nn.LSTMCell(WIDTH, WIDTH)])
+        self.cells = nn.ModuleList([nn.RNNCell(WIDTH, WIDTH)])
 
     def forward(self, inputs):
         zeros = torch.zeros(inputs.shape[1], WIDTH)
-        states = [(zeros, zeros) for _ in self.cells]
+        states = [zeros for _ in self.cells]
         for x in inputs.unbind(0):
             for number, cell in enumerate(self.cells):
-                states[number] = cell(x, states[number])
-                x = states[number][0]
+                x = states[number] = cell(x, states[number])
         return torch.stack([x])
 
 def squared(output, target):
@@ -339,7 +338,7 @@ def squared(output, target):
 if __name__ == "__main__":
     x = torch.ones(1, 3, WIDTH)
     step = dt.capture(Cells(), x, targets=torch.zeros(1, 3, WIDTH), loss=squared,
-                      train=dt.Adam())
+                      train=dt.SGD(0.1))
     with PlainNetwork(step, parse_machine("here/1"), mode="default") as network:
         network.begin()
         print("compiled")

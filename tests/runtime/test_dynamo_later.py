@@ -65,7 +65,6 @@ print(all(d.convert_frame is torch._dynamo.convert_frame for d in kept), end="")
 """
 NAMES = "print([s.name for s in step.program.sources if s and 'held' in s.name], end='')"
 INSIDE = [
-    "import torch._dynamo as d; d.is_compiling()",
     "from torch._dynamo.eval_frame import OptimizedModule",
     "from torch._dynamo import config, is_compiling; is_compiling()",
     "import torch._dynamo as d; d.config.suppress_errors = True; kept.append(d)",
