@@ -201,6 +201,7 @@ class Fuzzer:
     targets        the file with the table of targets
     slow_seconds   an input that takes longer is a failure
     growth_bytes   and so is one that raises the largest memory by more
+    worker         one of the same file and limits that another target is done with
     """
 
     def __init__(
@@ -210,15 +211,21 @@ class Fuzzer:
         targets: Path = TARGETS_FILE,
         slow_seconds: float = SLOW_SECONDS,
         growth_bytes: int = GROWTH_BYTES,
+        worker: Worker | None = None,
     ) -> None:
         self.name = name
         self.outcome = Outcome(name)
         self.targets = targets
         self._limits = slow_seconds, growth_bytes
-        self._worker: Worker | None = None
+        self._worker, self._is_prepared = worker, False
 
-    def run(self, inputs: int, seed: int = 0, seconds: float = float("inf")) -> Outcome:
-        """Load inputs 0 to `inputs`, or as many of them as there is time for."""
+    def run(
+        self, inputs: int, seed: int = 0, seconds: float = float("inf"), *, keeps: bool = False
+    ) -> Outcome:
+        """Load inputs 0 to `inputs`, or as many of them as there is time for.
+
+        keeps   the worker stays, for `release`
+        """
         began = time.monotonic()
         self._ready()
         began_loading, index = time.monotonic(), 0
@@ -232,7 +239,10 @@ class Fuzzer:
             else:
                 self._lost(last)
                 index = max(index, last.index) + 1
-        self._retire()
+        if self._worker is not None:
+            self._count()
+        if not keeps:
+            self.close()
         self.outcome.counts.seconds += time.monotonic() - began_loading
         return self.outcome
 
@@ -252,16 +262,23 @@ class Fuzzer:
         found = self.load(data)
         return found is not None and found.signature == failure.signature
 
+    def release(self) -> Worker | None:
+        """The worker, which may serve another target from now on; None if there is none."""
+        worker, self._worker = self._worker, None
+        return worker
+
     def close(self) -> None:
         """End the worker."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        if worker := self.release():
+            worker.close()
 
     def _ready(self) -> Worker:
         if self._worker is None:
-            self._worker = Worker(self.targets, self.name, *self._limits)
+            self._worker, self._is_prepared = Worker(self.targets, self.name, *self._limits), False
+        if not self._is_prepared:
+            self._worker.name = self.name
             self._worker.prepare()
+            self._is_prepared = True
         return self._worker
 
     def _lost(self, failure: Failure) -> None:
@@ -270,12 +287,12 @@ class Fuzzer:
         counts = self.outcome.counts
         counts.inputs += 1
         setattr(counts, failure.kind, getattr(counts, failure.kind) + 1)
-        self._retire()
+        self._count()
+        self.close()
 
-    def _retire(self) -> None:
-        """Take over a worker's counts, and end it."""
-        if self._worker is None:
-            return
+    def _count(self) -> None:
+        """Take over the worker's counts."""
+        assert self._worker is not None
         beat, counts = self._worker.beat, self.outcome.counts
         for name in ("inputs", "loaded", "typed", "untyped", "slow", "growth"):
             setattr(counts, name, getattr(counts, name) + int(beat[name]))
@@ -285,7 +302,7 @@ class Fuzzer:
             peak = int(beat["peak_bytes"] - beat["base_peak"])
             counts.kept_bytes = max(counts.kept_bytes, kept)
             counts.peak_bytes = max(counts.peak_bytes, peak)
-        self.close()
+        beat.clear()
 
 
 # Smaller inputs that fail alike

@@ -152,6 +152,7 @@ class Loader:
 
     def prepare(self, name: str) -> None:
         """Make a target's seeds and load each once, so that modules are imported and compiled."""
+        self._prepared = False
         for data in self.seeds(name):
             self.load(name, -1, data)
         self._beat.clear()

@@ -22,11 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness import parser_of, show, table
 
-from dovetail.executors import Workers
-from tests.support.placing import plan_for, random_order, random_placement, two_devices
-from tests.support.random_modules import parts, wrappers
-from tests.support.random_modules.cases import Case, draw, parse
-from tests.support.random_modules.outcomes import (
+from benchmarks.random_modules import parts, wrappers
+from benchmarks.random_modules.cases import Case, draw, parse
+from benchmarks.random_modules.outcomes import (
     FAULTS,
     KINDS,
     Outcome,
@@ -34,6 +32,8 @@ from tests.support.random_modules.outcomes import (
     outcome_of,
     placing,
 )
+from dovetail.executors import Workers
+from tests.support.placing import plan_for, random_order, random_placement, two_devices
 
 HERE = Path(__file__).parent
 FAMILY_OF = {

@@ -12,28 +12,28 @@ TRAIN = (
 SAMPLES, EPOCHS = 120, 3
 
 
+def samples(shell):
+    history = dt.History.load(shell.folder / "run.json.gz")
+    return int(history.columns["samples"].sum())
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_training_that_was_killed_goes_on_and_counts_each_sample_once(workers, shell):
+def test_a_training_that_was_killed_goes_on_and_can_have_more_epochs(workers, shell):
+    """Each sample counts once an epoch."""
     mark = shell.folder / "reached"
     words = (*TRAIN, "--workers", workers)
     assert shell.kills(*words, when=mark.exists, MARK=mark, MARK_AFTER=10)
     shell.works(*words, "--resume")
-    history = dt.History.load(shell.folder / "run.json.gz")
-    assert int(history.columns["samples"].sum()) == SAMPLES * EPOCHS
+    assert samples(shell) == SAMPLES * EPOCHS
     if workers == 1:
         resumed = torch.load(shell.folder / "w.pt", weights_only=True)
         whole = [word.replace("kept", "whole").replace("w.pt", "whole.pt") for word in TRAIN]
         shell.works(*whole, "--workers", 1)
         once = torch.load(shell.folder / "whole.pt", weights_only=True)
         assert all(torch.equal(resumed[name], once[name]) for name in once)
-
-
-def test_a_training_that_ended_can_have_more_epochs(shell):
-    shell.works(*TRAIN, "--workers", 1)
-    more = [word if word != "3" else "5" for word in TRAIN]
-    shell.works(*more, "--workers", 1, "--resume")
-    history = dt.History.load(shell.folder / "run.json.gz")
-    assert int(history.columns["samples"].sum()) == SAMPLES * 5
+        more = [word if word != "3" else "5" for word in TRAIN]
+        shell.works(*more, "--workers", 1, "--resume")
+        assert samples(shell) == SAMPLES * 5
 
 
 def test_a_learning_that_was_killed_goes_on(shell):

@@ -14,7 +14,10 @@ from dovetail.frontends.fused import FusedCall, may_be_fused
 from dovetail.runtime import native
 from dovetail.runtime.native import has_compiler
 
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("forked_compilers"),
+]
 PLACES = [()]
 UNFIT = ("float32", (7, 7), (7, 1))
 

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import dovetail as dt
-from dovetail.executors import run
+from dovetail.executors import Workers, run
 from dovetail.frontends import fused
-from tests.support.placing import plan_for, random_order, random_placement
+from tests.support.placing import plan_for, random_order, random_placement, two_devices
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 STEPS = 3
 OPTIMIZERS = {
     "sgd": (
@@ -75,6 +76,13 @@ class SpectralConvolution(nn.Module):
         mixed[..., :3] = torch.einsum("bix,iox->box", modes[..., :3].conj(), self.weight)
         y = torch.fft.irfft(mixed, n=x.shape[1]).transpose(1, 2)
         return self.head((y + self.inner(x)).relu())
+
+
+@pytest.fixture(scope="module")
+def workers(forked_workers):
+    """The processes of two devices. Those of other modules are not forked, and outlive these."""
+    with Workers(two_devices()) as started:
+        yield started
 
 
 def squared(output, target):

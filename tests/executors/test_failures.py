@@ -16,12 +16,21 @@ from torch import nn
 from dovetail.errors import RunError, WorkerDiedError, WorkerError
 from dovetail.executors import Workers, run
 from dovetail.frontends import SGD, capture
-from tests.support import faults
+from tests.support import faults, forked
 from tests.support.checked_models import Wrapped, normal
 from tests.support.ending import gone
 from tests.support.named_memory import named_memory
 from tests.support.placing import plan_for, two_devices
 from tests.support.plain_steps import plain_steps
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
+
+@pytest.fixture(scope="module")
+def workers(forked_workers):
+    """The processes of two devices. Those of other modules are not forked, and outlive these."""
+    with Workers(two_devices()) as started:
+        yield started
 
 
 def captured_pair(fault=None):
@@ -129,9 +138,8 @@ def test_a_device_that_was_killed_between_steps_is_reported_at_the_next():
 
 
 SCRIPT = textwrap.dedent("""
-    import signal, torch
+    import torch
     from tests.support import faults
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     from tests.executors.test_failures import captured_pair
     from dovetail.executors import run
     captured, plan, _ = captured_pair(faults.hang)
@@ -143,22 +151,15 @@ SCRIPT = textwrap.dedent("""
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
 def test_no_device_outlives_a_caller_killed_in_a_step(kill, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with subprocess.Popen(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        assert not set().union(*map(named_memory, (parent.pid, *pids)))
-        while parent.poll() is None:
-            parent.send_signal(kill)  # again: Python drops an interrupt that lands in a callback
-            with suppress(subprocess.TimeoutExpired):
-                parent.wait(25)
-        errors = parent.stderr.read()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = forked.start(["-c", SCRIPT], cwd=tmp_path, env=environment)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert not set().union(*map(named_memory, (parent.pid, *pids)))
+    while parent.poll() is None:
+        parent.send_signal(kill)  # again: Python drops an interrupt that lands in a callback
+        with suppress(subprocess.TimeoutExpired):
+            parent.wait(25)
+    _, errors = parent.communicate()
     assert all(map(gone, pids))
     assert errors.count("Traceback") == (1 if kill == signal.SIGINT else 0)

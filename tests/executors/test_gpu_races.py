@@ -36,7 +36,7 @@ from tests.support.played_cuda import PlayedCuda
 from tests.support.played_gpus import HOST, gpu, linked
 
 MACHINE = linked("three", HOST, gpu(0), gpu(1), gpu(2))
-PROGRAMS = 10
+PROGRAMS = 6
 MODEL = "zoo:rnnlm?layers=2&hidden=8&steps=3&batch=2&vocabulary=20"
 
 

@@ -19,7 +19,7 @@ from tests.executors.test_gpus import close, random_plan
 from tests.support.played_cuda import PlayedCuda
 from tests.support.played_gpus import HOST, cpu, gpu, linked
 
-pytestmark = pytest.mark.usefixtures("forked_workers", "played_gpus")
+pytestmark = pytest.mark.usefixtures("forked_compilers", "played_gpus")
 STEPS = 5
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
 

@@ -78,9 +78,9 @@ def in_float64():
 
 
 @functools.cache
-def expected_of(name, train):
+def expected_of(name):
     model, optimizer = NETWORKS[name]
-    captured = resolve(model, train=optimizer) if train else resolve(model)
+    captured = resolve(model, train=optimizer)
     values = initial_values(captured)
     inputs, targets = example_values(captured)
     results = [run_step(captured, values, inputs, targets, step=i) for i in range(STEPS)]
@@ -95,15 +95,14 @@ def close(found, expected, error=1e-5):
     )
 
 
-@pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_random_placements_give_the_numbers_of_one_process(
-    name, train, machine_and_workers, one_thread, in_float64
+    name, machine_and_workers, one_thread, in_float64
 ):
     machine, workers = machine_and_workers
-    captured, expected, values = expected_of(name, train)
+    captured, expected, values = expected_of(name)
     inputs, targets = example_values(captured)
-    seed = sum(map(ord, name)) + train
+    seed = sum(map(ord, name)) + 1
     with run(random_plan(machine, captured, seed), captured, workers=workers) as placed:
         found = [placed.step(*inputs, *targets) for _ in range(STEPS)]
         state = placed.state_dict() | placed.optimizer_state_dict()

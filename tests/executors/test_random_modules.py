@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.frontends import SGD, capture, initial_values, run_step
-from tests.support.placing import plan_for, random_order, random_placement
-from tests.support.random_modules.cases import REFUSABLE, draw, parse, smaller
-from tests.support.random_modules.outcomes import (
+from benchmarks.random_modules.cases import REFUSABLE, draw, parse, smaller
+from benchmarks.random_modules.outcomes import (
     FAULTS,
     Outcome,
     Replay,
@@ -25,10 +23,12 @@ from tests.support.random_modules.outcomes import (
     placing,
     plain_steps,
 )
-from tests.support.random_modules.parts import LEAVES
-from tests.support.random_modules.wrappers import WRAPPERS
+from benchmarks.random_modules.parts import LEAVES
+from benchmarks.random_modules.wrappers import WRAPPERS
+from dovetail.frontends import SGD, capture, initial_values, run_step
+from tests.support.placing import plan_for, random_order, random_placement
 
-SEED, CASES, PLACED_EVERY = 15, 60, 10
+SEED, CASES, PLACED_EVERY = 15, 36, 10
 
 
 def placed(seed, workers):

@@ -1,63 +1,16 @@
-"""`benchmarks/stages/cpu.py` and `additivity.py` on tiny networks."""
+"""The figures of `benchmarks/stages/cpu.py` and `additivity.py`."""
 
-import importlib
-import json
-import signal
-import time
 from math import comb
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.benchmark_scripts import BENCHMARKS, benchmark_scripts
-
-TINY = "zoo:squeezenet_1_1?batch=1&size=64&classes=10"
-OURS = ["sequential", "greedy", "merge", "dos", "ios", "dataflow"]
+from tests.support.benchmark_scripts import benchmark_scripts
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    with benchmark_scripts(
-        "stages", "cpu", "additivity", "cpu_peers", "children", "harness"
-    ) as modules:
+    with benchmark_scripts("stages", "cpu", "additivity") as modules:
         yield modules
-
-
-def test_a_network_is_measured_once_and_kept(scripts, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "cpu.json"
-    given = ["--networks", TINY, "--rounds", "2", "--peers", "eager", "--out", str(out)]
-    scripts.cpu.main(given)
-    record = json.loads(out.read_text())[TINY]
-    assert record["absent"] == {}  # eager has our weights
-    assert record["peers"]["eager"]["difference"] < 1e-4
-    threads = record["settings"]["threads"]
-    names = [*OURS, *(["one thread"] if threads > 1 else []), "eager"]
-    assert {name: len(of) for name, of in record["seconds"].items()} == dict.fromkeys(names, 2)
-    assert record["chosen"] in names
-    text = capsys.readouterr().out
-    assert text.count(f"| {TINY} | ") == 3
-
-    monkeypatch.setattr(scripts.children, "_in_child", lambda _command: None)
-    scripts.cpu.main(given)  # needs no child
-    assert capsys.readouterr().out == text
-    for changed in (["--seed", "1"], ["--again"]):
-        kept = out.read_text()
-        if changed == ["--again"]:
-            scripts.cpu.main([*given, *changed])  # its child failed: what was there remains
-        else:
-            with pytest.raises(SystemExit, match="1"):
-                scripts.cpu.main([*given, *changed])
-        assert out.read_text() == kept
-
-
-def test_random_schedules_are_predicted_and_run(scripts):
-    given = ["--schedules", "5", "--rounds", "2", "--groups", "4", "--out", "unused"]
-    record = scripts.additivity.one(TINY, scripts.additivity.parse(given))
-    assert len(record["predicted"]) == len(record["seconds"]) == len(record["stages"]) == 5
-    assert all(len(of_one) == 2 and min(of_one) > 0 for of_one in record["seconds"])
-    assert min(record["predicted"]) > 0
-    assert scripts.additivity.tables({TINY: record}).count(f"| {TINY} | 5 | ") == 1
 
 
 def test_figures_of_predictions(scripts):
@@ -89,51 +42,3 @@ def test_ratios_are_of_the_same_round(scripts):
     assert scripts.cpu.ratio(record, "ios") == "0.500 (0.500 to 0.500)"
     assert scripts.cpu.best_plain(record) == "one thread"
     assert scripts.cpu.ratio(record, "ios", "one thread") == "0.556 (0.400 to 1.000)"
-
-
-def fails(_given):
-    raise ValueError("first line\nsecond line")
-
-
-def is_slow(_given):
-    try:
-        time.sleep(60)
-    except Exception:
-        return lambda: None
-    return lambda: None
-
-
-def is_missing(_given):
-    return importlib.import_module("no_such_peer")
-
-
-@pytest.mark.parametrize(
-    ("peer", "reason"),
-    [
-        (fails, "ValueError: first line"),
-        (is_slow, "not ready after 1 s"),
-        (is_missing, "no_such_peer is not installed"),
-        (lambda given: lambda: [given.inputs[0] + 0.01], "its outputs differ by 0.01 of the larg"),
-        (lambda given: lambda: [given.inputs[0] * torch.nan], "its outputs differ by inf"),
-        (lambda given: lambda: [given.inputs[0][:1]], "its outputs differ by inf"),
-        (lambda given: lambda: list(given.inputs) * 2, "ValueError"),
-    ],
-)
-def test_peers_that_cannot_be_had_are_absent(scripts, monkeypatch, peer, reason):
-    monkeypatch.setitem(scripts.cpu_peers.PEERS, "tried", peer)
-    inputs = (torch.ones(3),)
-    before = signal.getsignal(signal.SIGALRM)
-    given = scripts.cpu_peers.Given(torch.nn.Identity(), inputs, torch.get_num_threads(), Path())
-    found = scripts.cpu_peers.prepared("tried", given, list(inputs), 1.0)
-    assert found.run is None
-    assert found.reason.startswith(reason)
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert scripts.cpu_peers.prepared("eager", given, list(inputs), 1.0).run() is inputs[0]
-
-
-def test_the_tables_have_their_places(scripts, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text((BENCHMARKS / "stages" / "README.md").read_text("utf-8"))
-    for name in ("cpu.py", "additivity.py"):
-        scripts.harness.fill(readme, f"table of {name}", f"figures of {name}")
-        assert f"figures of {name}" in readme.read_text()

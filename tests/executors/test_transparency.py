@@ -20,7 +20,7 @@ from dovetail.networks import NETWORKS
 from tests.support.placing import plan_for, random_order, random_placement
 
 STEPS = 3
-PLACEMENTS = {"rnnlm": 20, "inception": 3}
+PLACEMENTS = {"rnnlm": 8, "inception": 2}
 """Random ones of each model: a run of the large one takes seconds, and has more edges to cut."""
 MODELS = {
     "rnnlm": "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50",
@@ -110,9 +110,15 @@ def real_step(model, optimizer, dtype):
     return double, copy.deepcopy(module), inputs, targets
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "optimizer", "dtype", "tolerance"),
+    [
+        ("rnnlm", "sgd", torch.float32, 1e-4),
+        ("rnnlm", "adam", torch.float64, 1e-10),
+        ("inception", "sgd", torch.float64, 1e-10),
+        ("inception", "adam", torch.float32, 1e-4),
+    ],
+)
 def test_a_planned_run_equals_plain_pytorch(
     model, optimizer, dtype, tolerance, workers, one_thread
 ):

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
@@ -17,6 +15,7 @@ from dovetail.training.backends.ranks import connections
 from dovetail.training.backends.ranks import meeting as meetings
 from dovetail.training.backends.ranks.connections import Door, connect
 from dovetail.training.backends.ranks.meeting import Meeting
+from tests.support import forked
 from tests.support.ending import gone
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.own_loops import environment, program
@@ -225,11 +224,10 @@ def test_it_runs_under_torchrun_and_leaves_nothing_behind(tmp_path):
             "print(rank)\n"
         )
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    subprocess.run(
-        [*command, "2", str(script)], env=environment(), check=True, timeout=240,
-        capture_output=True,
-    )  # fmt: skip
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    launcher = forked.start(command, cwd=tmp_path, env=environment())
+    _, errors = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, errors
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first[1] == []

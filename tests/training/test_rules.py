@@ -436,15 +436,6 @@ def test_one_worker_that_commits_each_step_is_one_process_bit_for_bit(name, opti
     assert found.tobytes() == expected.tobytes()
 
 
-def test_hogwild_of_one_worker_is_one_process_bit_for_bit():
-    theta, *gradients = vectors(9, dtype=np.float32)
-    rule, update = make_rule("hogwild"), bound_update(make_optimizer("adam"), theta)
-    local = new_local(rule, theta)
-    window(rule, local, gradients, update)
-    expected = one_process(theta, gradients, make_optimizer("adam"))
-    assert local.theta.tobytes() == expected.tobytes()
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
     ("name", "options", "server", "settings", "reference"),
@@ -488,30 +479,3 @@ def test_one_worker_whose_optimizer_is_torchs_goes_where_torch_goes(name):
     found = one_worker(make_rule(name), theta, gradients, update)
     theirs = torch_process(theta, gradients, lambda p: torch.optim.Adam(p, lr=RATE))
     assert close(found, theirs, 1e-6)
-
-
-@pytest.mark.parametrize("workers", [2, 3, 8])
-@pytest.mark.parametrize(("optimizer", "settings"), [("sgd", {}), ("adam", {})])
-def test_synchronous_workers_are_one_process_with_a_large_batch(workers, optimizer, settings):
-    rng = np.random.default_rng(5)
-    inputs = rng.normal(size=(workers * 16 - 5, 20)).astype(np.float32)  # the last share is short
-    targets = rng.normal(size=len(inputs)).astype(np.float32)
-
-    def gradient(theta, rows):
-        return inputs[rows].T @ (inputs[rows] @ theta - targets[rows]) / len(rows)
-
-    theta = rng.normal(size=20).astype(np.float32)
-    rule, single = make_rule("sync", optimizer=optimizer), make_optimizer(optimizer, **settings)
-    part, update, large = new_slice(rule, theta), bound_update(single, theta), theta.copy()
-    everything = np.arange(len(inputs))
-    for _ in range(5):
-        received = []
-        for worker, start in enumerate(range(0, len(inputs), 16)):
-            rows = everything[start : start + 16]
-            message = window(
-                rule, new_local(rule, part.theta), [lambda x, r=rows: gradient(x, r)], None
-            )
-            received.append(arrival(message, worker, samples=len(rows), rate=RATE))
-        rule.combine(part, received)
-        large += update(large, gradient(large, everything))
-    assert close(part.theta, large, 1e-6)

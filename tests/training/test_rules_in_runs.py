@@ -55,6 +55,7 @@ def test_one_worker_that_commits_each_step_is_one_process_bit_for_bit(backend, r
     job = a_job(samples=58, epochs=3, window=1, dtype=dtype)
     outcome = run(backend, job, make_rule(rule), lambda: Optimizing(job, "adam"))
     assert outcome.theta.tobytes() == in_one_process(job, Optimizing(job, "adam")).tobytes()
+    assert [row.staleness for row in outcome.rows] == [0] * outcome.clock
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -81,3 +82,4 @@ def test_synchronous_workers_are_one_process_with_a_large_batch(backend, optimiz
     large = a_job(samples=62, epochs=4, batch=4 * workers, dtype="float32")
     expected = in_one_process(large, Optimizing(large, optimizer))
     assert np.linalg.norm(outcome.theta - expected) <= 1e-6 * np.linalg.norm(expected)
+    assert outcome.clock == 4 * -(-62 // (4 * workers))

@@ -16,7 +16,7 @@ from dovetail.training.backends.contract import Assignment, FailurePolicy, Stora
 from dovetail.training.backends.simulated import run
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
-from dovetail.training.rules import RULES, make_rule
+from dovetail.training.rules import make_rule
 from dovetail.training.step_times import StepTimes
 
 EXPONENTIAL, JITTER = StepTimes("exponential"), StepTimes("jitter")
@@ -374,14 +374,6 @@ def test_commits_on_a_narrow_wire_travel_faster_and_are_rounded():
     np.testing.assert_allclose(largest.theta, np.arange(5), atol=0.5)
 
 
-@pytest.mark.parametrize("rule", ["downpour", "aeasgd", "adag", "averaging"])
-def test_threads_forced_to_the_simulated_order_give_the_same_bits(rule):
-    simulated = run(assigned(rule), Watcher(), times=EXPONENTIAL)
-    threads = load_backend("threads")(assigned(rule, order=simulated.meta["order"]), Watcher())
-    assert threads.theta.tobytes() == simulated.theta.tobytes()
-    assert [row.worker for row in threads.rows] == [row.worker for row in simulated.rows]
-
-
 WORKERS = st.integers(1, 4)  # worker 0 is spared, so that one is always left
 MOMENTS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.7, 6.0, 9.9, 15.0])
 
@@ -424,16 +416,6 @@ def test_every_sample_counts_once_an_epoch_whatever_befalls_the_workers(
         return
     assert (outcome.theta == job.job.epochs).all()
     assert [row.clock for row in outcome.rows] == list(range(1, len(outcome.rows) + 1))
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_every_rule_runs_in_virtual_time_and_sees_all_samples(name):
-    job = assigned(name, window=None if name == "one-shot" else 2, epochs=3)
-    outcome = run(job, Watcher(), times=JITTER)
-    assert outcome.samples == 180
-    assert np.isfinite(outcome.theta).all()
-    assert (outcome.theta != 0).any()
-    assert outcome.meta["rule"] == name
 
 
 def test_an_option_that_the_backend_has_not_is_an_error():

@@ -30,16 +30,6 @@ SETTINGS = {
     "aeasgd": {"alpha": 0.3},
     "eamsgd": {"alpha": 0.3, "delta": 0.5},
 }
-PUSHING = [
-    "sync",
-    "downpour",
-    "dynsgd",
-    "agn",
-    "adag",
-    "adag-agn",
-    "hogwild",
-    "ssp",
-]
 
 
 class Crew(dict):
@@ -82,48 +72,7 @@ def test_every_rule_trains_each_sample_of_each_epoch_once(rule):
     assert not outcome.stopped
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
-def test_workers_that_take_turns_find_the_solution_by_every_rule(rule):
-    """Without turns one may be left with a window of the first center until the end."""
-    job = a_job(samples=58, epochs=30, window=WINDOWS.get(rule, 3), workers=3, dtype="float64")
-    crew = Crew(job, lr=0.1)
-    outcome = run(an_assignment(job, rule, crew, order=(0, 1, 2) * 500), Watcher())
-    assert crew[0].loss(outcome.theta) < 0.05 * crew[0].loss(start(job))
-
-
-def by_hand(job, learner):
-    """One process, window 1: theta += U(g)."""
-    theta = start(job)
-    for epoch in range(job.epochs):
-        order = np.random.default_rng((job.seed, epoch)).permutation(job.samples)
-        for first in range(0, job.samples, job.batch):
-            gradient = learner.gradient(theta, order[first : first + job.batch], epoch)
-            theta += learner.update(theta, gradient.vector, 0.0)
-    return theta
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("rule", PUSHING)
-def test_one_worker_with_window_1_equals_a_loop_bit_for_bit(rule, dtype):
-    job = a_job(samples=58, epochs=3, window=1, dtype=dtype)
-    outcome = run(an_assignment(job, rule), Watcher())
-    wanted = by_hand(job, LeastSquares(job))
-    assert outcome.theta.dtype == wanted.dtype
-    assert outcome.theta.tobytes() == wanted.tobytes()
-    assert [row.staleness for row in outcome.rows] == [0] * outcome.clock
-
-
-def test_a_forced_order_gives_the_same_bits_every_time():
-    job = a_job(epochs=4, window=2, workers=3, dtype="float64")
-    order = tuple([0, 1, 2, *[2, 1, 0, 0, 1, 2] * 20])
-    outcomes = [run(an_assignment(job, "adag-agn", order=order), Watcher()) for _ in range(3)]
-    assert len({outcome.theta.tobytes() for outcome in outcomes}) == 1
-    workers = {tuple(row.worker for row in outcome.rows) for outcome in outcomes}
-    assert len(workers) == 1
-    assert workers.pop()[:24] == order[3:27]
-
-
-@pytest.mark.parametrize("rule", ["adag-agn", "aeasgd", "ssp", "easgd"])
+@pytest.mark.parametrize("rule", ["adag-agn", "aeasgd", "ssp", "easgd", "averaging"])
 def test_a_simulated_runs_order_makes_threads_repeat_it_bit_for_bit(rule):
     job = a_job(samples=58, epochs=3, window=2, workers=3, dtype="float64")
     times = StepTimes("exponential")
@@ -133,14 +82,6 @@ def test_a_simulated_runs_order_makes_threads_repeat_it_bit_for_bit(rule):
     assert [(r.worker, r.staleness) for r in repeated.rows] == [
         (r.worker, r.staleness) for r in simulated.rows
     ]
-
-
-def test_synchronous_workers_equal_one_large_batch():
-    job = a_job(samples=64, epochs=5, batch=4, window=1, workers=4, dtype="float64")
-    outcome = run(an_assignment(job, "sync"), Watcher())
-    large = by_hand(a_job(samples=64, epochs=5, batch=16, dtype="float64"), LeastSquares(job))
-    np.testing.assert_allclose(outcome.theta, large, rtol=1e-12)
-    assert outcome.clock == 5 * 64 // 16
 
 
 def test_a_run_does_not_change_the_vector_it_was_given():

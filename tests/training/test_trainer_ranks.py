@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from contextlib import suppress
@@ -23,6 +21,7 @@ from dovetail.training.backends.ranks.connections import Door, connect
 from dovetail.training.backends.ranks.meeting import RanksOptions
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.request import TrainRequest
+from tests.support import forked
 from tests.support.ending import gone
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.hosts import LOOPBACK
@@ -331,13 +330,13 @@ def interrupted(tmp_path_factory):
     """What torchrun leaves after Ctrl-C at the second of its ranks, and what these listened on:
     (status, standard output, standard error), the weights' path, (rank, protocol, address)."""
     folder = tmp_path_factory.mktemp("interrupted")
-    launcher = subprocess.Popen(
+    launcher = forked.start(
         [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2",
+            "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "dovetail", "train",
             TRAINED, "--epochs", "1000000", "--validate", "1s", "--out", "weights.pt", "--json",
         ],
-        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=folder, env=environment(),
     )  # fmt: skip
     try:
         ranks = wait_for(lambda: ranks_of(launcher.pid))

@@ -1,4 +1,4 @@
 """Random modules from a grammar, and whether their captured steps are plain PyTorch's.
 
-Shared by the suite and `benchmarks/random_modules`.
+Shared by `run.py` and the suite.
 """
