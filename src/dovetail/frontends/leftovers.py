@@ -48,14 +48,22 @@ def _take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
         # A tuple cannot give up a tensor, so whoever holds the tuple does.
         while held:
             identities = set(map(id, held))
-            tuples: list[Any] = []
-            for holder in gc.get_referrers(*held):
-                if holder is held or isinstance(holder, FrameType):
-                    continue
-                if isinstance(holder, tuple):
-                    tuples.append(holder)
-                else:
-                    given_up = _give_up(holder, identities, len(names) < _MOST_NAMED)
+            holders = [
+                holder
+                for holder in gc.get_referrers(*held)
+                if holder is not held and not isinstance(holder, FrameType)
+            ]
+            tuples: list[Any] = [holder for holder in holders if isinstance(holder, tuple)]
+            # Attributes are in dicts, whose objects are looked for at once: each search is through
+            # all objects of Python.
+            dicts = {id(holder): holder for holder in holders if isinstance(holder, dict)}
+            of_dicts = gc.get_referrers(*dicts.values()) if dicts else []
+            inside = [(id(getattr(owner, "__dict__", None)), owner) for owner in of_dicts]
+            owners = {key: owner for key, owner in inside if key in dicts}
+            for holder in holders:
+                if not isinstance(holder, tuple):
+                    owner = owners.get(id(holder))
+                    given_up = _give_up(holder, owner, identities, len(names) < _MOST_NAMED)
                     # A partial function, an iterator or a generator gives nothing up.
                     names |= dict.fromkeys(given_up or [f"an object of class {_class_of(holder)}"])
             held = tuples
@@ -116,9 +124,10 @@ def _holds(holder: Any, is_made: Callable[[Any], bool], depth: int) -> bool:
     )
 
 
-def _give_up(holder: Any, identities: set[int], is_named: bool) -> list[str]:
+def _give_up(holder: Any, owner: Any, identities: set[int], is_named: bool) -> list[str]:
     """Remove the objects from the holder; return the names of the places where they were.
 
+    owner      the object whose attributes the holder, a dict, holds; None for any other holder
     is_named   who holds the holder is looked for, through all objects of Python
     """
     name_of = _name_of if is_named else _class_of
@@ -141,7 +150,6 @@ def _give_up(holder: Any, identities: set[int], is_named: bool) -> list[str]:
             holder.update(dict.fromkeys(keys))
             name = name_of(holder)
             return [f"{name}.{key}" for key in keys]
-        owner = _owner_of(holder)
         if owner is None:
             name = name_of(holder)
             for key in keys:
@@ -168,12 +176,6 @@ def _give_up_attributes(holder: Any, identities: set[int]) -> list[str]:
             object.__setattr__(holder, key, None)
     name = _class_of(holder)
     return [f"{name}.{key}" for key in keys]
-
-
-def _owner_of(inside: dict[Any, Any]) -> Any:
-    """Return the object whose attributes the dict holds, or None."""
-    owners = gc.get_referrers(inside)
-    return next((owner for owner in owners if getattr(owner, "__dict__", None) is inside), None)
 
 
 def _name_of(container: Any) -> str:
