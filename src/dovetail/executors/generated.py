@@ -101,19 +101,30 @@ class GeneratedCode:
                 own[entry] = first_temporary
                 first_temporary += 1
         refs = {entry: Ref(slot) for entry, slot in own.items()}
-        touched = [[own[e] for e in _touched(done) if e >= 0] for done in self.instructions]
+        # The entries that each instruction reads or makes.
+        touched = []
+        for done in self.instructions:
+            match done:
+                case RunKernel(takes=takes):
+                    named = list(takes)
+                case CheckLayout(tensor=entry):
+                    named = [entry]
+                case RunOp(call=call):
+                    assert call is not None, "it is bound"
+                    named = touched_by(call)
+            touched.append([own[entry] for entry in named if entry >= 0])
         freed = last_touched(touched, {*inputs, *outputs})
         lane: list[BoundInstruction] = []
         for instruction, drops in zip(self.instructions, freed, strict=True):
             match instruction:
                 case RunOp(call=Call() as call):
-                    named = replace(
+                    renamed = replace(
                         call,
                         args=tuple(fill_refs(list(call.args), refs)),
                         kwargs=fill_refs(call.kwargs, refs),
                         results=tuple(own[entry] if entry >= 0 else -1 for entry in call.results),
                     )
-                    lane.append(RunOp(op, drops, named))
+                    lane.append(RunOp(op, drops, renamed))
                 case RunKernel(address=address, takes=takes):
                     lane.append(RunKernel(op, address, tuple(own[e] for e in takes), drops))
                 case CheckLayout(tensor=entry, shape=shape, strides=strides):
@@ -222,15 +233,3 @@ def _noting(module: ModuleType, recorder: CallRecorder) -> Iterator[None]:
     finally:
         names.clear()
         names.update(before)
-
-
-def _touched(instruction: RunOp | RunKernel | CheckLayout) -> list[int]:
-    """The entries that an instruction reads or makes."""
-    match instruction:
-        case RunKernel(takes=takes):
-            return list(takes)
-        case CheckLayout(tensor=entry):
-            return [entry]
-        case RunOp(call=call):
-            assert call is not None, "it is bound"
-            return touched_by(call)

@@ -102,7 +102,17 @@ class _Merging:
 
     def steps(self) -> tuple[Issue, ...]:
         reads: list[tuple[float, Issue]] = []
-        while (place := self._next()) is not None:
+        while True:
+            # The next is the device that is free first, of those whose next instruction can run.
+            ready = []
+            for place, (share, head) in enumerate(zip(self.shares, self.heads, strict=True)):
+                if head < len(share.instructions):
+                    first = share.instructions[head]
+                    if not isinstance(first, AwaitFlag) or first.flag in self.arrived:
+                        ready.append((self.clock[place], place))
+            if not ready:
+                break
+            _, place = min(ready)
             share, index = self.shares[place], self.heads[place]
             instruction = share.instructions[index]
             match instruction:
@@ -124,62 +134,56 @@ class _Merging:
                     self.heads[place] += 1
                 case _:
                     self._launch(place)
+        ends = [len(share.instructions) for share in self.shares]
+        assert self.heads == ends, "a checked plan has no devices that wait for each other"
         # Sorting is stable, so equal ones stay in the order in which they were found.
         reads.sort(key=lambda pair: pair[0])
         return (*(read for _, read in reads), *self.found)
-
-    def _next(self) -> int | None:
-        """The device that is free first, of those whose next instruction can run; None if none has
-        one left."""
-        ready = []
-        for place, (share, head) in enumerate(zip(self.shares, self.heads, strict=True)):
-            if head < len(share.instructions):
-                first = share.instructions[head]
-                if not isinstance(first, AwaitFlag) or first.flag in self.arrived:
-                    ready.append((self.clock[place], place))
-        if not ready:
-            left = sum(
-                len(share.instructions) - head
-                for share, head in zip(self.shares, self.heads, strict=True)
-            )
-            assert not left, "a checked plan has no devices that wait for each other"
-            return None
-        return min(ready)[1]
 
     def _add(self, place: int, step: Issue) -> None:
         if self.on_gpu[place]:
             self.found.append(step)
 
     def _push(self, place: int, index: int, send: SendTensor) -> None:
-        share = self.shares[place]
-        sent = 0.0 if send.slot is None else self._seconds_of_send(share.device, send)
-        self.arrived[send.flag] = self.clock[place] + sent
+        share, machine = self.shares[place], self.machine
+        source, destination = share.device, send.destination
+        seconds = 0.0
+        if send.slot is not None:
+            stops = [source, destination]
+            if machine.link_index[source, destination] < 0:
+                stops = [source, machine.host_index, destination]
+            for ends in pairwise(stops):
+                link = machine.links[int(machine.link_index[ends])]
+                size = int(self.graph.tensor_bytes[send.tensor])
+                seconds += link.latency_seconds + size / link.bandwidth_bytes_per_second
+        self.arrived[send.flag] = self.clock[place] + seconds
         if send.slot is not None:
             self.pushed[place, int(self.graph.storages[send.tensor])].add(send.flag)
         now, later = self._frees(place, send.frees)
         assert not now, "what is sent is held until the copy has ended"
         self.kept[place] += later
-        self._add(place, Issue(share.device, (replace(send, frees=()),), index))
-        source, destination = share.device, send.destination
+        self._add(place, Issue(source, (replace(send, frees=()),), index))
         if send.slot is not None and (source, destination) in self.direct:
             received = ReceiveTensor(send.op, send.tensor, send.flag, send.slot, source)
             self._add(self.places[destination], Issue(destination, (received,)))
 
-    def _seconds_of_send(self, source: int, send: SendTensor) -> float:
-        machine, host = self.machine, self.machine.host_index
-        total, stops = 0.0, [source, send.destination]
-        if machine.link_index[source, send.destination] < 0:
-            stops = [source, host, send.destination]
-        for a, b in pairwise(stops):
-            link = machine.links[int(machine.link_index[a, b])]
-            size = int(self.graph.tensor_bytes[send.tensor])
-            total += link.latency_seconds + size / link.bandwidth_bytes_per_second
-        return total
-
     def _launch(self, place: int) -> None:
         """Take all works up to the next instruction that is none."""
         share, first = self.shares[place], self.heads[place]
-        self._release(place)
+        # First what pushes have read that are expected to have ended by now is freed.
+        ended = [
+            (tensor, flags)
+            for tensor, flags in self.kept[place]
+            if max(self.arrived[flag] for flag in flags) <= self.clock[place]
+        ]
+        if ended:
+            self.kept[place] = [entry for entry in self.kept[place] if entry not in ended]
+            every = sorted(set().union(*(flags for _, flags in ended)))
+            for own in self.pushed.values():
+                own.difference_update(every)
+            waits = (AwaitFlag(-1, -1, flag, None, share.device) for flag in every)
+            frees = FreeTensors(tuple(tensor for tensor, _ in ended))
+            self._add(place, Issue(share.device, (*waits, frees)))
         works: list[Work] = []
         for instruction in share.instructions[first:]:
             if isinstance(instruction, (SendTensor, AwaitFlag, ReadSource)):
@@ -212,20 +216,3 @@ class _Merging:
             else:
                 now.append(tensor)
         return tuple(now), later
-
-    def _release(self, place: int) -> None:
-        """Free what pushes have read that are expected to have ended by now."""
-        ready = [
-            (tensor, flags)
-            for tensor, flags in self.kept[place]
-            if max(self.arrived[flag] for flag in flags) <= self.clock[place]
-        ]
-        if not ready:
-            return
-        self.kept[place] = [entry for entry in self.kept[place] if entry not in ready]
-        flags = sorted(set().union(*(flags for _, flags in ready)))
-        for own in self.pushed.values():
-            own.difference_update(flags)
-        device, tensors = self.shares[place].device, tuple(tensor for tensor, _ in ready)
-        waits = (AwaitFlag(-1, -1, flag, None, device) for flag in flags)
-        self._add(place, Issue(device, (*waits, FreeTensors(tensors))))
