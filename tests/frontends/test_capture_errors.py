@@ -45,16 +45,15 @@ def branch(x):
 
 
 @pytest.mark.parametrize(
-    ("function", "line", "advice"),
+    ("function", "line", "advice", "train"),
     [
-        (branch, "if x.sum() > 0:", "torch.where"),
-        (lambda x: x * x.sum().item(), ".item()", "torch.where"),
-        (lambda x: x[x > 0], "x[x > 0]", "fixed size"),
-        (lambda x: x @ torch.zeros(4, 4), "x @ torch.zeros(4, 4)", "inputs' shapes"),
-        (lambda x: x.detach().numpy(), ".numpy()", "torch.where"),
+        (branch, "if x.sum() > 0:", "torch.where", SGD()),
+        (lambda x: x * x.sum().item(), ".item()", "torch.where", None),
+        (lambda x: x[x > 0], "x[x > 0]", "fixed size", SGD()),
+        (lambda x: x @ torch.zeros(4, 4), "x @ torch.zeros(4, 4)", "inputs' shapes", None),
+        (lambda x: x.detach().numpy(), ".numpy()", "torch.where", None),
     ],
 )
-@pytest.mark.parametrize("train", [None, SGD()])
 def test_what_cannot_be_captured_names_the_line_and_says_what_to_do(function, line, advice, train):
     with pytest.raises(CaptureError) as raised:
         capture(Wrapped(function), torch.randn(2, 3), loss=lambda out: out.sum(), train=train)

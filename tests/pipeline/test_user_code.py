@@ -150,13 +150,21 @@ def words(template, module):
     return [word.format(module) for word in template]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Every fault where most code runs; at the other places, what raises and what ends the program.
 @pytest.mark.parametrize(
-    ("command", "place"),
+    ("command", "place", "fault"),
     [
-        *((STEP["capture"], place) for place in ("imported", "build", "init", "forward")),
-        (STEP["plan"], "loss"),
-        *((RUN["train"], place) for place in PLACES if place != "metric"),
+        *((STEP["capture"], place, "leaves_with_0") for place in ("imported", "build", "init")),
+        (STEP["plan"], "loss", "raises"),
+        (STEP["plan"], "loss", "exits_with_3"),
+        *((STEP["capture"], "forward", fault) for fault in FAULTS),
+        *((RUN["train"], "item", fault) for fault in FAULTS),
+        *(
+            (RUN["train"], place, fault)
+            for place in PLACES
+            for fault in ("raises", "exits_with_0")
+            if place not in ("metric", "item")
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
@@ -182,8 +190,10 @@ LATE = "if late(9): "
 """The fault comes after the checks before a run, which read three batches of two items each."""
 
 
-@pytest.mark.parametrize("fault", ["raises", "is_no_exception", "stops", "exits_with_0", "ends"])
-@pytest.mark.parametrize("backend", ["simulated", "threads"])
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [("simulated", "raises"), *(("threads", fault) for fault in ("stops", "exits_with_0", "ends"))],
+)
 def test_a_fault_in_the_middle_of_a_run_names_the_worker_too(dovetail, written, backend, fault):
     module = written(item=LATE + FAULTS[fault])
     run = ("train", f"{module}:run", "--backend", backend, "--batch", 2, "--workers", 1, "--json")
