@@ -54,18 +54,15 @@ def _take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
                 if holder is not held and not isinstance(holder, FrameType)
             ]
             tuples: list[Any] = [holder for holder in holders if isinstance(holder, tuple)]
-            # Attributes are in dicts, whose objects are looked for at once: each search is through
-            # all objects of Python.
-            dicts = {id(holder): holder for holder in holders if isinstance(holder, dict)}
-            of_dicts = gc.get_referrers(*dicts.values()) if dicts else []
-            inside = [(id(getattr(owner, "__dict__", None)), owner) for owner in of_dicts]
-            owners = {key: owner for key, owner in inside if key in dicts}
+            owners = _owners_of([holder for holder in holders if isinstance(holder, dict)])
             for holder in holders:
                 if not isinstance(holder, tuple):
                     owner = owners.get(id(holder))
                     given_up = _give_up(holder, owner, identities, len(names) < _MOST_NAMED)
                     # A partial function, an iterator or a generator gives nothing up.
                     names |= dict.fromkeys(given_up or [f"an object of class {_class_of(holder)}"])
+            # These lists are no holders of the tuples.
+            del holders, owners
             held = tuples
         return list(names)
 
@@ -176,6 +173,14 @@ def _give_up_attributes(holder: Any, identities: set[int]) -> list[str]:
             object.__setattr__(holder, key, None)
     name = _class_of(holder)
     return [f"{name}.{key}" for key in keys]
+
+
+def _owners_of(dicts: list[dict[Any, Any]]) -> dict[int, Any]:
+    """Return, by the id of each dict that holds the attributes of an object, that object. All are
+    looked for at once, since a search is through all objects of Python."""
+    owners = gc.get_referrers(*dicts) if dicts else []
+    by_dict = {id(getattr(owner, "__dict__", None)): owner for owner in owners}
+    return {id(inside): by_dict[id(inside)] for inside in dicts if id(inside) in by_dict}
 
 
 def _name_of(container: Any) -> str:
