@@ -18,13 +18,6 @@ DOCUMENTS = sorted({*GUIDES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*/
 # The demo runs plans on this machine, and what it prints depends on that.
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
 
-QUICKLY = (
-    "__import__('dovetail').plan = "
-    "__import__('functools').partial(__import__('dovetail').plan, compile_budget='4s')\n"
-)
-"""What a document shows for this machine would compile for a minute. That the default flow compiles
-is shown by `tests/contract/test_defaults.py`."""
-
 
 def _name(path):
     return str(path.relative_to(ROOT))
@@ -69,7 +62,9 @@ def test_the_readme_has_python_with_its_output():
 )
 def test_the_python_of_a_document_runs_and_prints_what_stands_below_it(document, tmp_path):
     for code, output in _python_blocks(document):
-        printed = _printed("-c", QUICKLY + code, folder=tmp_path)
+        # As in all tests that do not say otherwise nothing is compiled, which would take a minute.
+        # That the default flow compiles is shown by `tests/contract/test_defaults.py`.
+        printed = _printed("-c", code, folder=tmp_path)
         if output:
             assert printed == output
 
