@@ -2,6 +2,7 @@
 
 import os
 
+from dovetail.training import serving
 from dovetail.training.backends.processes import server
 from tests.support.server_faults import Lives, faulty, faulty_files
 
@@ -11,6 +12,6 @@ LIVES = "DOVETAIL_TEST_SERVER_LIVES"
 
 def serve(channel):
     crash = Lives.begin(os.environ[LIVES])
-    server.Server = faulty(server.Server, crash)
+    serving.Server = faulty(serving.Server, crash)
     with faulty_files(crash):
         server.serve(channel)

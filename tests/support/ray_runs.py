@@ -1,5 +1,6 @@
 """Learners for actors, and what the tests ask of a run."""
 
+import json
 import os
 import signal
 import time
@@ -9,11 +10,13 @@ from functools import cache, partial
 import numpy as np
 import ray
 
+from dovetail.training import serving
 from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.backends.ray import server
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
+from tests.support.doors import Doors
 from tests.support.server_faults import Lives, faulty, faulty_files
 
 SMALL = {"worker_cores": 0.1, "server_cores": 0.1}
@@ -64,15 +67,20 @@ class Counts:
 
     hold    called before each step with its center's sum: the samples that were committed when it
             was pulled, and its own since
+    nan_at  the number of a step, from 1, whose gradient is no number
     """
 
-    def __init__(self, samples, hold=None):
-        self.samples, self.hold = samples, hold
+    def __init__(self, samples, hold=None, nan_at=0):
+        self.samples, self.hold, self.nan_at = samples, hold, nan_at
+        self.steps = 0
 
     def gradient(self, theta, indices, epoch):
         if self.hold is not None:
             self.hold(theta.sum())
+        self.steps += 1
         vector = np.bincount(indices, minlength=self.samples).astype(np.float32)
+        if self.steps == self.nan_at:
+            vector[0] = np.nan
         return Gradient(vector, 0.0, len(indices))
 
     def update(self, theta, gradient, epoch):
@@ -115,6 +123,24 @@ class Digits:
         return 0.2
 
 
+def noting(make, folder, worker, of=0):
+    """The worker's learner. Notes which GPU Ray gave the worker, and which device that is to it.
+
+    of   the workers that must be there, all at once, before this one goes on; 0: none
+    """
+    import torch
+
+    from dovetail.training.modules import device_of
+
+    numbers = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    torch.cuda.device_count = lambda: len(numbers)  # what torch sees where there are cards
+    facts = {"ids": ray.get_gpu_ids(), "visible": numbers, "device": device_of("cuda", worker)}
+    (folder / f"{worker}.json").write_text(json.dumps(facts))
+    if of:
+        Doors(folder).meet("begun", worker, of=of)
+    return make(worker)
+
+
 @cache
 def digits():
     """Samples and labels to train on, then those to validate on."""
@@ -152,10 +178,13 @@ def assign(rule="downpour", *, run="run", learner=None, samples=64, size=8, work
     return Assignment(job, make_rule(rule), start, make, **more)
 
 
-def assign_counts(run, samples=128, hold=None, **more):
+def assign_counts(run, samples=128, hold=None, nan_at=0, **more):
     """Three epochs of counting, by DOWNPOUR, in commits of 8 samples; `hold(worker, sum of its
     center)` is called before each step."""
-    learner = lambda worker: Counts(samples, hold and partial(hold, worker))  # noqa: E731
+
+    def learner(worker):
+        return Counts(samples, hold and partial(hold, worker), nan_at)
+
     return assign(run=run, size=samples, samples=samples, epochs=3, learner=learner, **more)
 
 
@@ -180,7 +209,7 @@ def dying_server(path):
     class DyingServer(server.ParameterServer):
         def __init__(self, *fields):
             crash = Lives.begin(path)
-            server.Server = faulty(server.Server, crash)
+            serving.Server = faulty(serving.Server, crash)
             self.faults = ExitStack()  # kept open: the process is this actor's alone
             self.faults.enter_context(faulty_files(crash))
             super().__init__(*fields)

@@ -44,16 +44,15 @@ from dovetail.runtime.ranks import RankPlace, place_of_ranks
 from dovetail.runtime.shared import Block
 from dovetail.runtime.stopped import STOPPED_SECONDS
 from dovetail.training.backends.contract import FailurePolicy, ServerPlan, WorkerPlan
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
-from dovetail.training.backends.processes.messages import (
+from dovetail.training.backends.messages import (
     AskCopy,
     Connect,
-    Copied,
     RaisedError,
     Ready,
     ServerStart,
     WorkerStart,
 )
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.transport import SERVER_ENTRY
 from dovetail.training.backends.ranks.connections import (
     NOTHING,
@@ -83,6 +82,7 @@ from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
 from dovetail.training.server import Delivery, Server
 from dovetail.training.serving import Serving, WorkerPort
+from dovetail.training.supervisor import CenterCopy
 from dovetail.training.worker import Ask, Told
 
 _STAND_IN_ENTRY = "dovetail.training.backends.ranks.worker:stand_in_of_loop"
@@ -587,7 +587,7 @@ class _Host:
                 self._hear_server()
         if theta is None:
             self._server.send(AskCopy(0, final=True))
-            while not isinstance(self._hear_server(), Copied):
+            while not isinstance(self._hear_server(), CenterCopy):
                 pass
             theta = np.array(self._center.copy)
         self._patience_seconds = END_SECONDS

@@ -23,10 +23,38 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dovetail.training.backends.contract import ServerPlan
+from dovetail.training.center import ServedCenter
 from dovetail.training.liveness import LeaseClock
 from dovetail.training.records import Event, Refusal, Reply, Turn, Vector, Verdict
 from dovetail.training.server import Delivery, Server
 from dovetail.training.supervisor import ServerReport
+
+
+def open_server(
+    plan: ServerPlan,
+    center: Vector | ServedCenter,
+    clock: Callable[[], float],
+    *,
+    restarted: bool,
+) -> Server:
+    """The plan's server: a new one, or one with the state that its folder holds, if the plan
+    continues a run or this server is `restarted`, in place of one that died.
+
+    center   as `Server` takes it
+    """
+    rule = plan.make_rule()
+    options: dict[str, Any] = {
+        "guard": plan.guard,
+        "storage": plan.storage,
+        "shards": plan.shards,
+        "order": plan.order,
+        "clock": clock,
+    }
+    if plan.storage is None or not (restarted or plan.storage.resume):
+        return Server(plan.job, rule, center, **options)
+    keeps_theta = rule.lock_free and restarted
+    return Server.resume(plan.job, rule, center, keeps_theta=keeps_theta, **options)
 
 
 @dataclass

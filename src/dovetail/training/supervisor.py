@@ -84,7 +84,8 @@ class ServerReport:
 class CenterCopy:
     """The center as it was at one moment.
 
-    theta   [size] a copy that belongs to the receiver
+    theta   [size] a copy that belongs to the receiver; from a server process empty, since the copy
+            lies in the center's block
     news    returns a report of what has happened up to its call, from transports that can report at
             any time. The supervisor passes it to the watcher between the evaluation and
             `should_stop`.

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dovetail.training.backends.messages import Connect
 from dovetail.training.backends.processes import frames
-from dovetail.training.backends.processes.messages import Connect
 from dovetail.training.backends.processes.worker import WorkerLink
 from dovetail.training.records import Job, Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.worker import Ask

@@ -11,20 +11,19 @@ import pytest
 
 from dovetail.runtime.processes import launch
 from dovetail.training.backends.contract import Guard, ServerPlan, Storage
-from dovetail.training.backends.processes import frames
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
-from dovetail.training.backends.processes.messages import (
+from dovetail.training.backends.messages import (
     AskCopy,
     AskReport,
     Connect,
-    Copied,
     Ready,
     ServerStart,
 )
+from dovetail.training.backends.processes import frames
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.checks import copy_and_checksum
 from dovetail.training.records import Commit, Job, Refusal, Turn, Verdict
 from dovetail.training.rules import make_rule
-from dovetail.training.supervisor import ServerReport
+from dovetail.training.supervisor import CenterCopy, ServerReport
 
 SIZE = 1000
 JOB = Job("run", SIZE, 8000, 1, 2, 1, 1)
@@ -77,7 +76,7 @@ class Bench:
 
     def theta(self):
         self.process.send(AskCopy(0))
-        self.hear(Copied)
+        self.hear(CenterCopy)
         return np.array(self.center.copy)
 
     def report(self):

@@ -12,6 +12,7 @@ from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import FailurePolicy, Storage, Watcher
 from dovetail.training.checks import checksum
 from dovetail.training.records import Commit, Refusal, Turn, Verdict
+from dovetail.training.supervisor import Gone
 from tests.support.doors import Doors
 from tests.support.ray_runs import (
     SMALL,
@@ -43,12 +44,12 @@ def doors(tmp_path):
     return Doors(tmp_path)
 
 
-@pytest.mark.parametrize("point", ["journalled", "snapshot-renamed"])
-def test_a_server_that_dies_within_a_commit_loses_none_and_doubles_none(point, tmp_path, dying):
+def test_a_server_that_dies_within_commits_loses_none_and_doubles_none(tmp_path, dying):
+    """Its first life ends between a commit's record and the commit, its second after a snapshot."""
     storage = Storage(tmp_path / "run", snapshot_commits=8)
-    dying((point, 3))
-    outcome = run(assign_counts(point, storage=storage), Watcher())
-    assert "server_restarted" in kinds(outcome)
+    dying(("journalled", 3), ("snapshot-renamed", 3))
+    outcome = run(assign_counts("commits", storage=storage), Watcher())
+    assert kinds(outcome).count("server_restarted") == 2
     assert each_sample_once_an_epoch(outcome)
 
 
@@ -73,41 +74,40 @@ def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors, d
     assert outcome.theta.tobytes() == expected.theta.tobytes()
 
 
-def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was(doors):
-    def kill_it():
-        kill("kill", "server")
-        doors.open("killed")
-
-    assignment = assign_counts("kill", hold=held_until(doors, "killed", rows=3))
-    outcome = run(assignment, once(3, kill_it))
-    assert "server_restarted" in kinds(outcome)
-    assert each_sample_once_an_epoch(outcome)
-
-
 def test_a_server_that_dies_too_often_ends_the_run(dying):
-    assignment = assign(run="often", policy=FailurePolicy(server_restarts=1))
+    assignment = assign(run="often", workers=1, policy=FailurePolicy(server_restarts=1))
     dying(("received", 3), ("received", 3))
     with pytest.raises(ServerLostError) as caught:
         run(assignment, Watcher())
     assert caught.value.restarts == 1
 
 
-def test_a_killed_workers_samples_are_trained_by_others(doors):
-    def kill_it():
-        kill("worker", "worker-1-0")
-        doors.open("killed")
+def test_a_server_and_then_a_worker_that_are_killed_at_any_time_are_replaced(doors):
+    """The server goes on where it was, and the worker's samples are trained by others."""
 
     def hold(worker, committed):
         doors.meet("begun", worker, of=2)
         if committed >= 8 * 3:
+            doors.wait("server_restarted")
+        if committed >= 8 * 6:
             doors.wait("killed" if worker == 1 else "restarted")
 
-    def hear(event):
-        if event.kind == "restarted":
-            doors.open("restarted")
+    seen = []
 
-    outcome = run(assign_counts("worker", hold=hold), replace(once(3, kill_it), event=hear))
+    def watch(rows):
+        if len(seen) < 3 <= len(seen) + len(rows):
+            kill("kills", "server")
+        if len(seen) < 6 <= len(seen) + len(rows):
+            kill("kills", "worker-1-0")
+            doors.open("killed")
+        seen.extend(rows)
+
+    def hear(event):
+        doors.open(event.kind)
+
+    outcome = run(assign_counts("kills", hold=hold), Watcher(rows=watch, event=hear))
     assert each_sample_once_an_epoch(outcome)
+    assert kinds(outcome).count("server_restarted") == 1
     assert kinds(outcome).count("lost") == 1
     assert "restarted" in kinds(outcome)
 
@@ -115,6 +115,7 @@ def test_a_killed_workers_samples_are_trained_by_others(doors):
 def test_workers_that_keep_dying_end_the_run():
     assignment = assign(
         run="dying",
+        workers=1,
         learner=lambda worker: Squares(64, 8, does={1: "die"}),
         policy=FailurePolicy(worker_restarts=1),
     )
@@ -137,28 +138,18 @@ def test_a_hung_worker_loses_its_lease(doors):
     assert 1 in [event.worker for event in outcome.events if event.kind == "lost"]
 
 
-def test_commits_that_are_not_finite_are_refused_and_their_samples_trained_again():
-    """One worker makes half the steps at least, whoever it is."""
-
-    def broken(worker):
-        return Squares(64, 8, does={3: "nan"})
-
-    outcome = run(assign(run="nan", learner=broken), Watcher())
-    assert outcome.samples == counted(outcome) == 128
-    refused = [event.detail for event in outcome.events if event.kind == "refused"]
-    assert refused and set(refused) == {Refusal.NOT_FINITE}
-    assert np.isfinite(outcome.theta).all()
-
-
 def test_commits_that_are_never_finite_are_called_divergence():
     def broken(worker):
         return Squares(64, 8, does=dict.fromkeys(range(1, 1000), "nan"))
 
+    policy = FailurePolicy(refusals=3)
     with pytest.raises(DivergedError):
-        run(assign(run="diverged", learner=broken, policy=FailurePolicy(refusals=3)), Watcher())
+        run(assign(run="diverged", workers=1, learner=broken, policy=policy), Watcher())
 
 
-def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_was(doors):
+def test_commits_that_are_refused_leave_the_center_as_it_was(doors):
+    """Of another run, changed on their way, or not finite, in each worker's third step: samples of
+    those are trained again. One worker makes half the steps at least, whoever it is."""
     refusals, verdicts = [], set()
 
     def intrude():
@@ -177,11 +168,13 @@ def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_w
             reply = ray.get(server.turn.remote(7, 0, turn, expected, sent)).reply
             refusals.append(reply.refusal)
             verdicts.add(reply.verdict)
-        ray.get(server.gone.remote(7, True))
+        ray.get(server.tell.remote(Gone(7, "", for_good=True)))
         doors.open("intruded")
 
-    assignment = assign_counts("foreign", hold=held_until(doors, "intruded", rows=2))
+    assignment = assign_counts("foreign", hold=held_until(doors, "intruded", rows=2), nan_at=3)
     outcome = run(assignment, once(2, intrude))
+    refused = [event.detail for event in outcome.events if event.kind == "refused"]
+    assert Refusal.NOT_FINITE in refused
     assert verdicts == {Verdict.REFUSED}
     assert refusals == [Refusal.RUN, Refusal.CHECKSUM, Refusal.SHAPE]
     assert each_sample_once_an_epoch(outcome)

@@ -1,43 +1,24 @@
 """Workers with GPUs of Ray, which need not be there: Ray assigns numbers, and a CPU computes."""
 
 import json
-import os
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("ray")
-import ray
-
 from dovetail.errors import UsageError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.backends.ray import transport
-from dovetail.training.modules import device_of, flatten
+from dovetail.training.modules import flatten
 from dovetail.training.preparing import prepare
 from dovetail.training.request import TrainRequest
 from dovetail.training.trainer import Trainer
-from tests.support.doors import Doors
-from tests.support.ray_runs import SMALL, Squares, assign
+from tests.support.ray_runs import SMALL, Squares, assign, noting
 from tests.support.training_models import SGD, cross_entropy, perceptron, relative, table
 from tests.training.test_trainer import plainly
-
-
-def noting(make, folder, worker, of=0):
-    """The worker's learner. Notes which GPU Ray gave the worker, and which device that is to it.
-
-    of   the workers that must be there, all at once, before this one goes on; 0: none
-    """
-    numbers = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    torch.cuda.device_count = lambda: len(numbers)  # what torch sees where there are cards
-    facts = {"ids": ray.get_gpu_ids(), "visible": numbers, "device": device_of("cuda", worker)}
-    (folder / f"{worker}.json").write_text(json.dumps(facts))
-    if of:
-        Doors(folder).meet("begun", worker, of=of)
-    return make(worker)
 
 
 def noted(folder):
@@ -45,11 +26,13 @@ def noted(folder):
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def test_ray_gives_each_worker_an_equal_share_of_a_gpu_and_uses_all(cluster, add_node, tmp_path):
-    """One worker has a whole GPU: see below."""
-    add_node("with-gpus", gpus=2)
+def test_workers_share_equally_all_gpus_of_the_nodes_that_they_may_use(cluster, add_node, tmp_path):
+    """If the others' were counted, each worker would ask for a whole GPU, and one would wait for
+    ever. One worker has a whole GPU: see below."""
+    add_node("other", gpus=2)
+    add_node("ours", gpus=2)
     make = partial(noting, lambda worker: Squares(64, 8), tmp_path, of=3)
-    run = load_backend("ray", **SMALL)
+    run = load_backend("ray", worker_resources={"ours": 0.1}, **SMALL)
     outcome = run(assign(learner=make, workers=3, device="cuda"), Watcher())
     assert outcome.samples == 128
     notes = noted(tmp_path)
@@ -57,15 +40,6 @@ def test_ray_gives_each_worker_an_equal_share_of_a_gpu_and_uses_all(cluster, add
     assert all(note["visible"] == [str(number) for number in note["ids"]] for note in notes)
     assert all(len(note["ids"]) == 1 and note["device"] == "cuda:0" for note in notes)
     assert sorted(np.bincount([note["ids"][0] for note in notes])) == [1, 2]
-
-
-def test_gpus_of_nodes_that_workers_may_not_use_are_not_counted(cluster, add_node, tmp_path):
-    add_node("other", gpus=2)
-    add_node("ours", gpus=1)
-    make = partial(noting, lambda worker: Squares(64, 8), tmp_path, of=2)
-    run = load_backend("ray", worker_resources={"ours": 0.1}, **SMALL)
-    assert run(assign(learner=make, device="cuda"), Watcher()).samples == 128
-    assert [note["ids"] for note in noted(tmp_path)] == [[0], [0]]
 
 
 def test_a_worker_on_a_gpu_of_ray_trains_as_torch_does(cluster, add_node, tmp_path):

@@ -5,8 +5,8 @@ import pytest
 
 from dovetail.training import supervisor
 from dovetail.training.backends.contract import Watcher
+from dovetail.training.backends.messages import ActorReport
 from dovetail.training.backends.ray import transport
-from dovetail.training.backends.ray.messages import ActorReport
 from dovetail.training.backends.ray.transport import RayTransport
 from dovetail.training.supervisor import (
     CenterCopy,
@@ -51,13 +51,13 @@ class Actors:
     def restart_server(self):
         self.asked.append(("restart", "server"))
 
-    def tell_server(self, *message):
+    def tell_server(self, message):
         self.asked.append(message)
 
-    def poll(self, *_):
+    def ask_report(self, *_):
         pass
 
-    def copy(self, samples, final):
+    def ask_copy(self, _):
         pass
 
     def wait(self, seconds):
@@ -76,7 +76,11 @@ def clock(monkeypatch):
 
 def report(**fields):
     news = ServerReport((0, 0), (0, 0), **fields)
-    return ActorReport("a life", "a node", found=False, report=news)
+    return ActorReport("a life", "a node", False, 0.0, news)
+
+
+def kills(actors):
+    return [asked for asked in actors.asked if isinstance(asked, tuple) and asked[0] == "kill"]
 
 
 def final():
@@ -118,7 +122,7 @@ def test_workers_that_all_hang_are_killed_once_however_late_the_server_hears_of_
         report(done=True), final(), WorkerFinished(0), WorkerFinished(1),
     )  # fmt: skip
     supervise(actors)
-    assert [asked for asked in actors.asked if asked[0] == "kill"] == [("kill", 0), ("kill", 1)]
+    assert kills(actors) == [("kill", 0), ("kill", 1)]
 
 
 def test_a_worker_that_hangs_in_its_next_life_too_is_killed_again(clock):
@@ -137,4 +141,4 @@ def test_a_worker_that_hangs_in_its_next_life_too_is_killed_again(clock):
         WorkerFinished(1),
     )
     supervise(actors)
-    assert len([asked for asked in actors.asked if asked[0] == "kill"]) == 4
+    assert len(kills(actors)) == 4

@@ -16,32 +16,28 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dovetail.errors import DovetailError, JournalError
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
-from dovetail.training.backends.processes import frames
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
-from dovetail.training.backends.processes.messages import (
+from dovetail.training.backends.messages import (
     AskCopy,
     AskReport,
     Connect,
-    Copied,
     RaisedError,
     Ready,
     ServerStart,
 )
+from dovetail.training.backends.processes import frames
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.liveness import LOOKS
 from dovetail.training.records import Refusal
-from dovetail.training.server import Server
-from dovetail.training.serving import Serving, WorkerPort
-from dovetail.training.supervisor import Gone, ServerUp, Stop
+from dovetail.training.serving import Serving, WorkerPort, open_server
+from dovetail.training.supervisor import CenterCopy, Gone, ServerUp, Stop
 
 ITEMS = 300
 """A report has at most so many rows and so many events. That is less than the channel holds while
@@ -92,7 +88,15 @@ class _ServerProcess:
     def __init__(self, channel: Channel, start: ServerStart, center: CenterMemory) -> None:
         self.channel, self.plan, self.center = channel, start.plan, center
         origin = time.perf_counter() if start.origin is None else start.origin
-        self.server = self._make(start, lambda: time.perf_counter() - origin)
+        self.server = open_server(
+            start.plan,
+            center.live,
+            lambda: time.perf_counter() - origin,
+            restarted=start.restart is not None,
+        )
+        storage = start.plan.storage
+        if start.origin is not None and storage is not None and not self.server.events:
+            raise JournalError(str(storage.folder), "it was emptied while the run went on")
         self.serving = Serving(self.server, self.plan.lease_seconds, restart=start.restart)
         self.serving.explain(-1, start.restart or "resumed", len(self.server.events) - 1)
         if start.origin is None:
@@ -105,25 +109,6 @@ class _ServerProcess:
         up = ServerUp(len(self.server.rows), len(self.server.events), self.server.done)
         # The clock of a resumed run goes on, so the others' do too.
         channel.send(Ready(origin - self.server.ahead_seconds, up))
-
-    def _make(self, start: ServerStart, clock: Callable[[], float]) -> Server:
-        """The server: a new one, or one with the state that its folder holds."""
-        plan = self.plan
-        rule = plan.make_rule()
-        common: dict[str, Any] = {
-            "guard": plan.guard,
-            "storage": plan.storage,
-            "shards": plan.shards,
-            "order": plan.order,
-            "clock": clock,
-        }
-        if plan.storage is None or (start.restart is None and not plan.storage.resume):
-            return Server(plan.job, rule, self.center.live, **common)
-        keeps_theta = rule.lock_free and start.restart is not None
-        server = Server.resume(plan.job, rule, self.center.live, keeps_theta=keeps_theta, **common)
-        if start.origin is not None and not server.events:
-            raise JournalError(str(plan.storage.folder), "it was emptied while the run went on")
-        return server
 
     def loop(self) -> None:
         """Serves until the channel ends, which raises `EOFError`."""
@@ -164,8 +149,9 @@ class _ServerProcess:
         if request is not None and self.serving.is_due(request.samples):
             self.asked = None
             np.copyto(self.center.copy, server.theta)
-            copied = server.clock, server.samples, server.seconds(), request.final
-            self.channel.send(Copied(*copied))
+            facts = server.clock, server.samples, server.seconds()
+            # The supervisor maps the center's block, so the vector is not sent.
+            self.channel.send(CenterCopy(self._no_vector, *facts, final=request.final))
         if self.serving.done and not self.told:
             self.told = True
             self._report(len(server.rows), len(server.events))
@@ -215,7 +201,15 @@ class _ServerProcess:
             case (frames.Kind.LEAVE, _):
                 self.serving.leave(worker)
             case (frames.Kind.TURN, content):
-                self._take(worker, content)
+                understood = frames.turn_of(content)
+                if understood is None or understood[0].worker != worker:
+                    self.serving.refuse(worker, Refusal.CHECKSUM)
+                    return
+                turn, header = understood
+                layout = self.plan.job.size, self.plan.job.dtype
+                fits = header is not None and (header.elements, header.dtype) == layout
+                expected = None if header is None else header.checksum
+                self.serving.take(turn, expected, None if fits else self._no_vector)
             case (frames.Kind.COPY, _):
                 # Within a window nothing lies in the inbox. The outbox holds the center that the
                 # worker's present window began from, which rules may still need.
@@ -223,17 +217,6 @@ class _ServerProcess:
                 _send(link, frames.pack(frames.Kind.COPIED, {}))
             case _:
                 self.serving.refuse(worker, Refusal.CHECKSUM)
-
-    def _take(self, worker: int, content: dict[str, Any]) -> None:
-        understood = frames.turn_of(content)
-        if understood is None or understood[0].worker != worker:
-            self.serving.refuse(worker, Refusal.CHECKSUM)
-            return
-        turn, payload = understood
-        job = self.plan.job
-        fits = payload is not None and (payload.elements, payload.dtype) == (job.size, job.dtype)
-        checksum = None if payload is None else payload.checksum
-        self.serving.take(turn, checksum, None if fits else self._no_vector)
 
 
 def _send(link: socket.socket, packet: bytes) -> bool:

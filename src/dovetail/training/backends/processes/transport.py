@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,18 +27,18 @@ from dovetail.training.backends.contract import (
     WorkerPlan,
     check_options,
 )
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
-from dovetail.training.backends.processes.messages import (
+from dovetail.training.backends.messages import (
     AskCopy,
     AskReport,
     Connect,
-    Copied,
     Finished,
     RaisedError,
     Ready,
     ServerStart,
     WorkerStart,
+    next_copy,
 )
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.options import count as check_count
 from dovetail.training.records import Outcome
 from dovetail.training.supervisor import (
@@ -265,10 +265,7 @@ class ProcessesTransport:
             self._left += self._leaving
             self._leaving.clear()
             self._send(SERVER, AskReport(*progress.known))
-        samples = progress.wanted_samples(self._seconds())
-        copy = None if samples is None else AskCopy(samples)
-        if self._done:
-            copy = AskCopy(0, final=True)
+        copy = next_copy(progress, self._seconds(), self._done)
         if copy is not None and copy != self._asked_copy and not self._copied_final:
             self._asked_copy = copy
             self._send(SERVER, copy)
@@ -286,12 +283,18 @@ class ProcessesTransport:
                 for worker in sorted(self._listened - {SERVER}):
                     self._connect(worker)
             case ServerReport():
-                yield from self._take_report(word, progress)
-            case Copied(clock, samples, seconds, final):
+                self._asked_seconds = 0.0
+                yield word
+                self._done = word.done
+                more = not progress.has(word)
+                self._complete = word.done and not more
+                soon = more or self._leaving
+                self._next_seconds = time.perf_counter() + (0.0 if soon else POLL_SECONDS)
+                yield from self._tell_finished(self._left)
+            case CenterCopy():
                 self._asked_copy = None
-                self._copied_final = final
-                theta = np.array(self.center.copy)
-                yield CenterCopy(theta, clock, samples, seconds, final=final)
+                self._copied_final = word.final
+                yield replace(word, theta=np.array(self.center.copy))
             case RaisedError():
                 raise word.error
             case ProcessDiedError():
@@ -302,16 +305,6 @@ class ProcessesTransport:
                 yield ServerEnded(word.status)
             case ProcessError():
                 raise word
-
-    def _take_report(self, report: ServerReport, progress: RunProgress) -> Iterator[Word]:
-        self._asked_seconds = 0.0
-        yield report
-        self._done = report.done
-        more = not progress.has(report)
-        self._complete = report.done and not more
-        soon = more or self._leaving
-        self._next_seconds = time.perf_counter() + (0.0 if soon else POLL_SECONDS)
-        yield from self._tell_finished(self._left)
 
     def _tell_finished(self, workers: list[int]) -> Iterator[Word]:
         for worker in workers:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.training.backends.contract import Assignment, Storage, Watcher
-from dovetail.training.backends.processes.messages import Finished
+from dovetail.training.backends.messages import Finished
 from dovetail.training.backends.processes.transport import ProcessesTransport
 from dovetail.training.backends.ranks.connections import Connection, Control, Door
 from dovetail.training.backends.ranks.meeting import (

@@ -26,16 +26,16 @@ from dovetail.runtime.parcels import Parcel, unpack_parcel
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
 from dovetail.training.backends.contract import WorkerPlan
+from dovetail.training.backends.links import ServerLink
+from dovetail.training.backends.messages import Finished, WorkerStart
 from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import WorkerMemory
-from dovetail.training.backends.processes.messages import Finished, WorkerStart
 from dovetail.training.backends.processes.worker import WorkerLink
 from dovetail.training.backends.ranks.connections import Address, Connection, Octets, connect
 from dovetail.training.backends.ranks.messages import TrainingMessage
-from dovetail.training.liveness import LOOKS, on_alive
 from dovetail.training.records import Job, Vector
 from dovetail.training.wire import Wire, make_wire
-from dovetail.training.worker import Ask, Told, drive, work
+from dovetail.training.worker import Ask, Told
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,8 @@ def serve(channel: Channel) -> None:
     except OSError as error:
         channel.send(LinkLost(f"it did not reach rank 0: {error}"))
         return
-    # Making a learner may take long, so `alive()` works from here on.
-    on_alive(link.show_life)
-    learner = make_learner(plan.worker)
     try:
-        sequence = link.join()
-        rule = plan.make_rule()
-        steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
-        drive(steps, link.ask, link.show_life)
-        link.leave()
+        link.run(make_learner)
     except LinkBroken as error:
         channel.send(LinkLost(str(error)))
         return
@@ -99,45 +92,36 @@ class LinkBroken(Exception):
     connection of its own raises other exceptions."""
 
 
-class RemoteLink:
+class RemoteLink(ServerLink):
     """The worker's end of the connection. Its methods raise `LinkBroken`."""
 
     def __init__(self, connection: Connection, plan: WorkerPlan, ticket: int) -> None:
-        self._connection, self._plan = connection, plan
+        super().__init__(plan)
+        self._connection = connection
         self._wire = make_wire(plan.wire, plan.job.size, plan.job.dtype)
         self._octets = np.empty(self._wire.size_bytes, np.uint8)
-        self._ahead_seconds = 0.0  # this process's clock minus the run's clock
-        self._beat_seconds = time.monotonic()  # of the last sign of life
         connection.send(TrainingMessage.WORKER, {"ticket": ticket})
 
-    def seconds(self) -> float:
-        """Seconds since the run began. The run's clock was read when this worker joined."""
-        return time.perf_counter() - self._ahead_seconds
-
-    def show_life(self) -> None:
-        """Sends a sign of life, if the last one was sent long enough ago."""
-        now = time.monotonic()
-        if now - self._beat_seconds > self._plan.lease_seconds / LOOKS:
-            self._beat_seconds = now
-            # The next turn says that the connection broke: this may be called by the user's code.
-            with suppress(ConnectionError):
-                self._connection.send(TrainingMessage.ALIVE, {})
+    def beat(self) -> None:
+        # The next turn says that the connection broke: this may be called by the user's code.
+        with suppress(ConnectionError):
+            self._connection.send(TrainingMessage.ALIVE, {})
 
     def join(self) -> int:
-        """Joins the server and returns the number of the worker's last applied commit."""
         content, _ = self._exchange(TrainingMessage.JOIN, {}, np.zeros(0, np.uint8))
         # The run's clock was read right before the answer was sent.
         self._ahead_seconds = time.perf_counter() - float(content["seconds"])
         return int(content["sequence"])
 
-    def ask(self, ask: Ask) -> Told:
-        """Sends the turn and returns the answer to it."""
-        octets = self._octets[:0]
-        if ask.vector is not None and ask.turn.commit is not None:
-            octets = self._octets
-            self._wire.encode(ask.vector, octets)
-        content, body = self._exchange(TrainingMessage.TURN, asdict(ask.turn), octets)
-        self._beat_seconds = time.monotonic()  # the turn was a sign of life
+    def pack(self, ask: Ask) -> Octets:
+        """The encoded vector, which is empty if the turn has none."""
+        if ask.vector is None or ask.turn.commit is None:
+            return self._octets[:0]
+        self._wire.encode(ask.vector, self._octets)
+        return self._octets
+
+    def exchange(self, ask: Ask, packed: Octets) -> Told:
+        content, body = self._exchange(TrainingMessage.TURN, asdict(ask.turn), packed)
         center = body.view(self._plan.job.dtype) if ask.turn.pull and body.size else None
         return Told(frames.reply_of(content), center)
 
@@ -147,7 +131,6 @@ class RemoteLink:
         return body.view(self._plan.job.dtype)
 
     def leave(self) -> None:
-        """Tells the server that the worker has ended."""
         try:
             self._connection.send(TrainingMessage.LEAVE, {})
         except ConnectionError as error:
@@ -178,9 +161,6 @@ class LastLink(WorkerLink):
             return super().join()
         except EOFError:
             raise LinkBroken("the server was not started") from None
-
-    def show_life(self) -> None:
-        self._memory.show_life()
 
     def copy(self) -> Vector:
         """See `WorkerLink.copy`. Raises `LinkBroken` if the server is gone."""

@@ -9,23 +9,20 @@ server saves its snapshot after the shards have saved theirs.
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from dovetail.errors import ServerLostError, UsageError
-from dovetail.training.backends.ray.messages import NumberedSteps, ShardProgress, StagedCommit
-from dovetail.training.backends.ray.shard import numbered
+from dovetail.training.backends.messages import NumberedSteps, ShardProgress, StagedCommit
+from dovetail.training.backends.ray.actors import result_of
 from dovetail.training.center import CommitPayload
 from dovetail.training.checks import Check, checksum
 from dovetail.training.records import Refusal, Vector
 from dovetail.training.steps import Apply, Combine, Read, Step
-
-AGAIN_SECONDS = 0.1
-"""The time between two tries to reach a shard that is being restarted."""
 
 
 class FarCenter:
@@ -60,10 +57,11 @@ class FarCenter:
         """The key of a staged commit as a payload, by the shards' checks of its pieces."""
         if not isinstance(received, StagedCommit):
             return CommitPayload(refusal=Refusal.SHAPE)
-        for check in received.checks:
-            if check.refusal is not None:
-                return CommitPayload(refusal=check.refusal)
-        squares = math.fsum(check.squares for check in received.checks)
+        for piece in received.pieces:
+            if piece.refusal is not None:
+                return piece
+        checks = [piece.checked for piece in received.pieces if piece.checked is not None]
+        squares = math.fsum(check.squares for check in checks)
         if not math.isfinite(squares):
             return CommitPayload(refusal=Refusal.NORM)
         token = np.frombuffer(bytes.fromhex(received.key), self._dtype)
@@ -88,7 +86,9 @@ class FarCenter:
                     keys[arrival.worker] = token.tobytes().hex()
                 elif isinstance(arrival, Read):
                     self._reads[arrival.worker] = self.tickets
-        message = self._log[self.tickets] = numbered(self.tickets, steps, keys)
+        named = tuple((type(step).__name__, asdict(step)) for step in steps)
+        message = NumberedSteps(self.tickets, named, tuple(keys.items()))
+        self._log[self.tickets] = message
         refs = [shard.execute.remote(message) for shard in self._shards]
         self._sent.append((self.tickets, refs))
         return self.tickets
@@ -106,24 +106,19 @@ class FarCenter:
         """Sends a restarted shard the steps that it has missed, until it has done them all."""
         shard = self._shards[index]
         while (reached := self._await_steps(index, shard.done.remote())) < number:
-            if reached < 0:
-                time.sleep(AGAIN_SECONDS)
-            else:
+            if reached >= 0:
                 self._await_steps(index, shard.execute.remote(self._log[reached + 1]))
 
     def _await_steps(self, index: int, ref: Any) -> int:
         """The number of the last steps that a shard has done, by its answer; -1 if the shard was
         lost and is being restarted."""
-        import ray
-        from ray.exceptions import ActorDiedError, RayError, RayTaskError
+        from ray.exceptions import ActorDiedError
 
         try:
-            done: ShardProgress = ray.get(ref)
+            done: ShardProgress | None = result_of(lambda: ref)
         except ActorDiedError as error:
             raise ServerLostError(self._restarts, f"shard {index} of it: {error}") from error
-        except RayTaskError:
-            raise
-        except RayError:
+        if done is None:
             return -1
         if self._lives.setdefault(index, done.life) != done.life:
             self._lives[index] = done.life
@@ -147,19 +142,17 @@ class FarCenter:
 
     def _call_all(self, method: str) -> list[Any]:
         """The answers of all shards to a call, once all have done the same steps."""
-        import ray
-        from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+        def call() -> list[Any]:
+            for index in range(len(self._shards)):
+                self._repeat(index, self.tickets)
+            return [getattr(shard, method).remote() for shard in self._shards]
 
         while True:
             self.flush()
-            try:
-                for index in range(len(self._shards)):
-                    self._repeat(index, self.tickets)
-                return list(ray.get([getattr(shard, method).remote() for shard in self._shards]))
-            except (ActorDiedError, RayTaskError):
-                raise
-            except RayError:
-                time.sleep(AGAIN_SECONDS)
+            answers = result_of(call)
+            if answers is not None:
+                return list(answers)
 
     def vectors(self) -> dict[str, Vector]:
         """Lets the shards save snapshots, and returns the keys, which are all that is left to save

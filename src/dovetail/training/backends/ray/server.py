@@ -26,20 +26,22 @@ from numpy.typing import NDArray
 
 from dovetail.errors import DovetailError, ProcessError
 from dovetail.training.backends.contract import ServerPlan
-from dovetail.training.backends.ray.far_center import FarCenter
-from dovetail.training.backends.ray.messages import (
+from dovetail.training.backends.messages import (
     ActorReport,
+    AskCopy,
+    AskReport,
     Joined,
+    RaisedError,
     StagedCommit,
     TurnAnswer,
 )
-from dovetail.training.backends.ray.shard import open_again, start_of
-from dovetail.training.checks import checksum
+from dovetail.training.backends.ray.actors import NOTHING, decoded, open_again, start_of
+from dovetail.training.backends.ray.far_center import FarCenter
 from dovetail.training.liveness import LOOKS
 from dovetail.training.records import Turn, Vector
-from dovetail.training.server import Delivery, Server
-from dovetail.training.serving import Serving, WorkerPort
-from dovetail.training.supervisor import CenterCopy
+from dovetail.training.server import Delivery
+from dovetail.training.serving import Serving, WorkerPort, open_server
+from dovetail.training.supervisor import CenterCopy, Gone, Stop
 from dovetail.training.wire import make_wire
 
 THREADS = 4
@@ -50,9 +52,6 @@ COPY_SECONDS = 0.002
 """The server checks every so many seconds whether the center is due to be copied."""
 
 Sent = NDArray[Any] | StagedCommit | None
-_NOTHING: Vector = np.zeros(0)
-_WRONG = -1
-"""No vector has this checksum: a commit that carries it is refused."""
 
 
 @dataclass
@@ -76,8 +75,8 @@ class _WorkerCalls:
 
 
 class ParameterServer:
-    """The actor, whose methods `messages` lists. If the server itself fails, the error is kept for
-    the supervisor's next poll, and no worker is answered any more."""
+    """The actor. If the server itself fails, the supervisor is told the error instead of the next
+    report, and no worker is answered any more."""
 
     def __init__(self, plan: ServerPlan, theta: Vector | list[Any], shards: Sequence[Any]) -> None:
         import ray
@@ -99,25 +98,21 @@ class ParameterServer:
         self._found = (self._storage.folder / "run.json").exists()
         try:
             again: bool = context.was_current_actor_reconstructed
-            self._server = open_again(partial(self._make, again or self._storage.resume), again)
+            self._server = open_again(
+                # A center in one piece begins anew at each try.
+                lambda: open_server(
+                    plan,
+                    self._far or np.array(self._theta),
+                    lambda: time.monotonic() - self._began,
+                    restarted=again,
+                ),
+                again,
+            )
             if self._storage.resume and not again:
                 self._server.dismiss_late()
             self._serving = Serving(self._server, plan.lease_seconds)
         except Exception as error:  # whatever it is, the supervisor tells
             self._fail(error)
-
-    def _make(self, resume: bool) -> Server:
-        plan = self._plan
-        rule = plan.make_rule()
-        common: dict[str, Any] = {
-            "guard": plan.guard,
-            "storage": self._storage,
-            "order": plan.order,
-            "clock": lambda: time.monotonic() - self._began,
-        }
-        make = Server.resume if resume else Server
-        center = self._far or np.array(self._theta)
-        return make(plan.job, rule, center, **common)
 
     # The workers' side
 
@@ -134,22 +129,19 @@ class ParameterServer:
             outbox = np.empty_like(self._theta)
             inbox = outbox if self._wire is None else np.empty_like(outbox)
             calls = self._calls[worker] = _WorkerCalls(life, inbox, outbox)
-            port = WorkerPort(self._sender(calls), outbox=outbox)
+            loop, hear = asyncio.get_running_loop(), calls.hear
+
+            def send(delivery: Delivery) -> bool:
+                """Answers the turn whose call waits in this loop. Threads call it."""
+                loop.call_soon_threadsafe(hear, delivery)
+                return True
+
+            port = WorkerPort(send, outbox=outbox)
         calls.answer = None
         self._serving.life.stop(worker)  # until it holds a lease
         sequence = await self._do(self._serving.join, worker, port)
         self._changed.set()
         return Joined(sequence, self._server.seconds())
-
-    def _sender(self, calls: _WorkerCalls) -> Callable[[Delivery], bool]:
-        """A function that threads may call to answer a turn, whose call waits in this loop."""
-        loop = asyncio.get_running_loop()
-
-        def send(delivery: Delivery) -> bool:
-            loop.call_soon_threadsafe(calls.hear, delivery)
-            return True
-
-        return send
 
     async def turn(
         self, worker: int, life: int, turn: Turn, expected: int, sent: Sent
@@ -172,18 +164,13 @@ class ParameterServer:
     def _take(self, calls: _WorkerCalls, turn: Turn, expected: int, sent: Sent) -> None:
         """Gives the turn to the server. `sent` is the vector or its encoding, whose checksum is
         `expected`, or the key of a staged commit."""
-        take = self._serving.take
         if self._far is not None:
-            take(turn, None, sent)
+            self._serving.take(turn, None, sent)
         elif sent is None or isinstance(sent, StagedCommit):
-            take(turn, None, _NOTHING)
-        elif self._wire is None:
-            take(turn, expected, sent)
-        elif checksum(sent) != expected:
-            take(turn, _WRONG, calls.inbox)
+            self._serving.take(turn, None, NOTHING)
         else:
-            right = self._wire.decode(sent, calls.inbox)
-            take(turn, None, calls.inbox if right else _NOTHING)
+            vector, vector_checksum = decoded(self._wire, sent, expected, calls.inbox)
+            self._serving.take(turn, vector_checksum, vector)
 
     async def alive(self, worker: int, life: int) -> None:
         """A sign of life."""
@@ -206,38 +193,41 @@ class ParameterServer:
 
     # The supervisor's side
 
-    async def poll(self, life: str, rows: int, events: int, seconds: float) -> ActorReport:
-        """Reports what is new beyond so many rows and events. Waits at most so many seconds for
-        news, unless the caller knows another life of the server, whose counts may not hold."""
+    async def report(self, ask: AskReport, life: str, seconds: float) -> ActorReport | RaisedError:
+        """Reports what is new. Waits at most so many seconds for news, unless the caller knows
+        another life of the server, whose counts may not hold."""
         if life == self._life and self._raised is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
             self._changed.clear()
-        who = self._life, self._node, self._found
         if self._raised is not None:
-            return ActorReport(*who, raised=self._raised)
-        report = self._serving.report((rows, events), most=ROWS)
-        return ActorReport(*who, self._server.seconds(), report)
+            return RaisedError(self._raised)
+        report = self._serving.report((ask.rows, ask.events), most=ROWS)
+        now = self._server.seconds()
+        return ActorReport(self._life, self._node, self._found, now, report)
 
-    async def copy(self, samples: int, final: bool) -> CenterCopy | None:
-        """A copy of the center as soon as it has seen so many samples, or the run is done."""
-        while self._raised is None and not self._serving.is_due(samples):
+    async def copy(self, ask: AskCopy) -> CenterCopy | None:
+        """A copy of the center as soon as it is due; None if the server has failed."""
+        while self._raised is None and not self._serving.is_due(ask.samples):
             await asyncio.sleep(COPY_SECONDS)
         if self._raised is not None:
             return None
         theta, clock, applied_samples = await self._do(self._server.copy)
-        return CenterCopy(theta, clock, applied_samples, self._server.seconds(), final=final)
+        seconds = self._server.seconds()
+        return CenterCopy(theta, clock, applied_samples, seconds, final=ask.final)
 
-    async def gone(self, worker: int, for_good: bool) -> None:
-        """Notes that the worker's actor has ended. `for_good`: no other takes its place."""
-        self._calls.pop(worker, None)
-        if self._raised is None:
-            await self._serve(partial(self._serving.evict, worker, surely=for_good))
-
-    async def stop(self) -> None:
-        """End the run early."""
-        if self._raised is None:
-            await self._serve(self._serving.stop)
+    async def tell(self, message: Gone | Stop) -> None:
+        """Takes a message of the supervisor, which is not answered."""
+        if isinstance(message, Gone):
+            self._calls.pop(message.worker, None)
+        if self._raised is not None:
+            return
+        match message:
+            case Gone(worker, detail, for_good):
+                evict = partial(self._serving.evict, worker, detail, surely=for_good)
+                await self._serve(evict)
+            case Stop():
+                await self._serve(self._serving.stop)
 
     async def close(self) -> None:
         """Closes the journal, so that the folder is free."""

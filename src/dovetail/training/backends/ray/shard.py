@@ -10,32 +10,26 @@ snapshot and log. The server sends the steps again that it missed, and it skips 
 done.
 """
 
-import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from itertools import pairwise
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.errors import TrainingError, UsageError
+from dovetail.errors import TrainingError
 from dovetail.training.backends.contract import ServerPlan
-from dovetail.training.backends.ray.messages import NumberedSteps, PieceCheck, ShardProgress
-from dovetail.training.center import Center
-from dovetail.training.checks import checksum
+from dovetail.training.backends.messages import NumberedSteps, ShardProgress
+from dovetail.training.backends.ray.actors import cuts, decoded, open_again, start_of
+from dovetail.training.center import Center, CommitPayload
 from dovetail.training.journal import Journal
-from dovetail.training.records import Refusal, Vector
+from dovetail.training.records import Vector
 from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
 
-LOCK_SECONDS = 30.0
-"""The longest that a restarted actor waits for its former process to release the folder's lock."""
 KEPT = 2
 """The pieces that are kept for each worker's number. A worker that was thought dead may stage one
 beside its replacement's."""
-Opened = TypeVar("Opened")
 _KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
     "Apply": Apply,
     "Read": Read,
@@ -90,22 +84,17 @@ class Shard:
 
     # Workers'
 
-    def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> PieceCheck:
-        """Checks a piece of a commit and keeps it under its key until a step applies it. `expected`
-        is the checksum of `sent`."""
-        if self._wire is not None and checksum(sent) != expected:
-            return PieceCheck(Refusal.CHECKSUM)
-        vector = sent
-        if self._wire is not None:
-            vector = np.empty(self._job.size, self._job.dtype)
-            if not self._wire.decode(sent, vector):
-                return PieceCheck(Refusal.SHAPE)
-        payload = self._center.examine(vector, expected if self._wire is None else None)
-        if payload.checked is None:
-            return PieceCheck(payload.refusal)
-        self._journal.append({"worker": worker, "key": key}, vector, payload.checked.checksum)
-        self._keep(key, worker, vector)
-        return PieceCheck(None, payload.checked.squares)
+    def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> CommitPayload:
+        """Checks a piece of a commit and keeps it under its key until a step applies it. Returns
+        what was found, without the vector. `expected` is the checksum of `sent`."""
+        # Kept until it is applied, so each piece has a vector of its own.
+        piece = np.empty(0 if self._wire is None else self._job.size, self._job.dtype)
+        payload = self._center.examine(*decoded(self._wire, sent, expected, piece))
+        if payload.vector is not None and payload.checked is not None:
+            header = {"worker": worker, "key": key}
+            self._journal.append(header, payload.vector, payload.checked.checksum)
+            self._keep(key, worker, payload.vector)
+        return replace(payload, vector=None)
 
     def _keep(self, key: str, worker: int, vector: Vector) -> None:
         self._pieces.pop(key, None)
@@ -140,7 +129,12 @@ class Shard:
                     "on a disk that outlives its machine"
                 )
             self._center.stage(worker, self._pieces.pop(key)[1])
-        steps = [_step(kind, fields) for kind, fields in numbered.steps]
+        steps = [
+            Combine(tuple(Apply(**each) for each in fields["arrivals"]))
+            if kind == "Combine"
+            else _KINDS[kind](**fields)
+            for kind, fields in numbered.steps
+        ]
         pulling = [step.worker for step in steps if isinstance(step, Read)]
         for worker in pulling:
             if worker not in self._pulls:
@@ -169,44 +163,3 @@ class Shard:
     def close(self) -> None:
         """Closes the journal, so that the folder is free."""
         self._journal.close()
-
-
-def open_again(make: Callable[[], Opened], again: bool) -> Opened:
-    """What `make` opens. With `again`, an actor's former process may still hold the folder's lock:
-    it is waited for."""
-    until = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return make()
-        except UsageError as error:
-            if not again or error.option != "storage" or time.monotonic() > until:
-                raise
-            time.sleep(0.1)
-
-
-def cuts(size: int, shards: int) -> list[tuple[int, int]]:
-    """[start, stop) of each shard's elements."""
-    ends = [size * i // shards for i in range(shards + 1)]
-    return list(pairwise(ends))
-
-
-def start_of(theta: Vector | list[Any]) -> Vector:
-    """The vector itself, which Ray passes as it is or as a reference in a list."""
-    if isinstance(theta, np.ndarray):
-        return theta
-    import ray
-
-    vector: Vector = ray.get(theta[0])
-    return vector
-
-
-def numbered(number: int, steps: Any, tokens: dict[int, str]) -> NumberedSteps:
-    """The steps in the form that a shard takes. `tokens`: worker -> key of its staged commit."""
-    fields = [(type(step).__name__, asdict(step)) for step in steps]
-    return NumberedSteps(number, tuple(fields), tuple(tokens.items()))
-
-
-def _step(kind: str, fields: dict[str, Any]) -> Apply | Combine | Read | Forget:
-    if kind == "Combine":
-        return Combine(tuple(Apply(**each) for each in fields["arrivals"]))
-    return _KINDS[kind](**fields)

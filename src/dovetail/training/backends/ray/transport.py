@@ -29,7 +29,13 @@ from dovetail.training.backends.contract import (
     WorkerPlan,
     check_options,
 )
-from dovetail.training.backends.ray.messages import ActorReport
+from dovetail.training.backends.messages import (
+    ActorReport,
+    AskCopy,
+    AskReport,
+    RaisedError,
+    next_copy,
+)
 from dovetail.training.backends.ray.server import ParameterServer
 from dovetail.training.backends.ray.shard import Shard
 from dovetail.training.backends.ray.worker import RayWorker
@@ -58,8 +64,6 @@ CLOSE_SECONDS = 10.0
 """The server has so long to release its folder before it is killed."""
 INLINE_BYTES = 2**15
 """Vectors of at most this size are sent as arguments, larger ones through the object store."""
-POLL, COPY = "poll", "copy"
-"""Kinds of requests to the server among the results that are awaited."""
 _COLOR = re.compile(r"\x1b\[\d+m")
 _RAY_SHARES = 10_000
 """Ray counts parts of a resource in these."""
@@ -169,18 +173,32 @@ class RayTransport:
             self.actors.kill_worker(worker)
 
     def tell(self, message: Gone | Stop) -> None:
-        if isinstance(message, Gone):
-            self.actors.tell_server("gone", message.worker, message.for_good)
-        else:
-            self.actors.tell_server("stop")
+        self.actors.tell_server(message)
 
     def turn(self, progress: RunProgress) -> Iterator[Word]:
-        self._ask(progress)
+        self.actors.ask_report(AskReport(*progress.known), self.life, POLL_SECONDS)
+        if self.life and not self.copied_final:
+            copy = next_copy(progress, time.time() + self.ahead_seconds, self.done)
+            if copy is not None:
+                self.actors.ask_copy(copy)
         words = list(self.actors.wait(POLL_SECONDS))
         for word in words:
             match word:
-                case ActorReport():
-                    yield from self._take_report(word)
+                case ActorReport(life, node, was_found, seconds, report):
+                    self.heard, self.away = time.monotonic(), False
+                    self.ahead_seconds = seconds - time.time()
+                    if self.life and life != self.life and not was_found:
+                        raise TrainingError(
+                            f"the server was restarted on node {node}, which does not have the "
+                            "run's folder; give a storage on a file system that all nodes share"
+                        )
+                    if life != self.life:
+                        self.life = life
+                        yield ServerUp(*report.total, report.done)
+                    self.done = report.done
+                    yield report
+                case RaisedError():
+                    raise word.error
                 case CenterCopy():
                     self.copied_final = word.final
                     yield replace(word, theta=np.array(word.theta))  # Ray's own is read-only
@@ -202,35 +220,6 @@ class RayTransport:
     def facts(self) -> dict[str, Any]:
         return {}
 
-    def _ask(self, progress: RunProgress) -> None:
-        """Asks for the next report, and for the copy that the next evaluation needs."""
-        self.actors.poll(self.life, *progress.known, POLL_SECONDS)
-        if not self.life or self.copied_final:
-            return
-        samples = progress.wanted_samples(time.time() + self.ahead_seconds)
-        if self.done:
-            self.actors.copy(0, final=True)
-        elif samples is not None:
-            self.actors.copy(samples, final=False)
-
-    def _take_report(self, word: ActorReport) -> Iterator[Word]:
-        self.heard, self.away = time.monotonic(), False
-        if word.raised is not None:
-            raise word.raised
-        report = word.report
-        assert report is not None
-        self.ahead_seconds = word.seconds - time.time()
-        if word.life != self.life:
-            if self.life and not word.found:
-                raise TrainingError(
-                    f"the server was restarted on node {word.node}, which does not have the run's "
-                    "folder; give a storage on a file system that all nodes share"
-                )
-            self.life = word.life
-            yield ServerUp(*report.total, report.done)
-        self.done = report.done
-        yield report
-
 
 class RayActors:
     """Starts, calls and ends actors. A context manager, which ends all of them."""
@@ -245,8 +234,8 @@ class RayActors:
         self._shards: list[Any] = []
         self.workers: dict[int, Any] = {}
         self._lives: dict[int, int] = {}
-        # Awaited result -> its kind: a report, a copy, or the end of the worker of that number.
-        self._asked: dict[Any, str | int] = {}
+        # Awaited result -> what was asked of the server, or the worker whose end it is.
+        self._asked: dict[Any, AskReport | AskCopy | int] = {}
         large = assignment.theta.nbytes > INLINE_BYTES
         self._theta = [ray.put(assignment.theta)] if large else assignment.theta
         self._worker_gpus = worker_gpus(ray, assignment, options)
@@ -278,7 +267,22 @@ class RayActors:
                 self._restartable(Shard, f"shard-{i}", "SPREAD").remote(plan, theta, i)
                 for i in range(plan.shards)
             ]
-        lasting = self._restartable(ParameterServer, "server", self._place())
+        place: Any = "DEFAULT"
+        if (wanted := self._options.server_node) is not None:  # as long as that node lives
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            fitting = [
+                node["NodeID"]
+                for node in sorted(self._ray.nodes(), key=lambda node: str(node["NodeID"]))
+                if node["Alive"]
+                and wanted in (node["NodeID"], node["NodeManagerAddress"], *node["Resources"])
+            ]
+            if not fitting:
+                raise UsageError(
+                    "server_node", f"no node has the id, address or resource {wanted!r}"
+                )
+            place = NodeAffinitySchedulingStrategy(fitting[0], soft=True)
+        lasting = self._restartable(ParameterServer, "server", place)
         self._server = lasting.remote(plan, theta, self._shards)
 
     def _restartable(self, kind: type, name: str, place: Any) -> Any:
@@ -293,19 +297,6 @@ class RayActors:
             max_task_retries=0,
             scheduling_strategy=place,
         )
-
-    def _place(self) -> Any:
-        """The server's node, as long as it lives."""
-        node_name = self._options.server_node
-        if node_name is None:
-            return "DEFAULT"
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        for node in sorted(self._ray.nodes(), key=lambda node: str(node["NodeID"])):
-            names = (node["NodeID"], node["NodeManagerAddress"], *node["Resources"])
-            if node["Alive"] and node_name in names:
-                return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-        raise UsageError("server_node", f"no node has the id, address or resource {node_name!r}")
 
     def start_worker(self, worker: int) -> None:
         """A new actor for that number, in place of a dead one if there was one."""
@@ -339,67 +330,52 @@ class RayActors:
         """Kills a server that does not react, and lets Ray start it again."""
         self._ray.kill(self._server, no_restart=False)
 
-    def poll(self, life: str, rows: int, events: int, seconds: float) -> None:
-        """Ask for a report, if none is on its way."""
-        if POLL not in self._asked.values():
-            self._asked[self._server.poll.remote(life, rows, events, seconds)] = POLL
+    def ask_report(self, ask: AskReport, life: str, seconds: float) -> None:
+        """Asks for a report, if none is on its way; see `ParameterServer.report`."""
+        if not any(isinstance(each, AskReport) for each in self._asked.values()):
+            self._asked[self._server.report.remote(ask, life, seconds)] = ask
 
-    def copy(self, samples: int, final: bool) -> None:
-        """Ask for a copy of the center, in place of what was asked before."""
-        kind = f"{COPY} {samples} {final}"
-        if kind in self._asked.values():
+    def ask_copy(self, ask: AskCopy) -> None:
+        """Asks for a copy of the center, in place of what was asked before."""
+        if ask in self._asked.values():
             return
-        for pending in [ref for ref, each in self._asked.items() if str(each).startswith(COPY)]:
+        for pending in [ref for ref, each in self._asked.items() if isinstance(each, AskCopy)]:
             del self._asked[pending]
-        self._asked[self._server.copy.remote(samples, final)] = kind
+        self._asked[self._server.copy.remote(ask)] = ask
 
-    def tell_server(self, method: str, *arguments: Any) -> None:
-        """Call a method whose result nobody needs."""
-        getattr(self._server, method).remote(*arguments)
+    def tell_server(self, message: Gone | Stop) -> None:
+        self._server.tell.remote(message)
 
-    def wait(self, seconds: float) -> Iterator[Word | ActorReport]:
-        """Waits at most so many seconds for an answer, and yields what it says."""
+    def wait(self, seconds: float) -> Iterator[Word | ActorReport | RaisedError]:
+        """Waits at most so many seconds for an answer or the end of a worker, and yields what it
+        says."""
+        from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+
         ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=seconds)
         for ref in ready:
-            call = self._asked.pop(ref)
-            if isinstance(call, int):
-                yield from self._end(call, ref)
+            asked = self._asked.pop(ref)
+            worker = asked if isinstance(asked, int) else None
+            try:
+                answer = self._ray.get(ref)
+            except RayTaskError as error:
+                # What the server raised is in its next report, and so is its end, which may have
+                # ended the worker.
+                if worker is not None and not isinstance(error.cause, RayActorError):
+                    text = _COLOR.sub("", str(error))
+                    raised = ProcessError(f"worker {worker}", text, line_of(error.cause))
+                    yield WorkerRaised(worker, raised)
+                    yield WorkerDied(worker, raised.said)
+            except RayError as error:
+                if worker is not None:
+                    yield WorkerDied(worker, shorten(error))
+                else:  # for good, if Ray does not start it again
+                    for_good = isinstance(error, ActorDiedError)
+                    yield ServerEnded(shorten(error), for_good=for_good)
             else:
-                answer = self._answer(ref)
-                if answer is not None:
+                if worker is not None:
+                    yield WorkerFinished(worker)
+                elif answer is not None:
                     yield answer
-
-    def _answer(self, ref: Any) -> ActorReport | CenterCopy | ServerEnded | None:
-        """The server's answer, or its end, which is not for good if Ray starts it again."""
-        from ray.exceptions import ActorDiedError, RayError, RayTaskError
-
-        try:
-            answer: ActorReport | CenterCopy | None = self._ray.get(ref)
-        except ActorDiedError as error:
-            return ServerEnded(shorten(error), for_good=True)
-        except RayTaskError:  # the next report says what it was
-            return None
-        except RayError as error:
-            return ServerEnded(shorten(error))
-        return answer
-
-    def _end(self, worker: int, ref: Any) -> Iterator[Word]:
-        """How a worker's run ended."""
-        from ray.exceptions import RayActorError, RayError, RayTaskError
-
-        try:
-            self._ray.get(ref)
-        except RayTaskError as error:
-            if isinstance(error.cause, RayActorError):
-                return  # it was the server that died, for good: the next report says so
-            text = _COLOR.sub("", str(error))
-            raised = ProcessError(f"worker {worker}", text, line_of(error.cause))
-            yield WorkerRaised(worker, raised)
-            yield WorkerDied(worker, raised.said)
-        except RayError as error:
-            yield WorkerDied(worker, shorten(error))
-        else:
-            yield WorkerFinished(worker)
 
 
 def worker_gpus(ray: Any, assignment: Assignment, options: RayOptions) -> float | None:
@@ -451,12 +427,29 @@ def connected(options: RayOptions, workers: int) -> Iterator[Any]:
     One that the caller had made before stays."""
     local = options.address is None
     path = os.pathsep.join(name or os.getcwd() for name in sys.path)
+    sizes: dict[str, Any] = {}
+    if local:
+        count = workers + len(options.late)
+        resources = {**options.worker_resources}
+        for name, amount in options.server_resources.items():
+            resources[name] = resources.get(name, 0) + amount
+        sizes = {
+            "include_dashboard": False,
+            "num_cpus": max(1, round(count * options.worker_cores + options.server_cores + 0.5)),
+            "resources": {name: amount * count for name, amount in resources.items()} or None,
+            "object_store_memory": options.object_store_bytes,
+        }
     with _environment(_LOCAL | {"PYTHONPATH": path} if local else {}):
         ray = library()
         is_own = not ray.is_initialized()
         if is_own:
             with _loopback() if local else nullcontext():
-                ray.init(**_arguments(options, workers))
+                ray.init(
+                    address=options.address or "local",  # "local": a new one beside any other
+                    log_to_driver=options.log_to_driver,
+                    configure_logging=False,
+                    **sizes,
+                )
     try:
         if is_own and local:
             # Ray's version may not know the setting.
@@ -485,23 +478,6 @@ def _loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def _arguments(options: RayOptions, workers: int) -> dict[str, Any]:
-    arguments = {"log_to_driver": options.log_to_driver, "configure_logging": False}
-    if options.address is not None:
-        return arguments | {"address": options.address}
-    resources = {**options.worker_resources}
-    for name, amount in options.server_resources.items():
-        resources[name] = resources.get(name, 0) + amount
-    count = workers + len(options.late)
-    return arguments | {
-        "address": "local",  # a new one, though there may be another on this machine
-        "include_dashboard": False,
-        "num_cpus": max(1, round(count * options.worker_cores + options.server_cores + 0.5)),
-        "resources": {name: amount * count for name, amount in resources.items()} or None,
-        "object_store_memory": options.object_store_bytes,
-    }
 
 
 @contextmanager
