@@ -609,9 +609,13 @@ def _to_plain(value: Any) -> Any:
 def _check_drawable(path: str, outcome: Outcome) -> None:
     """Raises `FileFormatError` for times and counts that a page cannot draw: times that are not
     finite, negative counts, and counts that JavaScript's numbers cannot hold (2**53)."""
-    of_rows = (getattr(row, name) for row in outcome.rows for name in TIMES)
-    others = (each.seconds for each in (outcome, *outcome.events, *outcome.evaluations))
-    if not all(map(math.isfinite, chain(of_rows, others))):
+    moments = chain(
+        [outcome.seconds],
+        (getattr(row, name) for row in outcome.rows for name in TIMES),
+        (event.seconds for event in outcome.events),
+        (evaluation.seconds for evaluation in outcome.evaluations),
+    )
+    if not all(map(math.isfinite, moments)):
         raise FileFormatError(path, "a time is not finite")
     for row in outcome.rows:
         for name in COUNTS:

@@ -43,7 +43,7 @@ def open_server(
 
     center   as `Server` takes it
     """
-    rule = plan.make_rule()
+    rule = plan.rule
     options: dict[str, Any] = {
         "guard": plan.guard,
         "storage": plan.storage,

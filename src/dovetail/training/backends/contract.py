@@ -32,6 +32,7 @@ class RunSettings:
     """What a run's server and its workers are told alike. Whoever is told a run's settings is given
     this record whole, so a new setting is one more field here.
 
+    rule      where this record was sent to, it was made anew, by its name and options
     shards    number of shards of the center; None: the backend chooses
     wire      encoding of commits: none | float16 | bfloat16 | topk:FRACTION
     order     workers; if given, the server takes turns in this order, one entry a turn
@@ -54,10 +55,6 @@ class RunSettings:
     @property
     def server_restarts(self) -> int:
         return self.policy.server_restarts
-
-    def make_rule(self) -> Rule:
-        """The rule. Where this record was received it was made anew, by its name and options."""
-        return self.rule
 
     def settings(self) -> dict[str, Any]:
         """The fields of this record, from which others of the same run are made."""

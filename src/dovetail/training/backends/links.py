@@ -49,7 +49,7 @@ class ServerLink(ABC):
         sequence = self.join()
         steps = work(
             plan.job,
-            plan.make_rule(),
+            plan.rule,
             learner,
             plan.worker,
             sequence=sequence,

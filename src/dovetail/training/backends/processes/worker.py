@@ -29,7 +29,7 @@ def serve(channel: Channel) -> None:
     memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
     make_learner = unpack_parcel(start.learner, channel.receive_descriptor())
-    shared_center = center if plan.make_rule().lock_free else None
+    shared_center = center if plan.rule.lock_free else None
     WorkerLink(channel, plan, memory, shared_center).run(make_learner)
     channel.send(Finished(plan.worker))
     channel.receive()  # until the other end is closed

@@ -49,7 +49,7 @@ class Shard:
         self._wire = None
         if plan.wire != "none":
             self._wire = make_wire(plan.wire, self._job.size, plan.job.dtype)
-        rule = plan.make_rule()
+        rule = plan.rule
         self._center = Center(np.array(start_of(theta)[start:stop]), rule)
         self._pieces: dict[str, tuple[int, Vector]] = {}  # by key, with their workers
         self._pulls: dict[int, tuple[int, Vector]] = {}  # by worker, with their numbers
