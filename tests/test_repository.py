@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LARGEST_BYTES, ALL_BYTES = 1_500_000, 15_000_000
-FUNCTIONS, CALLED_ONCE = 49.4, 11.0
+FUNCTIONS, CALLED_ONCE = 49.0, 9.9
 """Functions in 1,000 lines of the package, and private ones with one caller in 100 functions. Both
 may only fall, and whoever lets them fall lowers these limits; the aims are 42 and 13. A helper with
 one caller belongs into its caller, so that an algorithm is one body."""
