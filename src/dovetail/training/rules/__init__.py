@@ -12,6 +12,9 @@ trainer read the table. The files share these symbols:
 The class `ADAG` of the old dist-keras is `agn` here, and its `Experimental` is `adag`.
 """
 
+import copyreg
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dovetail.errors import UnknownRuleError, UsageError
@@ -74,5 +77,13 @@ def make_rule(name: str, **options: Any) -> Rule:
             raise UsageError(option, f"{name} has no such option; it has {offered}")
     return entry.make(**options)
 
+
+def _sent(rule: Rule) -> tuple[Callable[[], Rule], tuple[()]]:
+    """A rule is sent as its name and its options, since its functions are bound to them and cannot
+    be pickled."""
+    return partial(make_rule, rule.name, **rule.options), ()
+
+
+copyreg.pickle(Rule, _sent)
 
 __all__ = ["RULES", "entry_of", "make_rule"]

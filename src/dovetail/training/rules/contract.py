@@ -12,7 +12,6 @@ independent. They change the arrays that they are given, in place, and nothing e
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -143,14 +142,6 @@ class Rule:
         # leaves the center to the workers.
         assert self.gathers == (self.combine is not None) or self.lock_free
         assert (self.apply is None) == (self.gathers or self.lock_free)
-
-    def __reduce__(self) -> tuple[Callable[[], "Rule"], tuple[()]]:
-        """A rule is sent as its name and its options, since its functions are bound to them and
-        cannot be pickled."""
-        # Imported here, because the table of rules imports this file.
-        from dovetail.training.rules import make_rule
-
-        return partial(make_rule, self.name, **self.options), ()
 
 
 @dataclass(frozen=True)
