@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -562,7 +563,9 @@ def _ranks_of(launcher):
             return [pid for rank in ranks for pid in rank]
         time.sleep(0.2)
     launcher.kill()
-    raise AssertionError(launcher.communicate())
+    with suppress(subprocess.TimeoutExpired):  # ranks that are left hold its pipes
+        raise AssertionError(launcher.communicate(timeout=10))
+    raise AssertionError("the ranks did not start, and outlived their launcher")
 
 
 def children_of(pid):

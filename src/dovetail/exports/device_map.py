@@ -187,7 +187,7 @@ def _homes(
     }
     first = int(places[placed_ops(graph)[0]])
     used: dict[str, str] = {}  # modules in which something runs or is read, but the outermost
-    used_at: dict[str, int] = {}
+    used_at = {"": first}
     for module in list(top.walk())[1:]:
         held = [op for inner in module.walk() for op in inner.held.values()]
         within = [int(places[op]) for op in module.all_ops[:1]]
@@ -197,9 +197,9 @@ def _homes(
     innermost: dict[int, str] = {}  # tensor that nobody reads -> module
     for module in top.walk():
         for name, op in module.held.items():
-            path = home_of(name, used) if op not in read_at else None
-            if path is not None and path.count(".") >= innermost.get(op, "").count("."):
-                innermost[op] = path
+            if op not in read_at:
+                paths = (innermost.get(op, ""), home_of(name, used) or "")
+                innermost[op] = max(paths, key=lambda path: len(path.split(".")) if path else 0)
     read_at |= {op: used_at[path] for op, path in innermost.items()}
     homes: dict[str, int] = {}
 

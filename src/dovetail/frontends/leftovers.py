@@ -54,7 +54,9 @@ def _take_back(made: Sequence["weakref.ref[Tensor]"]) -> list[str]:
                 if holder is not held and not isinstance(holder, FrameType)
             ]
             tuples: list[Any] = [holder for holder in holders if isinstance(holder, tuple)]
-            owners = _owners_of([holder for holder in holders if isinstance(holder, dict)])
+            owners = _owners_of(
+                [each for each in holders if isinstance(each, dict) and not _is_variables(each)]
+            )
             for holder in holders:
                 if not isinstance(holder, tuple):
                     owner = owners.get(id(holder))
@@ -179,7 +181,7 @@ def _owners_of(dicts: list[dict[Any, Any]]) -> dict[int, Any]:
     """Return, by the id of each dict that holds the attributes of an object, that object. All are
     looked for at once, since a search is through all objects of Python."""
     owners = gc.get_referrers(*dicts) if dicts else []
-    by_dict = {id(getattr(owner, "__dict__", None)): owner for owner in owners}
+    by_dict = {id(getattr(owner, "__dict__", None)): owner for owner in reversed(owners)}
     return {id(inside): by_dict[id(inside)] for inside in dicts if id(inside) in by_dict}
 
 

@@ -114,10 +114,7 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
         request.epochs, request.seed, order, request.device, request.autocast,
     )  # fmt: skip
     theta = flatten(model)
-    # This process makes trial steps and evaluations on the first worker's device. Only the caller
-    # of `ray` may be without GPUs that its workers have. It computes on the CPU then.
-    is_away = request.backend == "ray" and not torch.cuda.is_available()
-    here = "cpu" if is_away else device_of(request.device, 0)
+    here = _device_here(request)
     learner = _try_out(learners, theta, request.batch, here)
     evaluator = _evaluator(request, source, validation, here)
     if request.backend not in _IN_PROCESS:
@@ -217,6 +214,16 @@ def gpus_of(request: TrainRequest) -> Sequence[int]:
     run is on the CPU. Raises `UsageError` for a device that is not here."""
     _check_device(request)
     return range(torch.cuda.device_count()) if request.device != "cpu" else ()
+
+
+def _device_here(request: TrainRequest) -> str:
+    """The device of this process's own computing, trial steps and evaluations: the first worker's.
+
+    Only the caller of `ray` may be without GPUs that its workers have. It computes on the CPU then.
+    """
+    if request.backend == "ray" and not torch.cuda.is_available():
+        return "cpu"
+    return device_of(request.device, 0)
 
 
 def _try_out(learners: ModuleLearners, theta: Vector, batch: int, device: str) -> ModuleLearner:

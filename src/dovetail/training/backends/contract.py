@@ -136,7 +136,9 @@ class WorkerPlan(RunSettings):
 
     @classmethod
     def of(cls, run: RunSettings, worker: int, life: int) -> Self:
-        return cls(**run.settings(), worker=worker, life=life)
+        # What a server alone needs stays here: an order has an entry for each turn.
+        own: dict[str, Any] = {"storage": None, "order": None}
+        return cls(**run.settings() | own, worker=worker, life=life)
 
 
 Backend = Callable[[Assignment, Watcher], Outcome]

@@ -58,7 +58,7 @@ RULES: dict[str, RuleEntry] = {entry.name: entry for entry in _ENTRIES}
 
 def entry_of(rule: Rule | str) -> RuleEntry:
     """The line of a rule, or of its name, in the table. Raises `UnknownRuleError`."""
-    name = getattr(rule, "name", rule)
+    name = rule if isinstance(rule, str) else getattr(rule, "name", rule)
     if not isinstance(name, str) or name not in RULES:
         raise UnknownRuleError(str(name), tuple(RULES))
     return RULES[name]
@@ -80,8 +80,10 @@ def make_rule(name: str, **options: Any) -> Rule:
 
 def _sent(rule: Rule) -> tuple[Callable[[], Rule], tuple[()]]:
     """A rule is sent as its name and its options, since its functions are bound to them and cannot
-    be pickled."""
-    return partial(make_rule, rule.name, **rule.options), ()
+    be pickled. So is a copy made: it has the table's functions, whatever the rule had.
+
+    Raises `UnknownRuleError` for a rule that is not in the table."""
+    return partial(make_rule, entry_of(rule).name, **rule.options), ()
 
 
 copyreg.pickle(Rule, _sent)

@@ -365,6 +365,10 @@ class RayActors:
                     raised = ProcessError(f"worker {worker}", text, line_of(error.cause))
                     yield WorkerRaised(worker, raised)
                     yield WorkerDied(worker, raised.said)
+                elif worker is None and isinstance(error, ActorDiedError):
+                    # The server lost a shard for good while it answered: the error is of both
+                    # classes.
+                    yield ServerEnded(shorten(error), for_good=True)
             except RayError as error:
                 if worker is not None:
                     yield WorkerDied(worker, shorten(error))
@@ -445,7 +449,7 @@ def connected(options: RayOptions, workers: int) -> Iterator[Any]:
         if is_own:
             with _loopback() if local else nullcontext():
                 ray.init(
-                    address=options.address or "local",  # "local": a new one beside any other
+                    address="local" if local else options.address,  # "local": beside any other
                     log_to_driver=options.log_to_driver,
                     configure_logging=False,
                     **sizes,
