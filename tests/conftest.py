@@ -19,7 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # of refusals come before others have kept many more of them.
 LONGEST = (
     "training/ray_cluster",
-    "executors/test_hosts.py",
     "contract/test_defaults.py",
     "training/processes/test_processes_faults.py",
     "frontends/test_checks.py",
