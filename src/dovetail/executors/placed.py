@@ -9,6 +9,8 @@ the steps.
 
 A step on all cores as one device is run by this process itself (`executors.workers`). Where others
 run it, this process copies on one thread and ends OpenMP's, so that none spins on their cores.
+Such a step can work in place: on the module's own parameters and buffers, on inputs as they are
+given, and its results are handed over as they are made. Nothing is copied then.
 
 This process reads and writes parameters only between steps, so that `state_dict` needs no help of
 the workers. Sources that live on GPUs are copied from the block when a plan is loaded, and into it
@@ -17,6 +19,7 @@ when they are asked for.
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ from dovetail.executors.gpus.peers import PeerPair
 from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadGpus
 from dovetail.executors.hosts import Bridge, HostPart
-from dovetail.executors.loaded import LoadedStep, StateName
+from dovetail.executors.loaded import LoadedStep, StateName, check_fits
 from dovetail.executors.shares import (
     Share,
     most_bytes,
@@ -55,9 +58,11 @@ from dovetail.frontends.instructions import (
     SendTensor,
 )
 from dovetail.frontends.interpret import held_values, source_value
+from dovetail.frontends.plain import ordinary_result
 from dovetail.frontends.program import Call, Captured, Ref
 from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
+from dovetail.graph import EVERYWHERE
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
@@ -96,10 +101,15 @@ class PlacedNetwork(LoadedStep):
         owns_workers: bool,
         seed: int,
         bridge: Bridge | None = None,
+        in_place: bool = False,
     ) -> None:
         """The plan, loaded on those of its devices that `workers` serve: all of them, or a host's
         part of a run on several."""
         super().__init__(captured, seed)
+        if in_place and not workers.is_local:
+            says = f"is {plan.machine.name}; only a step on all cores as one device works in place"
+            raise UsageError("machine", says)
+        self.in_place = in_place
         self.plan, self.workers, self.bridge = plan, workers, bridge
         self._owns_workers = owns_workers
         self._key = workers.new_key()
@@ -114,7 +124,8 @@ class PlacedNetwork(LoadedStep):
             needed_bytes = part_bytes(self.own_shares, part)
         # Writing to a block that does not fit would end the process without a message.
         free_bytes = available_bytes()
-        if needed_bytes > free_bytes:
+        # What works in place writes to none of it but its flags.
+        if needed_bytes > free_bytes and not in_place:
             raise OutOfMemoryError(plan.machine.name, needed_bytes, free_bytes)
         for share in self.own_shares:
             device = plan.machine.devices[share.device]
@@ -138,10 +149,14 @@ class PlacedNetwork(LoadedStep):
             for op, source in enumerate(captured.program.sources)
             if source is not None
         }
-        self._held = self._fill()
+        self._bound: list[_BoundTensor] = []
+        self._given: dict[int, Tensor] = {}
+        self._returned: dict[int, Tensor] = {}
+        self._held = self._bind() if in_place else self._fill()
         # Where each tensor that is fed goes, in order; None: nobody reads it here.
         given = [self.by_name.get(name, -1) for name, _ in captured.signature.sources]
         self._slots = [self.sources[t] if t in self._kept else None for t in given]
+        self._given_tensors = given
         del self._slots[len(self._forms) :]  # inference has no use for targets
         for place, slot in enumerate(self._slots):
             if slot is None:
@@ -195,6 +210,14 @@ class PlacedNetwork(LoadedStep):
     # ── A step ──
 
     def _take(self, tensors: Sequence[Tensor]) -> None:
+        if self.in_place:
+            strides = self.captured.graph.strides
+            self._given = {
+                tensor: _laid(value.detach(), strides[tensor])
+                for tensor, value in zip(self._given_tensors, tensors, strict=False)
+                if tensor >= 0
+            }
+            return
         with self._copying():
             for slot, tensor in zip(self._slots, tensors, strict=True):
                 if slot is not None:
@@ -209,6 +232,11 @@ class PlacedNetwork(LoadedStep):
         self._advance()
         if self.bridge is not None:
             self.bridge.share_outputs()
+        if self.in_place:
+            values, self._returned = self._returned, {}
+            return ordinary_result(
+                substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
+            )
         # Results are copies, because the next step writes over the slots.
         with self._copying():
             values = {tensor: value.clone() for tensor, value in self._outputs.items()}
@@ -238,11 +266,14 @@ class PlacedNetwork(LoadedStep):
         """Have this host's devices run a step."""
         if not self.workers.is_local:
             rest_openmp()
+        if self.in_place:
+            self._follow()
         waiting = dict(zip(self._processes, self._of_processes, strict=True))
         try:
             for process, share in waiting.items():
                 try:
-                    process.begin("step", self._key, self.steps, timed)
+                    inputs = (self._given,) if self.in_place else ()
+                    process.begin("step", self._key, self.steps, timed, *inputs)
                 except (ProcessDiedError, ProcessError) as error:
                     raise self._failure(share, error) from None
             # Every device replies before the first failure is raised.
@@ -263,6 +294,8 @@ class PlacedNetwork(LoadedStep):
                     else:
                         if isinstance(reply, Failed):
                             failure = failure or self._error_of(reply, share)
+                        elif isinstance(reply, dict):
+                            self._returned = reply
                     del waiting[process]
             if failure is not None:
                 raise failure
@@ -365,6 +398,52 @@ class PlacedNetwork(LoadedStep):
                     distinct(place, strides).copy_(distinct(value, strides))
         return {name: value.detach().clone() for name, value in held.items()}
 
+    def _bind(self) -> dict[str, Tensor]:
+        """Let every source but the inputs be the module's own tensor, or a new one of a constant.
+
+        Returns the parameters and buffers that the module holds and the graph does not use. Raises
+        `UsageError` for a tensor that is written and lies otherwise in memory than it is captured.
+        """
+        captured, graph = self.captured, self.captured.graph
+        module, held = captured.module, held_values(captured, self._seed)
+        parts = dict(module.named_modules())
+        for op, source in enumerate(captured.program.sources):
+            if source is None or source.role == "input":
+                continue
+            tensor = graph.outputs_of(op)[0]
+            strides, dtype = graph.strides[tensor], getattr(torch, graph.dtypes[tensor])
+            if source.role not in ("parameter", "buffer"):
+                value = source_value(graph, tensor, source)
+                self.sources[tensor] = _laid(value, strides)
+                continue
+            value = held.pop(source.name)
+            path, _, name = source.name.rpartition(".")
+            table = parts[path]._parameters if name in parts[path]._parameters else None
+            table = parts[path]._buffers if table is None else table
+            check_fits((torch.Size(graph.shapes[tensor]), dtype), value, source.name)
+            is_written = graph.residences[op] != EVERYWHERE
+            if is_written and value.stride() != strides:
+                says = "is written by the step and lies otherwise in memory than it was captured"
+                raise UsageError(source.name, says)
+            bound = _BoundTensor(tensor, source.name, table, name, value, strides)
+            self._bound.append(bound)
+            self.sources[tensor] = bound.laid()
+        return dict(held)
+
+    def _follow(self) -> None:
+        """Give the device the tensors that the module has now, where they are others than before,
+        lie elsewhere, or were written and have a copy there. Raises `UsageError`."""
+        changed = [bound for bound in self._bound if bound.has_changed()]
+        if not changed:
+            return
+        graph = self.captured.graph
+        for bound in changed:
+            shape, dtype = graph.shapes[bound.tensor], graph.dtypes[bound.tensor]
+            check_fits((torch.Size(shape), getattr(torch, dtype)), bound.current(), bound.path)
+            self.sources[bound.tensor] = bound.laid()
+        fresh = {bound.tensor: self.sources[bound.tensor] for bound in changed}
+        self._processes[0].ask("place", self._key, fresh)
+
     # ── Processes ──
 
     def _end(self, *, kill: bool) -> None:
@@ -419,11 +498,17 @@ class PlacedNetwork(LoadedStep):
                     )  # fmt: skip
                 else:
                     number, calls = self._unsent(share.device, share.ops)
-                    load = Load(self._key, share, number, calls, graph.tensors, self._seed, beside)
+                    load = Load(
+                        self._key, share, number, calls, graph.tensors, self._seed, beside,
+                        self.in_place,
+                    )  # fmt: skip
                 process.begin("load", load, files=(self.block.descriptor,))
             for process, share in zip(self._processes, self._of_processes, strict=True):
                 if isinstance(reply := process.receive(), Failed):
                     raise self._error_of(reply, share)
+            if self.in_place and self._processes:
+                places = {t: v for t, v in self.sources.items() if t not in self._inputs}
+                self._processes[0].ask("place", self._key, places)
         except BaseException:
             self.workers.close(kill=True)
             self._release("its devices could not be started")
@@ -513,12 +598,14 @@ def run(
     seed: int = 0,
     workers: Workers | None = None,
     ranks: Ranks | None = None,
+    in_place: bool = False,
 ) -> PlacedNetwork:
     """Load the plan on this machine's devices; return it ready to run.
 
     `seed` seeds the weights where the captured module is fake, and the numbers of random ops.
     `workers` are processes to share with other plans for the same devices. `ranks` run the plan
-    together, each on the devices of its own, and call this together.
+    together, each on the devices of its own, and call this together. `in_place`: the step works on
+    the module's own parameters and buffers; see `pipeline.run`.
 
     Raises what `plans.check` raises, `OutOfMemoryError` if the block of shared memory is larger
     than the available memory, and `UsageError` for a machine that is not the one we run on. With
@@ -533,8 +620,63 @@ def run(
     bridge = None if ranks is None else Bridge(plan, captured, ranks, seed)
     if workers is None:
         own = Workers(plan.machine, None if bridge is None else bridge.devices)
-        return PlacedNetwork(plan, captured, own, True, seed, bridge)
-    return PlacedNetwork(plan, captured, workers, False, seed, bridge)
+        return PlacedNetwork(plan, captured, own, True, seed, bridge, in_place)
+    return PlacedNetwork(plan, captured, workers, False, seed, bridge, in_place)
+
+
+@dataclass(eq=False)
+class _BoundTensor:
+    """A parameter or buffer that a step in place works on.
+
+    tensor    in the graph
+    path      its name in the module
+    table     of the submodule that holds it, under the key `name`
+    value     the tensor that was bound
+    strides   in which the step reads it
+    address   of the value in memory
+    version   of the value when it was copied, as it lies otherwise than the step reads it; else -1
+    """
+
+    tensor: int
+    path: str
+    table: dict[str, Any]
+    name: str
+    value: Tensor
+    strides: tuple[int, ...]
+    address: int = 0
+    version: int = -1
+
+    def current(self) -> Tensor:
+        """The tensor that the module has now."""
+        value: Tensor = self.table[self.name]
+        return value
+
+    def has_changed(self) -> bool:
+        """True if the module has another tensor, or the same elsewhere, or a copy is old."""
+        value = self.table[self.name]
+        return (
+            value is not self.value
+            or value.data_ptr() != self.address
+            or (self.version >= 0 and value._version != self.version)
+        )
+
+    def laid(self) -> Tensor:
+        """The module's tensor now, or a copy that lies as the step reads it. It counts as seen."""
+        value = self.value = self.current()
+        self.address, self.version = value.data_ptr(), -1
+        laid = _laid(value.detach(), self.strides)
+        if laid.data_ptr() != self.address:
+            self.version = value._version
+        return laid
+
+
+def _laid(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor itself if it has these strides, else a copy that has."""
+    if value.stride() == strides:
+        return value
+    empty = torch.empty_strided(value.shape, strides, dtype=value.dtype)
+    distinct(empty, strides).copy_(distinct(value, strides))
+    return empty
 
 
 def part_bytes(own: Sequence[Share], part: HostPart) -> int:

@@ -37,7 +37,7 @@ from dovetail.executors.loaded import LoadedStep, StateName, check_steps, second
 from dovetail.executors.workers import LocalWorker, check_here, is_this_process
 from dovetail.frontends.interpret import seed_for, source_value
 from dovetail.frontends.plain import GRAPHS, PlainModule
-from dovetail.frontends.program import Captured, Ref
+from dovetail.frontends.program import Captured, PlainStep, Ref, Signature
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import leaves, substitute
 from dovetail.machine import Machine
@@ -67,6 +67,8 @@ class ServedPlain:
 
     def __init__(self, *, draws: bool = True) -> None:
         self._plain: PlainModule | None = None
+        self._cuda: Any = None
+        self._device: Any = None
         self.tensors: tuple[Tensor, ...] = ()
         self.draws = draws
 
@@ -91,11 +93,8 @@ class ServedPlain:
         descriptor: int,
     ) -> None:
         """Make the module of the parcel in the block of this descriptor, which is taken over."""
-        self._seed = seed
         self._cuda = make_cuda() if torch_device else None
         self._device = self._cuda.device(torch_device) if self._cuda is not None else None
-        # Code is compiled in the first steps.
-        self._steps_in_cache = _STEPS_THAT_COMPILE if mode else 0
         with own_cache() if mode else nullcontext():
             try:
                 module, signature, step = unpack_parcel(parcel, descriptor)
@@ -106,7 +105,16 @@ class ServedPlain:
                 module = module()
             if self._device is not None:
                 module.to(self._device)
-            self._plain = PlainModule(module, signature, step, mode=mode)
+            self.use(module, signature, step, mode, seed)
+
+    def use(
+        self, module: nn.Module, signature: Signature, step: PlainStep, mode: str, seed: int
+    ) -> None:
+        """Take this module itself."""
+        self._seed = seed
+        # Code is compiled in the first steps.
+        self._steps_in_cache = _STEPS_THAT_COMPILE if mode else 0
+        self._plain = PlainModule(module, signature, step, mode=mode)
 
     def feed(self, tensors: tuple[Tensor, ...]) -> None:
         """Take the inputs and targets of the next steps."""
@@ -223,6 +231,7 @@ class PlainNetwork(LoadedStep):
     seed       seeds the weights if the captured module is fake, and each step's random numbers
     apart      a process of its own runs the step even where this one could. It can be killed while
                it compiles, and its steps count as if this process ran them
+    in_place   this process runs the step, with the captured module itself instead of a copy
     threads    on which each op runs now
 
     Raises `UsageError` if the step has no plain form, or if it cannot be copied.
@@ -236,6 +245,7 @@ class PlainNetwork(LoadedStep):
         mode: str = "",
         seed: int = 0,
         apart: bool = False,
+        in_place: bool = False,
     ) -> None:
         (self.device,) = machine.devices
         check_here(self.device)
@@ -246,7 +256,10 @@ class PlainNetwork(LoadedStep):
         is_local = is_this_process(machine)
         # Of a step that this process would run, its own process counts the seconds.
         self._times_itself = is_local and apart
-        parcel, self._block = _pack(captured)
+        if in_place and not is_local:
+            says = f"is {machine.name}; only a step on all cores as one device works in place"
+            raise UsageError("machine", says)
+        parcel, self._block = (None, None) if in_place else _pack(captured)
         threads = self.device.op_threads or len(os.sched_getaffinity(0))
         self._local: ServedPlain | None = None
         self._process: Worker | LocalWorker
@@ -265,8 +278,13 @@ class PlainNetwork(LoadedStep):
         try:
             if isinstance(self._process, Worker):
                 self._process.post("make", threads, torch.get_default_dtype())
-            load = parcel, mode, seed, self.device.torch_device, cuda_maker()
-            self._ask("load", *load, files=(self._block.descriptor,))
+            if parcel is None:
+                check_plain(captured)
+                own = captured.module, captured.signature, captured.plain
+                self._ask("use", *own, mode, seed)
+            else:
+                load = parcel, mode, seed, self.device.torch_device, cuda_maker()
+                self._ask("load", *load, files=(self._block.descriptor,))
             if isinstance(self._process, Worker):
                 self._ask("fill_main")
         except BaseException:
@@ -423,7 +441,8 @@ class PlainNetwork(LoadedStep):
         if not self._closed:
             self._closed, self.fed = reason, None
             self._process.close(kill=kill)
-            self._block.close()
+            if self._block is not None:
+                self._block.close()
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -433,12 +452,17 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor.detach() if whole else tensor.detach().clone()
 
 
-def _pack(captured: Captured) -> tuple[Parcel, Any]:
-    """The module, or what makes it, with its signature and its plain step, as a parcel."""
+def check_plain(captured: Captured) -> None:
+    """Raise `UsageError` for a step that has no plain form."""
     if captured.plain is None:
         raise UsageError(
             "step", "has no plain form: it has several towers, scales gradients or writes inputs"
         )
+
+
+def _pack(captured: Captured) -> tuple[Parcel, Any]:
+    """The module, or what makes it, with its signature and its plain step, as a parcel."""
+    check_plain(captured)
     module: Any = captured.module
     if any(map(is_fake, (*module.parameters(), *module.buffers()))):
         if captured.make is None:

@@ -56,6 +56,9 @@ class Load:
               loads of the same program brought.
     beside    ids of the plan's other processes whose work on these cores is the plan's own: a GPU's
               uses any core
+    in_place  the device is served within the caller's process, and works on the caller's tensors:
+              sources are those that `place` was given, inputs come with each step, and its reply
+              is what it returns
     """
 
     key: int
@@ -65,6 +68,7 @@ class Load:
     tensors: int
     seed: int
     beside: tuple[int, ...] = ()
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,20 @@ class ServedDevice:
         with torch.inference_mode(), float32_by_default():
             self._loaded[load.key] = _Loaded(load, self._calls, Block(descriptor))
 
-    def step(self, key: int, number: int, timed: bool) -> str | Failed:
+    def place(self, key: int, values: dict[int, torch.Tensor]) -> None:
+        """Let sources of a loaded share be these tensors from now on."""
+        for tensor, value in values.items():
+            self._loaded[key].runner.set(tensor, value)
+
+    def step(
+        self, key: int, number: int, timed: bool, inputs: dict[int, torch.Tensor] | None = None
+    ) -> str | Failed | dict[int, torch.Tensor]:
         """Run one step of a loaded share; steps are numbered from 1. With `timed`, every
-        instruction is stamped."""
+        instruction is stamped. `inputs` are those of a share that works in place."""
         self._spinning.look()
         spin_seconds = self._spinning.spin_seconds
         with torch.inference_mode(), float32_by_default():
-            return self._loaded[key].run(number, timed, spin_seconds)
+            return self._loaded[key].run(number, timed, spin_seconds, inputs or {})
 
     def unload(self, key: int) -> None:
         """Forget a share and its values."""
@@ -170,17 +181,22 @@ class _Loaded:
         self.runner = make_runner(self.tensors + max(needed, default=0))
         # Op of each call that draws numbers, in the order of the runner's seeds.
         self.drawing: list[int] = []
-        for tensor, slot in load.share.sources:
+        self.in_place = load.in_place
+        for tensor, slot in load.share.sources if not load.in_place else ():
             self.runner.set(tensor, tensor_at(block, slot))
         self.stream = self.runner.stream(self._bound(i, calls) for i in load.share.instructions)
         self.outputs = tuple((t, s, tensor_at(block, s)) for t, s in load.share.outputs)
         lasting = {tensor for tensor, _ in load.share.sources}
         self.kept = [t for t, _ in load.share.outputs if t not in lasting]
 
-    def run(self, number: int, timed: bool, spin_seconds: float) -> str | Failed:
-        """Run one step, in which waits spin for so long. Returns "done", "aborted" if another
-        device failed, or `Failed`."""
+    def run(
+        self, number: int, timed: bool, spin_seconds: float, inputs: dict[int, torch.Tensor]
+    ) -> str | Failed | dict[int, torch.Tensor]:
+        """Run one step, in which waits spin for so long. Returns "done", or what the step returns
+        if it works in place; "aborted" if another device failed; or `Failed`."""
         spin_ns = round(spin_seconds * 1e9)
+        for tensor, value in inputs.items():
+            self.runner.set(tensor, value)
         # Steps are numbered from 1 here and from 0 in seeds.
         self.runner.seeds = [seed_for(self.seed, number - 1, op) for op in self.drawing]
         try:
@@ -201,6 +217,10 @@ class _Loaded:
                 return "aborted"
             self.progress[2] = time.perf_counter_ns()
             self._meet(2 * number, spin_ns)
+            if self.in_place:
+                returned = {tensor: self.runner.get(tensor) for tensor, _, _ in self.outputs}
+                self.runner.clear([*self.kept, *inputs])
+                return {tensor: value for tensor, value in returned.items() if value is not None}
             for tensor, slot, copy in self.outputs:
                 value = self.runner.get(tensor)
                 assert value is not None, "the step has made it"

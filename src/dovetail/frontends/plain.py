@@ -86,7 +86,7 @@ class PlainModule:
             # Without autograd's part of each call, small steps take up to an eighth less time.
             with torch.inference_mode():
                 result = self._compute(args, kwargs, ())
-            return _ordinary(result) if ordinary else result
+            return ordinary_result(result) if ordinary else result
         optimizer.zero_grad(set_to_none=True)
         loss = self._compute(args, kwargs, signature.loss_arguments(tensors[count:]))
         loss.backward()
@@ -130,14 +130,14 @@ class PlainModule:
                 self._optimizer.state[parameter] = own
 
 
-def _ordinary(result: Any) -> Any:
+def ordinary_result(result: Any) -> Any:
     """Return the result with tensors of the same memory that the caller may differentiate and
     write, which torch refuses for those that were made in inference mode."""
     # Most results are a tensor or tuples of tensors, which this spares the walk of `substitute`.
     if type(result) is tuple:
-        return tuple(map(_ordinary, result))
+        return tuple(map(ordinary_result, result))
     if not isinstance(result, Tensor):
-        return substitute(result, Tensor, _ordinary)
+        return substitute(result, Tensor, ordinary_result)
     tensor = result
     if not tensor.is_inference():
         return tensor

@@ -27,10 +27,21 @@ from dovetail.runtime.ranks import Ranks, host_name
 from dovetail.timeline import Timeline
 
 
-def run(plan: Plan, step: Captured, *, seed: int = 0, ranks: Ranks | None = None) -> LoadedStep:
+def run(
+    plan: Plan,
+    step: Captured,
+    *,
+    seed: int = 0,
+    ranks: Ranks | None = None,
+    in_place: bool = False,
+) -> LoadedStep:
     """The step at work as the plan has it: a context manager with `step`, `measure`, `state_dict`.
 
-    ranks   those that a launcher started, which run the plan together
+    ranks      those that a launcher started, which run the plan together
+    in_place   the step reads and writes the captured module's own parameters and buffers in this
+               process, takes inputs as they are and returns results as they are made. Tensors that
+               the module is given later count from the next step on. For a plan on all cores as one
+               device; raises `UsageError` for another, and for tensors of other shapes or dtypes
     """
     for name, value, fits in (
         ("plan", plan, isinstance(plan, Plan)),
@@ -53,8 +64,9 @@ def run(plan: Plan, step: Captured, *, seed: int = 0, ranks: Ranks | None = None
         says = f"it is for the hosts {', '.join(filter(None, hosts))}; start ranks by torchrun"
         raise UsageError("plan", says)
     if plan.way != PLACED:
-        return PlainNetwork(step, plan.machine, mode=MODES[plan.way], seed=seed)
-    return execute(plan, step, seed=seed)
+        mode = MODES[plan.way]
+        return PlainNetwork(step, plan.machine, mode=mode, seed=seed, in_place=in_place)
+    return execute(plan, step, seed=seed, in_place=in_place)
 
 
 def uncompiled(plan: Plan, step: Captured) -> str:
