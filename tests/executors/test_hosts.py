@@ -491,6 +491,8 @@ def lost():
     found = {}
     for fault, code in FAULTS.items():
         text = program(
+            "from dovetail.runtime import ranks as told\n"
+            "told.SILENT_SECONDS, told.STOPPED_SECONDS = 7.0, 9.0\n"
             f"def fault():\n  {code}\n"
             "with join(f'box{rank}') as ranks:\n"
             f"  until_lost(training_step(), ranks, fault, gpus={'GPU' in fault})\n"
