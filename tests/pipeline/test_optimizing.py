@@ -3,6 +3,10 @@
 import copy
 import json
 import pickle
+import tomllib
+from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +14,13 @@ from torch import nn
 
 import dovetail as dt
 from dovetail.errors import ModelError, UsageError
-from dovetail.pipeline import optimizing
+from dovetail.machine import parse_machine
+from dovetail.pipeline import optimizing, sources
 from dovetail.plans import COMPILED, EAGER, PLACED
 from dovetail.runtime.torch_versions import plain_call, replaced_call
+from dovetail.units import HERE_CPU
+
+ROOT = Path(__file__).parents[2]
 
 
 class Scaled(nn.Module):
@@ -51,6 +59,14 @@ def _own_records(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizing, "in_turns", rival_wins)
 
 
+@pytest.fixture
+def in_order(monkeypatch):
+    """Plans run the ops one by one. Nothing is measured for them."""
+    machine = parse_machine(HERE_CPU)
+    plan_of = partial(sources.in_order, machine=machine)
+    monkeypatch.setattr(optimizing, "plan", lambda step, *_, **__: plan_of(step.graph))
+
+
 def seeded(make):
     torch.manual_seed(0)
     return make()
@@ -64,7 +80,7 @@ def assert_equal(result, wanted):
     torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_calls_by_a_plan_are_those_of_the_module_whatever_becomes_of_it(monkeypatch):
+def test_calls_by_a_plan_are_those_of_the_module_whatever_becomes_of_it(in_order):
     module, plain = seeded(Scaled).eval(), seeded(Scaled).eval()
     assert dt.optimize(module, quick=True) is module
     x = torch.randn(5, 6)
@@ -104,7 +120,7 @@ def test_calls_by_a_plan_are_those_of_the_module_whatever_becomes_of_it(monkeypa
         for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert replaced_call(copied) is None
             assert_equal(copied(x), plain(x))
-        # Another dtype is another form, and input that does not fit raises what the module raises.
+        # Another dtype is decided anew, and input that does not fit raises what the module raises.
         for each in (module, plain):
             each.to(torch.float64)
         with pytest.raises(RuntimeError, match="dtype"):
@@ -113,32 +129,31 @@ def test_calls_by_a_plan_are_those_of_the_module_whatever_becomes_of_it(monkeypa
             assert_equal(module(x.double()), plain(x.double()))
 
 
-def test_the_same_call_in_another_mode_or_shape_has_a_form_of_its_own():
+def test_the_same_call_in_another_mode_or_shape_is_decided_by_itself(in_order):
     module, plain = seeded(Scaled), seeded(Scaled)
     dt.optimize(module, quick=True)
     x = torch.randn(5, 6)
     with torch.no_grad():
         for mode in (False, True, False):
             module.train(mode), plain.train(mode)
-            for rows in (5, 5, 5, 3, 3, 3):
-                assert_equal(module(x[:rows]), plain(x[:rows]))
-                assert_equal(module(x[:rows], shift=2), plain(x[:rows], shift=2))
+            for rows, shift in 3 * [(5, 0), (3, 0), (5, 2), (5, 2.0)]:
+                assert_equal(module(x[:rows], shift), plain(x[:rows], shift))
     assert_equal(module.state_dict(), plain.state_dict())
     # In training mode a call writes to buffers.
-    modes = {form[3]: decision.way for form, decision in replaced_call(module)._decisions.items()}
+    modes = {key[3]: decision.way for key, decision in replaced_call(module)._decisions.items()}
     assert modes == {False: PLACED, True: EAGER}
 
 
-def test_calls_of_many_forms_run_as_they_are(monkeypatch, caplog):
+def test_calls_of_many_keys_run_as_they_are(monkeypatch, caplog):
     monkeypatch.setattr(optimizing, "DECIDED_AT_CALL", 1)
     monkeypatch.setattr(
         optimizing.OptimizedCalls, "found", lambda self, *_: optimizing.CallDecision(EAGER, id)
     )
     module = dt.optimize(nn.Linear(2, 2))
-    for rows in range(1, 3 * optimizing.MOST_FORMS):
+    for rows in range(1, 3 * optimizing.MOST_KEYS):
         assert module(torch.ones(rows, 2)).shape == (rows, 2)
-    assert len(ways_of(module)) == optimizing.MOST_FORMS
-    assert len(caplog.records) == 1 and "more than 8 forms" in caplog.text
+    assert len(ways_of(module)) == optimizing.MOST_KEYS
+    assert len(caplog.records) == 1 and "more than 8 keys" in caplog.text
 
 
 @pytest.mark.parametrize("way", [EAGER, COMPILED])
@@ -175,7 +190,7 @@ def test_a_module_without_a_graph_runs_as_it_is_and_the_log_says_why_once(caplog
     assert "Asks: it has no plan: " in record.message and ".item()" in record.message
 
 
-def test_what_each_call_changes_of_a_module_is_changed_by_each_call(caplog):
+def test_what_each_call_changes_of_a_module_is_changed_by_each_call(in_order):
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -238,3 +253,25 @@ def test_both_ways_of_the_user_are_raced_in_processes_that_can_be_ended(monkeypa
         assert_equal(module(x), plain(x))
     assert ways_of(module) == [EAGER] and "took longer than the budget" in caplog.text
     assert_equal(module.state_dict(), plain.state_dict())
+
+
+def test_the_backend_of_torch_compile_runs_forward_and_backward_by_plans(in_order, caplog):
+    caplog.set_level("INFO")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    where = points["torch_dynamo_backends"]["dovetail"]
+    backend = EntryPoint("dovetail", where, "torch_dynamo_backends").load()
+    module, plain = seeded(Scaled), seeded(Scaled)
+    compiled = torch.compile(module, backend=backend, options={"quick": True})
+    losses = []
+    for each, call in ((module, compiled), (plain, plain)):
+        torch.manual_seed(2)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = call(torch.randn(7, 6))["out"].square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[:5] == pytest.approx(losses[5:], rel=1e-5)
+    assert_equal(module.state_dict(), plain.state_dict())
+    assert caplog.text.count("runs by placed") >= 2

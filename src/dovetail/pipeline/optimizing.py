@@ -1,13 +1,14 @@
 """Makes the calls of a module fast where it stands: `optimize`.
 
-    model(*args) ─► form of the call ─► decided ─► the module as it is │ torch.compile │ its plan
+    model(*args) ─► key of the call ─► decided ─► the module as it is │ torch.compile │ its plan
                                            │ no
                                            └─► capture ─► plan ─► beside the module's own call ─►
                                                kept in this process, and on disk for the next
 
-A *form* is all of a call that a plan holds constant: shapes, strides and dtypes of its tensors, its
-other arguments, and the modes of torch and of the module. A plan holds the Python values of the
-module's parts constant as well, which are looked at before each of its calls (`ModuleState`).
+The *key* of a call is all of it that a plan holds constant: shapes, strides and dtypes of its
+tensors, its other arguments, and the modes of torch and of the module. A plan holds the Python
+values of the module's parts constant as well, which are looked at before each of its calls
+(`ModuleState`).
 """
 
 import hashlib
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from dovetail.errors import (
@@ -40,7 +41,7 @@ from dovetail.errors import (
     UnwritableError,
     UsageError,
 )
-from dovetail.executors import MODES, PlainNetwork
+from dovetail.executors import MODES, LoadedStep, PlainNetwork
 from dovetail.executors.workers import is_this_process
 from dovetail.frontends import SGD, Captured, Program
 from dovetail.frontends.capturing import capture_call, unwrap
@@ -58,6 +59,7 @@ from dovetail.runtime.files import cache_folder, read_json, use_own_cache, write
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, ratios_of, seconds_of
 from dovetail.runtime.torch_versions import (
+    backend_of_graphs,
     calls_are_observed,
     hook_tables,
     is_compiled_module,
@@ -71,11 +73,11 @@ from dovetail.training import is_keras
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
 _log = logging.getLogger(__name__)
-MOST_FORMS = 8
-"""Calls of so many forms are decided. Those of further forms run as they are. `torch.compile` stops
-compiling a function after eight forms as well."""
+MOST_KEYS = 8
+"""Calls of so many keys are decided. Those of further keys run as they are. `torch.compile` stops
+compiling a function after eight variants as well."""
 DECIDED_AT_CALL = 3
-"""The first form is decided at its first call, and others at this one: an epoch's smaller last
+"""The first key is decided at its first call, and others at this one: an epoch's smaller last
 batch is not worth a budget that comes once in an epoch."""
 QUICK_SECONDS = 10.0
 """The longest budget of a quick decision, which compiles nothing."""
@@ -83,6 +85,8 @@ GAIN = 0.02
 """What takes the place of the module's own call must be faster by this share."""
 BESIDE = Repeats(15, 3, 2.0)
 """How often the module's own call and what may take its place run in turns."""
+LONG_CALL_SECONDS = 0.1
+"""Calls that take longer run once in a turn, and the first in a turn counts."""
 LEAST_SECONDS = 5.0
 """With less left of a budget, nothing is compiled: the processes take about this long to begin."""
 _LOOK_SECONDS = 0.25
@@ -141,18 +145,34 @@ def optimize(
     return model
 
 
+def compile_graph(
+    graph: nn.Module, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend "dovetail" of `torch.compile`, whose options are those of `optimize`.
+
+    torch makes a graph of each forward and backward pass, and looks whether one fits a call. Each
+    graph is a module that is optimized: its first call is decided.
+    """
+    given = dict(options or {})
+    backend = backend_of_graphs(lambda module, _examples: optimize(module, **given))
+    compiled: Callable[..., Any] = backend(graph, examples)
+    return compiled
+
+
 @dataclass(eq=False)
 class CallDecision:
-    """How calls of a form run.
+    """How calls of one key run.
 
     call     takes the module's arguments
     seconds  way -> measured seconds of a call
-    state    what a plan holds constant of the module; None: no plan runs
+    step     a plan at work; None: no plan runs
+    state    what the plan holds constant of the module
     """
 
     way: str
     call: Callable[..., Any]
     seconds: dict[str, float] = field(default_factory=dict)
+    step: LoadedStep | None = None
     state: "ModuleState | None" = None
 
 
@@ -180,10 +200,10 @@ class OptimizedCalls:
         return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        form = None if calls_are_observed() else self._form(args, kwargs)
-        decision = self._plain if form is None else self._decisions.get(form)
+        key = None if calls_are_observed() else self._key(args, kwargs)
+        decision = self._plain if key is None else self._decisions.get(key)
         if decision is None:
-            decision = self.decide(form, args, kwargs)
+            decision = self.decide(key, args, kwargs)
         # Hooks see the calls of the module's parts, which only the module's own call makes.
         if decision.way == EAGER or any(self._hooks):
             return self._plain.call(*args, **kwargs)
@@ -198,15 +218,17 @@ class OptimizedCalls:
             self._say("it was changed, so its calls are decided anew")
         # The module has other tensors or values now, or the input is wrong, and the module's own
         # call raises the error that its user knows.
-        self._decisions.pop(form, None)
+        self._decisions.pop(key, None)
+        if decision.step is not None:
+            decision.step.close()
         return self._plain.call(*args, **kwargs)
 
-    def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The form of a call, as a key; None if it has arguments that cannot be compared. Its first
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The key of a call; None if it has arguments that cannot be compared. Its first
         entry says whether the call needs gradients."""
         requiring: list[Tensor] = []
         try:
-            given = form_of(args, requiring), form_of(kwargs, requiring)
+            given = key_of(args, requiring), key_of(kwargs, requiring)
         except OpaqueArgumentError:
             return None
         needs = torch.is_grad_enabled() and (
@@ -222,14 +244,14 @@ class OptimizedCalls:
             torch.get_default_dtype(),
         )
 
-    def decide(self, form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision:
-        """Decide how calls of this form run, if it is time to."""
-        if self._decided >= MOST_FORMS:
-            self._say(f"calls of more than {MOST_FORMS} forms run as they are")
+    def decide(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision:
+        """Decide how calls of this key run, if it is time to."""
+        if self._decided >= MOST_KEYS:
+            self._say(f"calls of more than {MOST_KEYS} keys run as they are")
             return self._plain
-        if len(self._seen) < 16 * MOST_FORMS:
-            self._seen[form] += 1
-        is_early = self._decided and self._seen[form] < DECIDED_AT_CALL
+        if len(self._seen) < 16 * MOST_KEYS:
+            self._seen[key] += 1
+        is_early = self._decided and self._seen[key] < DECIDED_AT_CALL
         # While one thread decides, others call the module as it is.
         if is_early or not self._deciding.acquire(blocking=False):
             return self._plain
@@ -241,7 +263,7 @@ class OptimizedCalls:
             self._decided += 1
             # What captures, compiles or copies the module sees it as it is.
             replace_call(module, None)
-            decision = self.found(form, args, kwargs)
+            decision = self.found(key, args, kwargs)
         except DovetailError as error:
             self._say(f"it runs as it is: {error.line}")
         finally:
@@ -251,13 +273,13 @@ class OptimizedCalls:
             decision.state = ModuleState(module)
         told = ", ".join(f"{way} {format_seconds(s)}" for way, s in decision.seconds.items())
         _log.info("%s runs by %s (%s)", type(module).__name__, decision.way, told or "not measured")
-        self._decisions[form] = decision
+        self._decisions[key] = decision
         return decision
 
-    def found(self, form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision:
-        """The decision about a form, from the disk or by measuring. Raises a `DovetailError` where
+    def found(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision:
+        """The decision about a key, from the disk or by measuring. Raises a `DovetailError` where
         nothing can be measured."""
-        module, needs, ends = self.module, form[0], clock() + self.settings[1]
+        module, needs, ends = self.module, key[0], clock() + self.settings[1]
         tensors = (*module.parameters(), *module.buffers(), *flatten((args, kwargs))[0])
         if any(tensor.device.type != "cpu" for tensor in tensors):
             raise UsageError("optimize", "its tensors are not all on the CPU")
@@ -265,7 +287,7 @@ class OptimizedCalls:
             raise UsageError(
                 "optimize", f"a {type(module).__name__} runs its module in its own way"
             )
-        path = self.record_path(form)
+        path = self.record_path(key)
         kept = None if path is None else read_record(path)
         if kept is not None and kept.way == EAGER:
             return kept
@@ -279,7 +301,10 @@ class OptimizedCalls:
         if decision.way == COMPILED:
             decision.call = self.compiled()
         if is_pure and decision.way != EAGER:
-            decision = self.beside_plain(decision, args, kwargs, races=kept is None)
+            planned = decision
+            decision = self.beside_plain(planned, args, kwargs, races=kept is None)
+            if planned.step is not None and decision is not planned:
+                planned.step.close()
         if path is not None and kept is None:
             record = {"way": decision.way, "seconds": decision.seconds}
             with suppress(OSError, UnwritableError):
@@ -319,8 +344,9 @@ class OptimizedCalls:
             )
             if found.way != PLACED:
                 return CallDecision(found.way, self._plain.call, dict(found.measured)), True
-            call = run(found, step, in_place=True).step
-        return CallDecision(PLACED, call, dict(found.measured), ModuleState(module)), True
+            placed = run(found, step, in_place=True)
+        seconds, state = dict(found.measured), ModuleState(module)
+        return CallDecision(PLACED, placed.step, seconds, placed, state), True
 
     def raced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], needs: bool, ends: float
@@ -354,20 +380,16 @@ class OptimizedCalls:
         )
         machine = with_threads(self.here, torch.get_num_threads())
         with ExitStack() as stack:
-            networks = {}
-            for way in (EAGER, COMPILED):
+            timers: dict[str, Timer] = {}
+            for way in (COMPILED, EAGER):
                 network = PlainNetwork(step, machine, mode=MODES[way], apart=True)
-                networks[way] = network
                 stack.callback(network.close)
                 network.feed(step.inputs)
                 network.send_first()
-            while not networks[COMPILED].has_begun(_LOOK_SECONDS):
-                if clock() > ends:
-                    self._say(f"{COMPILED} took longer than the budget, and was ended")
-                    return plain
-            timers: dict[str, Timer] = {}
-            networks[EAGER].has_begun(max(LEAST_SECONDS, ends - clock()))
-            for way, network in networks.items():
+                while not network.has_begun(_LOOK_SECONDS):
+                    if way == COMPILED and clock() > ends:
+                        self._say(f"{COMPILED} took longer than the budget, and was ended")
+                        return plain
                 timers[way] = lambda network=network: float(median(network.step_seconds(4)))
             seconds = in_turns(timers, BESIDE, calls=1)
         decision = CallDecision(COMPILED, self._plain.call, medians_of(seconds))
@@ -395,8 +417,9 @@ class OptimizedCalls:
     ) -> CallDecision:
         """The decision, or to run the module as it is, if that is as fast here as what was decided,
         or if a plan computes something else or leaves out what a call changes."""
-        plain, before = self._plain.call, ModuleState(self.module)
+        plain, before, began = self._plain.call, ModuleState(self.module), clock()
         wanted = plain(*args, **kwargs)
+        is_long = clock() - began > LONG_CALL_SECONDS
         if not before.holds():
             # Measuring would change more of the module than the user's own calls do.
             if decision.way == COMPILED:
@@ -410,24 +433,27 @@ class OptimizedCalls:
         timers: dict[str, Timer] = {
             way: partial(seconds_of, partial(call, *args, **kwargs)) for way, call in calls.items()
         }
-        seconds = in_turns(timers, BESIDE)
+        seconds = in_turns(timers, BESIDE, calls=is_long, warm_ups=not is_long)
         decision.seconds.update(medians_of(seconds))
         if median(ratios_of(seconds[decision.way], seconds[EAGER])) < 1 - GAIN:
             return decision
         return CallDecision(EAGER, plain, decision.seconds)
 
-    def record_path(self, form: Any) -> Path | None:
-        """Where the decision about a form is kept; None if it cannot be said what it depends on.
+    def record_path(self, key: Any) -> Path | None:
+        """Where the decision about a key is kept; None if it cannot be said what it depends on.
 
         What a plan computes never depends on it: the module is captured in each process.
         """
         module, (_, seconds, quick) = self.module, self.settings
         try:
-            sources = {inspect.getsource(type(part)) for part in module.modules()}
+            sources = {
+                part.code if isinstance(part, fx.GraphModule) else inspect.getsource(type(part))
+                for part in module.modules()
+            }
             tensors = (*module.named_parameters(), *module.named_buffers())
             shapes = [(name, value.shape, value.dtype) for name, value in tensors]
             parts = (
-                sorted(sources), repr(module), shapes, form, seconds, quick,
+                sorted(sources), repr(module), shapes, key, seconds, quick,
                 [(device.model, device.cores) for device in self.here.devices],
                 torch.get_num_threads(), torch.__version__, version("dovetail"),
             )  # fmt: skip
@@ -511,10 +537,10 @@ class ModuleState:
 
 
 class OpaqueArgumentError(Exception):
-    """An argument of which no form can be said."""
+    """An argument of which no key can be made."""
 
 
-def form_of(value: Any, requiring: list[Tensor]) -> Any:
+def key_of(value: Any, requiring: list[Tensor]) -> Any:
     """What a plan holds constant of an argument, as a key. Tensors that require gradients are added
     to `requiring`. Raises `OpaqueArgumentError`."""
     kind = type(value)
@@ -526,9 +552,9 @@ def form_of(value: Any, requiring: list[Tensor]) -> Any:
         lazy = value.is_neg(), value.is_conj()
         return value.shape, value.dtype, value.stride(), value.device, value.requires_grad, lazy
     if kind is tuple or kind is list:
-        return kind, *[form_of(each, requiring) for each in value]
+        return kind, *[key_of(each, requiring) for each in value]
     if kind is dict:
-        return kind, *value, *[form_of(each, requiring) for each in value.values()]
+        return kind, *value, *[key_of(each, requiring) for each in value.values()]
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     if kind is float:
         return kind, repr(value)
@@ -552,8 +578,8 @@ def sum_of_results(output: Any) -> Tensor:
 
 
 def agree(result: Any, wanted: Any) -> bool:
-    """True if two results have the same structure, and tensors of the same forms and numbers, but
-    for rounding."""
+    """True if two results have the same structure, and tensors of the same shapes, dtypes and, but
+    for rounding, numbers."""
     (own, own_names, _), (tensors, names, _) = flatten(result), flatten(wanted)
     if own_names != names or type(result) is not type(wanted):
         return False

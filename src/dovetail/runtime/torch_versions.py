@@ -54,6 +54,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "autograd_would_have_decomposed",
+    "backend_of_graphs",
     "backward_passes_run_by",
     "broadcast",
     "calls_are_observed",
@@ -506,6 +507,15 @@ def hook_tables(module: torch.nn.Module) -> list[Any]:
         tables += part._forward_hooks, part._forward_pre_hooks
         tables += part._backward_hooks, part._backward_pre_hooks
     return tables
+
+
+def backend_of_graphs(compile_graph: Callable[[fx.GraphModule, Any], Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile`: what this returns for the graph of a forward or backward pass,
+    whose arguments are all tensors that it reads, is called in the graph's place."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda *given: make_boxed_func(compile_graph(*given)))
 
 
 def calls_are_observed() -> bool:
