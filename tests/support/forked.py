@@ -205,12 +205,14 @@ def _server():
 
 @contextlib.contextmanager
 def workers_forked(*modules):
-    """Within, workers that this process starts are forked, as those of a command are.
+    """Within, workers that this process starts are forked, as those of a command are, by a fork
+    server of their own: one that runs already is put aside.
 
     modules   what the fork server imports, so that none of them does
     """
     from dovetail.runtime import forking
 
+    aside, forking._server = forking._server, None
     launch = forking.launch_server
     if hasattr(os, "pidfd_open"):
         forking.launch_server = lambda *given: _server().launch_server(*given) or launch(*given)
@@ -224,6 +226,7 @@ def workers_forked(*modules):
         yield
     finally:
         forking.end_fork_server()
+        forking._server = aside
 
 
 # ── The server, and the programs that it becomes ──
