@@ -543,8 +543,10 @@ def _beside_others(
     cache: CostCache, device: str, keys: Iterable[str]
 ) -> tuple[dict[str, MeasuredCost], float]:
     """(the costs that were measured on busy cores, how many cores others used)."""
-    row = cache.probe(device + BESIDE)
-    return (cache.costs(device + BESIDE, keys), row["others_cores"]) if row else ({}, 0.0)
+    cores = (cache.probe(device + BESIDE) or {}).get("others_cores")
+    if not isinstance(cores, float):
+        return {}, 0.0
+    return cache.costs(device + BESIDE, keys), cores
 
 
 def _may_run_everywhere(graph: Graph, machine: Machine, most_seconds: float | None = None) -> bool:
