@@ -38,6 +38,7 @@ _NAMES = {
         "resolve_model",
         "silent",
     ),
+    "training_steps": ("TrainingStep", "training_step"),
     "using": (
         "EXPORTS",
         "FOLDERS",
