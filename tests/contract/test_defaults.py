@@ -19,7 +19,7 @@ def test_python_s_default_flow_equals_plain_pytorch(tmp_path):
 
 
 def test_the_command_line_s_default_flow(shell):
-    budgets = ("--budget", "25s", "--compile-budget", "6s")
+    budgets = ("--budget", "100s", "--compile-budget", "6s")
     found = shell.works("plan", MODEL, "--train", "adam", *budgets, "--out", "p.json", "--json")
     plan = found.json
     assert plan["machine"] == "here"

@@ -149,8 +149,8 @@ def test_a_plan_for_here_has_its_threads_and_keeps_them_in_its_file(step, tmp_pa
     (device,) = found.machine.devices
     assert device.op_threads == 1
     assert len(device.cores) == len(os.sched_getaffinity(0))
-    assert found.notes[0] == str(choice)
-    assert found.notes[1].startswith("of a budget of 60 s planning took")
+    assert str(choice) in found.notes
+    assert found.notes[-1].startswith("of a budget of 60 s planning took")
     assert str(choice) in str(found)
     found.save(tmp_path / "plan.json")
     loaded = load_plan(tmp_path / "plan.json")

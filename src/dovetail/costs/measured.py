@@ -77,8 +77,9 @@ HOP_BYTES = (4096, 262144, 4194304)
 """A link's latency and bandwidth are fitted to messages of these sizes."""
 _HOPS = 60
 """Messages of each size that are sent to and fro in a game."""
-_GAMES, _BETWEEN_GAMES_SECONDS = 6, 0.05
-"""Games of messages and the pause after each, so that one bad moment of the host does not count."""
+_GAMES, _LEAST_GAMES, _BETWEEN_GAMES_SECONDS = 6, 2, 0.05
+"""Games of messages and the pause after each, so that one bad moment of the host does not count.
+Behind a deadline `_LEAST_GAMES` are enough."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 400
 """Bounds on the rounds in which the calls of a batch are timed."""
 _BUDGET_SECONDS = 1.0
@@ -398,7 +399,8 @@ def measured_costs(
         device_costs = cache.costs(device_name, first)
         runs = graph.runs_on(devices[0].kind)
         busy_costs, busy_cores = _beside_others(cache, device_name, first)
-        if busy_costs and (program is None or deadline.is_over or not is_calm(devices[0].cores)):
+        cores = [core for device in devices for core in device.cores]
+        if busy_costs and (program is None or deadline.is_over or not is_calm(cores)):
             device_costs = busy_costs | device_costs
             beside(busy_cores)
         missing = [op for key, op in first.items() if key not in device_costs and runs[op]]
@@ -822,7 +824,8 @@ def probed_machine(
     if rates is not None:
         try:
             known, busy_cores = _with_rates(machine, rates), rates.get("others_cores", 0.0)
-            if not busy_cores or deadline.is_over or not is_calm(measured.cores):
+            cores = [core for device in machine.devices for core in device.cores]
+            if not busy_cores or deadline.is_over or not is_calm(cores):
                 if busy_cores:
                     beside(busy_cores)
                 return known
@@ -887,7 +890,7 @@ def _measure_rates(machine: Machine, deadline: Deadline) -> tuple[dict[str, Any]
                 worker.ask("map", files=(block.descriptor,))
             games: list[dict[int, float]] = []
             for number in range(1 + _GAMES):
-                if number > 1 and deadline.is_over:
+                if number > _LEAST_GAMES and deadline.is_over:
                     break
                 # Each game starts above all flag values of the one before.
                 for worker in (first, second):

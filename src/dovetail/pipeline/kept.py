@@ -12,11 +12,11 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from dovetail import __version__
 from dovetail.errors import DovetailError
 from dovetail.frontends import Captured
 from dovetail.frontends.runners import runner_kind
@@ -46,11 +46,15 @@ def kept_path(request: PlanRequest) -> Path | None:
         or request.place is not None
     ):
         return None
+    try:
+        own_version = version("dovetail")
+    except PackageNotFoundError:  # a checkout on the path has none, and changes under its user
+        return None
     machine = request.asked_machine
     # A machine that a text names has as much memory as is free now, and rates that are measured.
     is_text = isinstance(request.machine, str)
     key = json.dumps([
-        __version__, torch.__version__, runner_kind(), step.graph.fingerprint, repr(step.source),
+        own_version, torch.__version__, runner_kind(), step.graph.fingerprint, repr(step.source),
         repr(step.transforms), machine.fingerprint,
         request.machine if is_text and machine.local else machine_to_dict(machine),
         {name: repr(getattr(request, name)) for name in _OF_KEY},
