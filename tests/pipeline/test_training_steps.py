@@ -79,7 +79,7 @@ def test_schedulers_count_the_updates(planned):
         schedule.step()
 
 
-def test_a_form_that_comes_often_has_a_plan_of_its_own(planned, monkeypatch):
+def test_a_kind_of_call_that_comes_often_has_a_plan_of_its_own(planned, monkeypatch):
     monkeypatch.setattr(training_steps, "OFTEN", 3)
     step = a_step(nn.Linear(6, 3))
     sizes = [4, 2, 2, 4, 2, 2, 3]
