@@ -50,6 +50,7 @@ _EXPORTS = {
     "load_plan": "dovetail.plans",
     "make_rule": "dovetail.training",
     "open_plan": "dovetail.pipeline",
+    "optimize": "dovetail.pipeline",
     "plan": "dovetail.pipeline",
     "plan_phases": "dovetail.pipeline",
     "replicate": "dovetail.transforms",

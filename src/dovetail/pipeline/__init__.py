@@ -12,6 +12,7 @@ from typing import Any
 _NAMES = {
     "learning": ("LearningResult", "learn", "learn_all"),
     "opening": ("open_plan", "open_to_show", "planned", "timeline_of", "verify", "with_schedules"),
+    "optimizing": ("optimize",),
     "phases": ("PhasesPlan", "phase_paths", "plan_phases"),
     "planning": ("find_plan", "plan"),
     "requests": (

@@ -40,9 +40,10 @@ from dovetail.units import printable
 
 BEAT_SECONDS = 0.5
 """A rank shows its life, and looks at the others, this often."""
-SILENT_SECONDS = 7.0
-"""A rank whose beat stands still for so long is lost."""
-STOPPED_SECONDS = 9.0
+SILENT_SECONDS = 20.0
+"""A rank whose beat stands still for so long is lost. On busy hosts, a rank that imports or
+compiles for the first time has stood still for more than 7 s."""
+STOPPED_SECONDS = 24.0
 """A rank that somebody has stopped for so long is killed by its guard. The others have lost it
 then."""
 JOIN_SECONDS = 300.0
@@ -155,7 +156,7 @@ class Ranks:
         # A blocked call of one client keeps its others waiting, so the beats have one of their own.
         self._beats = connect_store(place, keeps=False, timeout_seconds=_STORE_SECONDS)
         self._guard = launch("dovetail.runtime.ranks:guard", name="guard")
-        self._guard.send(os.getpid())
+        self._guard.send((os.getpid(), STOPPED_SECONDS))
         threading.Thread(target=self._serve, name="ranks", daemon=True).start()
         self._watch.run("ranks", self._look)
         greeted = self.gather("hello", place.host)
@@ -410,13 +411,14 @@ class Ranks:
 
 
 def guard(channel: Channel) -> None:
-    """Kills the process of the rank once somebody has stopped it for `STOPPED_SECONDS`: the other
-    ranks have lost it, and nobody may be there to let it go on. The first message is its number."""
-    pid, watch = channel.receive(), Watch(BEAT_SECONDS)
+    """Kills the process of the rank once somebody has stopped it for so long: the other ranks have
+    lost it, and nobody may be there to let it go on. The first message is its number and the
+    seconds."""
+    (pid, stopped_seconds), watch = channel.receive(), Watch(BEAT_SECONDS)
     while not channel.poll(BEAT_SECONDS):
         watch.tick()
         state = state_of(pid)
-        if watch.still_seconds(pid, state) >= STOPPED_SECONDS and state == "T":
+        if watch.still_seconds(pid, state) >= stopped_seconds and state == "T":
             os.kill(pid, signal.SIGKILL)
 
 

@@ -54,8 +54,10 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "autograd_would_have_decomposed",
+    "backend_of_graphs",
     "backward_passes_run_by",
     "broadcast",
+    "calls_are_observed",
     "can_take_data_of",
     "count_not_finite",
     "count_up",
@@ -65,13 +67,18 @@ __all__ = [
     "gloo_group",
     "has_composite_kernel",
     "has_nccl",
+    "hook_tables",
     "in_kernel_invocation_manager",
+    "is_compiled_module",
     "is_traceable_wrapper_subclass",
     "named_store",
     "nccl_errors",
     "nccl_group",
     "open_archive",
+    "plain_call",
     "pytree",
+    "replace_call",
+    "replaced_call",
     "run_backward",
     "sequence_number",
     "tcp_store",
@@ -454,6 +461,72 @@ def has_parameter_hooks(parameter: Tensor) -> bool:
 def has_optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has hooks on its steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+# Calls of modules that go elsewhere, as `nn.Module.compile` has them go. Pickles and copies of a
+# module do without.
+
+_CALL = "_compiled_call_impl"
+
+
+def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's own call, with its hooks, wherever `module(...)` goes."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def replaced_call(module: torch.nn.Module) -> Any:
+    """What `module(...)` calls in place of the module's own call; None: nothing."""
+    return getattr(module, _CALL, None)
+
+
+def replace_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have `module(...)` call this; None: the module's own call again."""
+    if call is None:
+        vars(module).pop(_CALL, None)
+    else:
+        vars(module)[_CALL] = call
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """True for what `torch.compile` makes of a module."""
+    kind = type(module)
+    return kind.__name__ == "OptimizedModule" and kind.__module__.startswith(_DYNAMO)
+
+
+def hook_tables(module: torch.nn.Module) -> list[Any]:
+    """All tables of hooks that a call of the module heeds, each empty if it has none."""
+    of_all = torch.nn.modules.module
+    tables: list[Any] = [
+        of_all._global_forward_hooks,
+        of_all._global_forward_pre_hooks,
+        of_all._global_backward_hooks,
+        of_all._global_backward_pre_hooks,
+    ]
+    for part in module.modules():
+        tables += part._forward_hooks, part._forward_pre_hooks
+        tables += part._backward_hooks, part._backward_pre_hooks
+    return tables
+
+
+def backend_of_graphs(compile_graph: Callable[[fx.GraphModule, Any], Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile`: what this returns for the graph of a forward or backward pass,
+    whose arguments are all tensors that it reads, is called in the graph's place."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda *given: make_boxed_func(compile_graph(*given)))
+
+
+def calls_are_observed() -> bool:
+    """True while torch traces, compiles or transforms what is called, or a mode sees each op."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 # `torch._dynamo`, which takes a process two seconds and more to import. torch imports it for fake

@@ -1,0 +1,622 @@
+"""Makes the calls of a module fast where it stands: `optimize`.
+
+    model(*args) ─► key of the call ─► decided ─► the module as it is │ torch.compile │ its plan
+                                           │ no
+                                           └─► capture ─► plan ─► beside the module's own call ─►
+                                               kept in this process, and on disk for the next
+
+The *key* of a call is all of it that a plan holds constant: shapes, strides and dtypes of its
+tensors, its other arguments, and the modes of torch and of the module. A plan holds the Python
+values of the module's parts constant as well, which are looked at before each of its calls
+(`ModuleState`).
+"""
+
+import hashlib
+import inspect
+import json
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from operator import is_
+from pathlib import Path
+from statistics import median
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from dovetail.errors import (
+    CaptureError,
+    DovetailError,
+    FileFormatError,
+    ModelError,
+    UnwritableError,
+    UsageError,
+)
+from dovetail.executors import MODES, LoadedStep, PlainNetwork
+from dovetail.executors.workers import is_this_process
+from dovetail.frontends import SGD, Captured, Program
+from dovetail.frontends.capturing import capture_call, unwrap
+from dovetail.frontends.program import PlainStep, Signature
+from dovetail.frontends.structures import flatten, is_plain_object
+from dovetail.graph import Graph
+from dovetail.graph.source import Source
+from dovetail.machine import Machine, parse_machine
+from dovetail.pipeline.planning import plan
+from dovetail.pipeline.sources import with_threads
+from dovetail.pipeline.using import run
+from dovetail.plans import COMPILED, EAGER, PLACED
+from dovetail.request_fields import read_seconds
+from dovetail.runtime.files import cache_folder, read_json, use_own_cache, write_atomically
+from dovetail.runtime.native import has_compiler
+from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, ratios_of, seconds_of
+from dovetail.runtime.torch_versions import (
+    backend_of_graphs,
+    calls_are_observed,
+    hook_tables,
+    is_compiled_module,
+    plain_call,
+    pytree,
+    replace_call,
+    replaced_call,
+    without_autocast,
+)
+from dovetail.training import is_keras
+from dovetail.units import HERE, HERE_CPU, format_seconds
+
+_log = logging.getLogger(__name__)
+MOST_KEYS = 8
+"""Calls of so many keys are decided. Those of further keys run as they are. `torch.compile` stops
+compiling a function after eight variants as well."""
+DECIDED_AT_CALL = 3
+"""The first key is decided at its first call, and others at this one: an epoch's smaller last
+batch is not worth a budget that comes once in an epoch."""
+QUICK_SECONDS = 10.0
+"""The longest budget of a quick decision, which compiles nothing."""
+GAIN = 0.02
+"""What takes the place of the module's own call must be faster by this share."""
+BESIDE = Repeats(15, 3, 2.0)
+"""How often the module's own call and what may take its place run in turns."""
+LONG_CALL_SECONDS = 0.1
+"""Calls that take longer run once in a turn, and the first in a turn counts."""
+LEAST_SECONDS = 5.0
+"""With less left of a budget, nothing is compiled: the processes take about this long to begin."""
+_LOOK_SECONDS = 0.25
+"""While something compiles, it is asked this often whether it is done."""
+_SEARCH_SHARE, _COMPILE_SHARE = 0.8, 0.5
+"""The shares of the seconds that are left which planning gets, and compiling within it."""
+_AGREES, _AGREES_IN_HALF = 1e-3, 3e-2
+"""The results of a plan may differ from the module's by this share of the largest number; in
+float16, bfloat16 and under autocast by the second one."""
+_MOST_TABLES = 4000
+"""A module whose parts hold more tables of Python values has no plan: looking at them before each
+call would take longer than a plan can win."""
+
+
+def optimize(
+    model: nn.Module,
+    machine: str | Machine = HERE,
+    budget: str | float = "60s",
+    quick: bool = False,
+) -> nn.Module:
+    """Return the same module, whose calls from now on go the fastest way that is found.
+
+    machine   on which calls are planned: the cores of this process
+    budget    limit of deciding about a call, in seconds ("60s", "2m")
+    quick     decide within 10 s, and compile nothing
+
+    A call is decided when its shapes, dtypes, other arguments and modes are new. Its plan on this
+    machine, `torch.compile` and the module as it is are measured, and the fastest runs from then
+    on. Calls that need gradients have the last two of these. Parameters, buffers, `state_dict`,
+    modes, hooks and pickles are the module's own as before; copies of the module are plain ones.
+    Where nothing else is faster, or can be done, the module runs as it is, and the log says why.
+
+    Raises `ModelError` for what is no module, compiled already or lazy, and `UsageError`.
+    """
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ModelError(name, "is no torch.nn.Module; wrap the function in one")
+    call = replaced_call(model)
+    if is_compiled_module(model) or not isinstance(call, OptimizedCalls | None):
+        raise ModelError(name, "is compiled already; optimize the module instead of compiling it")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(name, "is TorchScript; give the module that it was made from")
+    for key, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise ModelError(name, f"{key} has no shape yet; run the lazy module once before")
+    if machine == HERE:
+        machine = HERE_CPU
+    resolved = parse_machine(machine) if isinstance(machine, str) else machine
+    if not is_this_process(resolved):
+        says = f"is {resolved.name}; a module's calls run in this process, on all its cores: use "
+        raise UsageError("machine", says + HERE)
+    seconds = read_seconds("budget", str(budget))
+    settings = machine, min(seconds, QUICK_SECONDS) if quick else seconds, quick
+    if call is None or call.settings != settings:
+        replace_call(model, OptimizedCalls(model, *settings))
+    return model
+
+
+def compile_graph(
+    graph: nn.Module, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend "dovetail" of `torch.compile`, whose options are those of `optimize`.
+
+    torch makes a graph of each forward and backward pass, and looks whether one fits a call. Each
+    graph is a module that is optimized: its first call is decided.
+    """
+    given = dict(options or {})
+    backend = backend_of_graphs(lambda module, _examples: optimize(module, **given))
+    compiled: Callable[..., Any] = backend(graph, examples)
+    return compiled
+
+
+@dataclass(eq=False)
+class CallDecision:
+    """How calls of one key run.
+
+    call     takes the module's arguments
+    seconds  way -> measured seconds of a call
+    step     a plan at work; None: no plan runs
+    state    what the plan holds constant of the module
+    """
+
+    way: str
+    call: Callable[..., Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    step: LoadedStep | None = None
+    state: "ModuleState | None" = None
+
+
+class OptimizedCalls:
+    """What `module(...)` calls in place of the module's own call.
+
+    settings   machine, seconds of a decision, whether it is a quick one
+    """
+
+    def __init__(
+        self, module: nn.Module, machine: str | Machine, seconds: float, quick: bool
+    ) -> None:
+        self.module, self.settings = module, (machine, seconds, quick)
+        self.here = parse_machine(machine) if isinstance(machine, str) else machine
+        self._plain = CallDecision(EAGER, plain_call(module))
+        self._compiled: Callable[..., Any] | None = None
+        self._decisions: dict[Any, CallDecision] = {}
+        self._seen, self._decided = Counter[Any](), 0
+        self._said = set[str]()
+        self._hooks, self._parameters = hook_tables(module), list(module.parameters())
+        self._deciding = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module is a plain one, also where its class pickles all attributes.
+        return type(None), ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = None if calls_are_observed() else self._key(args, kwargs)
+        decision = self._plain if key is None else self._decisions.get(key)
+        if decision is None:
+            decision = self.decide(key, args, kwargs)
+        # Hooks see the calls of the module's parts, which only the module's own call makes.
+        if decision.way == EAGER or any(self._hooks):
+            return self._plain.call(*args, **kwargs)
+        if decision.state is None:
+            return decision.call(*args, **kwargs)
+        if decision.state.holds():
+            try:
+                return decision.call(*args, **kwargs)
+            except DovetailError as error:
+                self._say(f"a plan of it is given up: {error.line}")
+        else:
+            self._say("it was changed, so its calls are decided anew")
+        # The module has other tensors or values now, or the input is wrong, and the module's own
+        # call raises the error that its user knows.
+        self._decisions.pop(key, None)
+        if decision.step is not None:
+            decision.step.close()
+        return self._plain.call(*args, **kwargs)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The key of a call; None if it has arguments that cannot be compared. Its first
+        entry says whether the call needs gradients."""
+        requiring: list[Tensor] = []
+        try:
+            given = key_of(args, requiring), key_of(kwargs, requiring)
+        except OpaqueArgumentError:
+            return None
+        needs = torch.is_grad_enabled() and (
+            bool(requiring) or any(parameter.requires_grad for parameter in self._parameters)
+        )
+        casts = torch.is_autocast_enabled("cpu")
+        return (
+            needs,
+            given,
+            torch.is_inference_mode_enabled(),
+            self.module.training,
+            torch.get_autocast_dtype("cpu") if casts else None,
+            torch.get_default_dtype(),
+        )
+
+    def decide(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision:
+        """Decide how calls of this key run, if it is time to."""
+        if self._decided >= MOST_KEYS:
+            self._say(f"calls of more than {MOST_KEYS} keys run as they are")
+            return self._plain
+        if len(self._seen) < 16 * MOST_KEYS:
+            self._seen[key] += 1
+        is_early = self._decided and self._seen[key] < DECIDED_AT_CALL
+        # While one thread decides, others call the module as it is.
+        if is_early or not self._deciding.acquire(blocking=False):
+            return self._plain
+        module, decision = self.module, self._plain
+        try:
+            self._hooks, self._parameters = hook_tables(module), list(module.parameters())
+            if any(self._hooks):
+                return decision
+            self._decided += 1
+            # What captures, compiles or copies the module sees it as it is.
+            replace_call(module, None)
+            decision = self.found(key, args, kwargs)
+        except DovetailError as error:
+            self._say(f"it runs as it is: {error.line}")
+        finally:
+            replace_call(module, self)
+            self._deciding.release()
+        if decision.state is not None:
+            decision.state = ModuleState(module)
+        told = ", ".join(f"{way} {format_seconds(s)}" for way, s in decision.seconds.items())
+        _log.info("%s runs by %s (%s)", type(module).__name__, decision.way, told or "not measured")
+        self._decisions[key] = decision
+        return decision
+
+    def found(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision:
+        """The decision about a key, from the disk or by measuring. Raises a `DovetailError` where
+        nothing can be measured."""
+        module, needs, ends = self.module, key[0], clock() + self.settings[1]
+        tensors = (*module.parameters(), *module.buffers(), *flatten((args, kwargs))[0])
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            raise UsageError("optimize", "its tensors are not all on the CPU")
+        if is_keras(module) or unwrap(module) is not module:
+            raise UsageError(
+                "optimize", f"a {type(module).__name__} runs its module in its own way"
+            )
+        path = self.record_path(key)
+        kept = None if path is None else read_record(path)
+        if kept is not None and kept.way == EAGER:
+            return kept
+        decision, is_pure = None, False
+        if not needs and (kept is None or kept.way == PLACED):
+            decision, is_pure = self.planned(args, kwargs, ends)
+        if decision is None:
+            is_known = kept is not None and kept.way == COMPILED
+            decision = kept if is_known else self.raced(args, kwargs, needs, ends)
+        assert decision is not None, "a record of this way is a decision"
+        if decision.way == COMPILED:
+            decision.call = self.compiled()
+        if is_pure and decision.way != EAGER:
+            planned = decision
+            decision = self.beside_plain(planned, args, kwargs, races=kept is None)
+            if planned.step is not None and decision is not planned:
+                planned.step.close()
+        if path is not None and kept is None:
+            record = {"way": decision.way, "seconds": decision.seconds}
+            with suppress(OSError, UnwritableError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, json.dumps(record))
+        return decision
+
+    def planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ends: float
+    ) -> tuple[CallDecision | None, bool]:
+        """(the faster of its plan and the user's own ways as planning measured them, whether calls
+        neither write, draw nor leave anything); None if the module has no plan."""
+        module, (machine, _, quick) = self.module, self.settings
+        try:
+            with torch.inference_mode(False):
+                step = capture_call(module, args, kwargs)
+        except (CaptureError, ModelError) as error:
+            self._say(f"it has no plan: {error.line}")
+            return None, False
+        calls = [call for call in step.program.calls if call is not None]
+        is_opaque = ModuleState(module).is_opaque
+        draws, writes = any(call.random for call in calls), any(call.in_place for call in calls)
+        if draws or writes or step.plain is None or is_opaque:
+            why = "its calls draw random numbers" if draws else "its calls write to its tensors"
+            why = "what its parts hold cannot be compared from call to call" if is_opaque else why
+            self._say(f"it has no plan: {why}")
+            return None, False
+        left_seconds = max(1.0, ends - clock())
+        # Planning runs in no mode of the caller's; what was captured has their effect already.
+        with torch.inference_mode(False), torch.enable_grad(), without_autocast():
+            found = plan(
+                step,
+                machine,
+                budget=f"{_SEARCH_SHARE * left_seconds}s",
+                compile=not quick,
+                compile_budget=f"{_COMPILE_SHARE * left_seconds}s",
+            )
+            if found.way != PLACED:
+                return CallDecision(found.way, self._plain.call, dict(found.measured)), True
+            placed = run(found, step, in_place=True)
+        seconds, state = dict(found.measured), ModuleState(module)
+        return CallDecision(PLACED, placed.step, seconds, placed, state), True
+
+    def raced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], needs: bool, ends: float
+    ) -> CallDecision:
+        """The faster of the module as it is and `torch.compile`, each in a process of its own,
+        which can be ended while it compiles. Where the call needs gradients, those of a sum of its
+        results are computed, too."""
+        module, quick = self.module, self.settings[2]
+        plain = CallDecision(EAGER, self._plain.call)
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if quick or not has_compiler() or ends - clock() < LEAST_SECONDS or (needs and not trained):
+            return plain
+        casts = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu") if casts else None
+        # No graph is needed to run the step as its user does.
+        nothing = np.empty(0, np.int32)
+        graph = Graph(
+            names=(), kinds=(), signatures=(), phases=nothing, producers=nothing, shapes=(),
+            strides=(), dtypes=(), tensor_bytes=nothing, storages=nothing,
+            input_offsets=np.zeros(1, np.int32), input_tensors=nothing,
+        )  # fmt: skip
+        step = Captured(
+            graph=graph,
+            program=Program((), (), -1, ()),
+            source=Source(type(module).__name__, "", (), torch.__version__),
+            module=module,
+            signature=Signature.of(module, args, kwargs, ()),
+            plain=PlainStep(sum_of_results, SGD(1e-9), dtype)
+            if needs
+            else PlainStep(None, None, dtype),
+        )
+        machine = with_threads(self.here, torch.get_num_threads())
+        with ExitStack() as stack:
+            timers: dict[str, Timer] = {}
+            for way in (COMPILED, EAGER):
+                network = PlainNetwork(step, machine, mode=MODES[way], apart=True)
+                stack.callback(network.close)
+                network.feed(step.inputs)
+                network.send_first()
+                while not network.has_begun(_LOOK_SECONDS):
+                    if way == COMPILED and clock() > ends:
+                        self._say(f"{COMPILED} took longer than the budget, and was ended")
+                        return plain
+                timers[way] = lambda network=network: float(median(network.step_seconds(4)))
+            seconds = in_turns(timers, BESIDE, calls=1)
+        decision = CallDecision(COMPILED, self._plain.call, medians_of(seconds))
+        is_faster = median(ratios_of(seconds[COMPILED], seconds[EAGER])) < 1 - GAIN
+        return decision if is_faster else replace(decision, way=EAGER)
+
+    def compiled(self) -> Callable[..., Any]:
+        """The module's own call by `torch.compile`."""
+        if self._compiled is None:
+            # torch counts compilations of a code object, so each module has one of its own. Also
+            # the backward pass, which is compiled later, finds what was compiled for this.
+            use_own_cache()
+            plain = self._plain.call
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return plain(*args, **kwargs)
+
+            code = call.__code__.replace()
+            own = FunctionType(code, call.__globals__, closure=call.__closure__)
+            self._compiled = torch.compile(own)
+        return self._compiled
+
+    def beside_plain(
+        self, decision: CallDecision, args: tuple[Any, ...], kwargs: dict[str, Any], races: bool
+    ) -> CallDecision:
+        """The decision, or to run the module as it is, if that is as fast here as what was decided,
+        or if a plan computes something else or leaves out what a call changes."""
+        plain, before, began = self._plain.call, ModuleState(self.module), clock()
+        wanted = plain(*args, **kwargs)
+        is_long = clock() - began > LONG_CALL_SECONDS
+        if not before.holds():
+            # Measuring would change more of the module than the user's own calls do.
+            if decision.way == COMPILED:
+                return decision
+            raise UsageError("optimize", "each call changes its attributes, which a plan does not")
+        if decision.way == PLACED and not agree(decision.call(*args, **kwargs), wanted):
+            raise UsageError("optimize", "its plan computes other results")
+        if not races:
+            return decision
+        calls = {EAGER: plain, decision.way: decision.call}
+        timers: dict[str, Timer] = {
+            way: partial(seconds_of, partial(call, *args, **kwargs)) for way, call in calls.items()
+        }
+        seconds = in_turns(timers, BESIDE, calls=is_long, warm_ups=not is_long)
+        decision.seconds.update(medians_of(seconds))
+        if median(ratios_of(seconds[decision.way], seconds[EAGER])) < 1 - GAIN:
+            return decision
+        return CallDecision(EAGER, plain, decision.seconds)
+
+    def record_path(self, key: Any) -> Path | None:
+        """Where the decision about a key is kept; None if it cannot be said what it depends on.
+
+        What a plan computes never depends on it: the module is captured in each process.
+        """
+        module, (_, seconds, quick) = self.module, self.settings
+        try:
+            sources = {
+                part.code if isinstance(part, fx.GraphModule) else inspect.getsource(type(part))
+                for part in module.modules()
+            }
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            shapes = [(name, value.shape, value.dtype) for name, value in tensors]
+            parts = (
+                sorted(sources), repr(module), shapes, key, seconds, quick,
+                [(device.model, device.cores) for device in self.here.devices],
+                torch.get_num_threads(), torch.__version__, version("dovetail"),
+            )  # fmt: skip
+            digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        # A class may be from no file, and its texts are the user's own code.
+        except Exception:
+            return None
+        return cache_folder() / "ways" / f"{digest}.json"
+
+    def _say(self, text: str) -> None:
+        """Log it, once."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning("%s: %s", type(self.module).__name__, text)
+
+
+class ModuleState:
+    """The Python values that the parts of a module hold, and those within these: lists, dicts and
+    attributes of plain objects.
+
+    is_opaque   there are values that may change unseen, or too many
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.is_opaque = False
+        self._tables: list[tuple[Any, tuple[Any, ...]]] = []
+        self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        # Tensors that the module is given later are the plan's own business.
+        self._tensors: list[tuple[dict[str, Any], list[Any]]] = []
+        waiting: list[Any] = []
+        seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        for part in module.modules():
+            tables = part._parameters, part._buffers
+            self._tensors += [(table, list(table.values())) for table in tables if table]
+            seen |= {id(part), *map(id, tables)}
+            waiting.append(vars(part))
+        while waiting and not self.is_opaque:
+            value = waiting.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                if value.is_inference():
+                    self.is_opaque = True
+                else:
+                    self._versions.append((value, value._version))
+            elif isinstance(value, dict):
+                self._tables.append((value, tuple(value.values())))
+                waiting += value.values()
+            elif isinstance(value, list | tuple | set | deque):
+                self._lists.append((value, tuple(value)))
+                waiting += value
+            elif isinstance(value, np.ndarray):
+                self.is_opaque = True
+            elif isinstance(value, nn.Module) or is_plain_object(value):
+                waiting.append(vars(value))
+            self.is_opaque |= len(self._tables) + len(self._lists) > _MOST_TABLES
+
+    def holds(self) -> bool:
+        """True if the module has the same values still."""
+        try:
+            for table, values in self._tables:
+                if tuple(table.values()) != values:
+                    return False
+            for items, values in self._lists:
+                if tuple(items) != values:
+                    return False
+        # Values that cannot be compared, such as tensors, are others.
+        except Exception:
+            return False
+        if any(tensor._version != number for tensor, number in self._versions):
+            return False
+        for tensors, known in self._tensors:
+            if not all(map(is_, tensors.values(), known)) or len(tensors) != len(known):
+                now = list(tensors.values())
+                if [type(value) for value in now] != [type(value) for value in known]:
+                    return False
+                known[:] = now
+        return True
+
+
+class OpaqueArgumentError(Exception):
+    """An argument of which no key can be made."""
+
+
+def key_of(value: Any, requiring: list[Tensor]) -> Any:
+    """What a plan holds constant of an argument, as a key. Tensors that require gradients are added
+    to `requiring`. Raises `OpaqueArgumentError`."""
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        if value.layout is not torch.strided or value.is_quantized:
+            raise OpaqueArgumentError
+        if value.requires_grad:
+            requiring.append(value)
+        lazy = value.is_neg(), value.is_conj()
+        return value.shape, value.dtype, value.stride(), value.device, value.requires_grad, lazy
+    if kind is tuple or kind is list:
+        return kind, *[key_of(each, requiring) for each in value]
+    if kind is dict:
+        return kind, *value, *[key_of(each, requiring) for each in value.values()]
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    if kind is float:
+        return kind, repr(value)
+    if kind in _CONSTANTS:
+        return kind, value
+    raise OpaqueArgumentError
+
+
+_CONSTANTS = {bool, int, str, type(None), torch.dtype, torch.device, torch.Size}
+
+
+def sum_of_results(output: Any) -> Tensor:
+    """A loss that needs the gradient of each result of a module."""
+    results = [value for value in pytree.tree_leaves(output) if isinstance(value, Tensor)]
+    sums = [
+        value.abs().sum() if value.is_complex() else value.sum()
+        for value in results
+        if value.requires_grad
+    ]
+    return torch.stack([value.float() for value in sums]).sum()
+
+
+def agree(result: Any, wanted: Any) -> bool:
+    """True if two results have the same structure, and tensors of the same shapes, dtypes and, but
+    for rounding, numbers."""
+    (own, own_names, _), (tensors, names, _) = flatten(result), flatten(wanted)
+    if own_names != names or type(result) is not type(wanted):
+        return False
+    casts = torch.is_autocast_enabled("cpu")
+    for value, other in zip(own, tensors, strict=True):
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return False
+        if not (value.is_floating_point() or value.is_complex()):
+            if not torch.equal(value, other):
+                return False
+            continue
+        is_half = value.dtype in (torch.float16, torch.bfloat16)
+        share = _AGREES_IN_HALF if casts or is_half else _AGREES
+        if value.is_complex():
+            value, other = torch.view_as_real(value), torch.view_as_real(other)
+        value, other = value.detach().double(), other.detach().double()
+        largest = (
+            float(other.nan_to_num(posinf=0.0, neginf=0.0).abs().max()) if other.numel() else 0
+        )
+        if not torch.allclose(value, other, rtol=0.0, atol=share * largest, equal_nan=True):
+            return False
+    return True
+
+
+def medians_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Way -> its median seconds."""
+    return {way: median(of_way) for way, of_way in seconds.items()}
+
+
+def read_record(path: Path) -> CallDecision | None:
+    """The way and the seconds of a decision that was kept, without its call; None if there is
+    none that can be read."""
+    try:
+        record = read_json(path)
+        way, seconds = record["way"], record["seconds"]
+        if way in (EAGER, COMPILED, PLACED):
+            return CallDecision(way, path.exists, {str(k): float(v) for k, v in seconds.items()})
+    except (FileFormatError, KeyError, TypeError, ValueError, AttributeError):
+        pass
+    return None

@@ -1,0 +1,277 @@
+"""A module that was made fast where it stands is the module that it was, with its numbers."""
+
+import copy
+import json
+import pickle
+import tomllib
+from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dovetail as dt
+from dovetail.errors import ModelError, UsageError
+from dovetail.machine import parse_machine
+from dovetail.pipeline import optimizing, sources
+from dovetail.plans import COMPILED, EAGER, PLACED
+from dovetail.runtime.torch_versions import plain_call, replaced_call
+from dovetail.units import HERE_CPU
+
+ROOT = Path(__file__).parents[2]
+
+
+class Scaled(nn.Module):
+    """Linear layers around a batch normalisation, and a number of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.settings = {"scale": 1.5}
+
+    def forward(self, x, shift=0.0):
+        hidden = torch.relu(self.norm(self.first(x))) * self.settings["scale"]
+        return {"out": self.last(hidden) + shift, "hidden": hidden}
+
+
+class Asks(nn.Module):
+    """Asks for a number of its input, which no graph can say."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * (2 if x.sum().item() > 0 else 3)
+
+
+def rival_wins(timers, *_args, **_settings):
+    """Stands for the timer: whatever may take the place of the module's own call is faster."""
+    return {way: (1.0 if way == EAGER else 0.5,) * 3 for way in timers}
+
+
+@pytest.fixture(autouse=True)
+def _own_records(tmp_path, monkeypatch):
+    """Each test decides for itself."""
+    monkeypatch.setattr(optimizing, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(optimizing, "in_turns", rival_wins)
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    """Plans run the ops one by one. Nothing is measured for them."""
+    machine = parse_machine(HERE_CPU)
+    plan_of = partial(sources.in_order, machine=machine)
+    monkeypatch.setattr(optimizing, "plan", lambda step, *_, **__: plan_of(step.graph))
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def ways_of(module):
+    return [decision.way for decision in replaced_call(module)._decisions.values()]
+
+
+def assert_equal(result, wanted):
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_calls_by_a_plan_are_those_of_the_module_whatever_becomes_of_it(in_order):
+    module, plain = seeded(Scaled).eval(), seeded(Scaled).eval()
+    assert dt.optimize(module, quick=True) is module
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(5, 6)
+            assert_equal(module(x), plain(x))
+        assert ways_of(module) == [PLACED]
+        planned = next(iter(replaced_call(module)._decisions.values()))
+        # Weights change where they lie, by a whole state, and by other tensors.
+        for each in (module, plain):
+            each.first.weight.mul_(1.25)
+            each.last.bias.data = torch.tensor([1.0, 2.0, 3.0])
+        assert_equal(module(x), plain(x))
+        torch.manual_seed(1)
+        state = {k: torch.rand_like(v.float()).to(v.dtype) for k, v in plain.state_dict().items()}
+        for assign in (False, True):
+            state = {key: value + 1 for key, value in state.items()}
+            for each in (module, plain):
+                each.load_state_dict({k: v.clone() for k, v in state.items()}, assign=assign)
+            assert_equal(module(x), plain(x))
+        assert list(replaced_call(module)._decisions.values()) == [planned]
+        assert module.state_dict().keys() == plain.state_dict().keys()
+        # Hooks see their calls, and what they return counts.
+        seen = []
+        handle = module.norm.register_forward_hook(lambda *given: seen.append(given))
+        assert_equal(module(x), plain(x))
+        handle.remove()
+        assert_equal(module(x), plain(x))
+        assert len(seen) == 1
+        # A number of Python's is another one.
+        for each in (module, plain):
+            each.settings["scale"] = -2.0
+        for _ in range(optimizing.DECIDED_AT_CALL):
+            assert_equal(module(x), plain(x))
+        assert list(replaced_call(module)._decisions.values()) != [planned]
+        for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert replaced_call(copied) is None
+            assert_equal(copied(x), plain(x))
+        # Another dtype is decided anew, and input that does not fit raises what the module raises.
+        for each in (module, plain):
+            each.to(torch.float64)
+        with pytest.raises(RuntimeError, match="dtype"):
+            module(x)
+        for _ in range(optimizing.DECIDED_AT_CALL):
+            assert_equal(module(x.double()), plain(x.double()))
+
+
+def test_the_same_call_in_another_mode_or_shape_is_decided_by_itself(in_order):
+    module, plain = seeded(Scaled), seeded(Scaled)
+    dt.optimize(module, quick=True)
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        for mode in (False, True, False):
+            module.train(mode), plain.train(mode)
+            for rows, shift in 3 * [(5, 0), (3, 0), (5, 2), (5, 2.0)]:
+                assert_equal(module(x[:rows], shift), plain(x[:rows], shift))
+    assert_equal(module.state_dict(), plain.state_dict())
+    # In training mode a call writes to buffers.
+    modes = {key[3]: decision.way for key, decision in replaced_call(module)._decisions.items()}
+    assert modes == {False: PLACED, True: EAGER}
+
+
+def test_calls_of_many_keys_run_as_they_are(monkeypatch, caplog):
+    monkeypatch.setattr(optimizing, "DECIDED_AT_CALL", 1)
+    monkeypatch.setattr(
+        optimizing.OptimizedCalls, "found", lambda self, *_: optimizing.CallDecision(EAGER, id)
+    )
+    module = dt.optimize(nn.Linear(2, 2))
+    for rows in range(1, 3 * optimizing.MOST_KEYS):
+        assert module(torch.ones(rows, 2)).shape == (rows, 2)
+    assert len(ways_of(module)) == optimizing.MOST_KEYS
+    assert len(caplog.records) == 1 and "more than 8 keys" in caplog.text
+
+
+@pytest.mark.parametrize("way", [EAGER, COMPILED])
+def test_training_takes_the_steps_of_the_plain_module(way, monkeypatch):
+    decision = optimizing.CallDecision(way, replaced_call)
+    monkeypatch.setattr(optimizing.OptimizedCalls, "raced", lambda *_: decision)
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))
+    module, plain = seeded(Scaled), seeded(Scaled)
+    dt.optimize(module)
+    losses = []
+    for each in (module, plain):
+        torch.manual_seed(2)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = each(torch.randn(7, 6))["out"].square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[:5] == pytest.approx(losses[5:], rel=1e-6)
+    assert ways_of(module) == [way]
+    assert_equal(module.state_dict(), plain.state_dict())
+    assert int(module.norm.num_batches_tracked) == 5
+
+
+def test_a_module_without_a_graph_runs_as_it_is_and_the_log_says_why_once(caplog):
+    module = dt.optimize(seeded(Asks), quick=True)
+    plain, x = seeded(Asks), torch.randn(3, 4)
+    with torch.no_grad():
+        for sign in (1, -1, 1, -1):
+            assert_equal(module(sign * x), plain(sign * x))
+    (record,) = caplog.records
+    assert "Asks: it has no plan: " in record.message and ".item()" in record.message
+
+
+def test_what_each_call_changes_of_a_module_is_changed_by_each_call(in_order):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.texts = nn.Linear(2, 2), []
+
+        def forward(self, x):
+            self.texts.append("called")
+            return self.linear(x)
+
+    module = dt.optimize(Counts(), quick=True)
+    with torch.no_grad():
+        before = module(torch.ones(1, 2)), len(module.texts)
+        after = module(torch.ones(1, 2)), len(module.texts)
+    assert_equal(before[0], after[0])
+    assert after[1] == before[1] + 1 and PLACED not in ways_of(module)
+
+
+def test_another_process_begins_with_what_was_decided(tmp_path, monkeypatch):
+    x = torch.randn(2, 6)
+    with torch.no_grad():
+        dt.optimize(seeded(Scaled).eval(), quick=True)(x)
+        (path,) = (tmp_path / "ways").iterdir()
+        assert json.loads(path.read_text())["way"] == PLACED
+        monkeypatch.setattr(optimizing, "in_turns", None)
+        monkeypatch.setattr(optimizing.OptimizedCalls, "raced", None)
+        again = dt.optimize(seeded(Scaled).eval(), quick=True)
+        assert_equal(again(x), plain_call(again)(x))
+        assert ways_of(again) == [PLACED]
+        path.write_text('{"way": "by magic", "seconds": {}}')
+        monkeypatch.setattr(optimizing, "in_turns", rival_wins)
+        dt.optimize(seeded(Scaled).eval(), quick=True)(x)
+        assert json.loads(path.read_text())["way"] == PLACED
+
+
+def test_a_module_is_optimized_once_and_what_is_no_plain_module_is_refused():
+    module = nn.Linear(2, 2)
+    calls = replaced_call(dt.optimize(dt.optimize(module)))
+    assert isinstance(calls, optimizing.OptimizedCalls)
+    assert replaced_call(dt.optimize(module, quick=True)) is not calls
+    for wrong in (len, torch.compile(nn.Linear(2, 2)), nn.LazyLinear(2)):
+        with pytest.raises(ModelError, match=r"no torch.nn.Module|compiled already|no shape yet"):
+            dt.optimize(wrong)
+    module = nn.Linear(2, 2)
+    module.compile()
+    with pytest.raises(ModelError, match="compiled already"):
+        dt.optimize(module)
+    with pytest.raises(UsageError, match="machine"):
+        dt.optimize(nn.Linear(2, 2), "here/2")
+    with pytest.raises(UsageError, match="budget"):
+        dt.optimize(nn.Linear(2, 2), budget="soon")
+
+
+def test_both_ways_of_the_user_are_raced_in_processes_that_can_be_ended(monkeypatch, caplog):
+    """The module here is compiled by nobody: a budget of a second ends what compiles."""
+    monkeypatch.setattr(optimizing, "LEAST_SECONDS", 0.0)
+    module, plain = seeded(Scaled), seeded(Scaled)
+    dt.optimize(module, budget="1s")
+    x = torch.randn(7, 6)
+    for _ in range(2):
+        assert_equal(module(x), plain(x))
+    assert ways_of(module) == [EAGER] and "took longer than the budget" in caplog.text
+    assert_equal(module.state_dict(), plain.state_dict())
+
+
+def test_the_backend_of_torch_compile_runs_forward_and_backward_by_plans(in_order, caplog):
+    caplog.set_level("INFO")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    where = points["torch_dynamo_backends"]["dovetail"]
+    backend = EntryPoint("dovetail", where, "torch_dynamo_backends").load()
+    module, plain = seeded(Scaled), seeded(Scaled)
+    compiled = torch.compile(module, backend=backend, options={"quick": True})
+    losses = []
+    for each, call in ((module, compiled), (plain, plain)):
+        torch.manual_seed(2)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = call(torch.randn(7, 6))["out"].square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[:5] == pytest.approx(losses[5:], rel=1e-5)
+    assert_equal(module.state_dict(), plain.state_dict())
+    assert caplog.text.count("runs by placed") >= 2
