@@ -33,15 +33,16 @@ from dovetail.executors.shares import compiled_stages
 from dovetail.frontends.capturing import capture_call, unwrap
 from dovetail.frontends.fused_updates import is_dense, step_fused
 from dovetail.frontends.plain import LossAndGradients
-from dovetail.frontends.structures import constants, flatten
+from dovetail.frontends.structures import flatten
 from dovetail.machine import Machine
+from dovetail.pipeline.optimizing import ModuleState, OpaqueArgumentError, key_of
 from dovetail.pipeline.planning import find_plan
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import TellProgress, silent
 from dovetail.pipeline.using import run
 from dovetail.plans import EAGER, PLACED, Plan
 from dovetail.runtime.setup import op_threads
-from dovetail.runtime.torch_versions import has_parameter_hooks
+from dovetail.runtime.torch_versions import has_parameter_hooks, hook_tables
 from dovetail.units import HERE, format_seconds
 
 _log = logging.getLogger(__name__)
@@ -102,9 +103,9 @@ def training_step(
     options            fields of `PlanRequest`: `budget`, `compile`, `compile_budget`, `seed`, ...
 
     Dropout of a plan draws by (seed, number of the step, op) and leaves torch's generator alone, so
-    the numbers are others than in plain training. Hooks on modules run once, when a step is
-    captured. Without compiled code a step computes what plain training computes; with it, roundings
-    differ, and updates by SGD, RMSprop, Adam and AdamW on CPUs are made by fused kernels.
+    the numbers are others than in plain training. Without compiled code a step computes what plain
+    training computes; with it, roundings differ, and updates by SGD, RMSprop, Adam and AdamW on
+    CPUs are made by fused kernels.
 
     Raises `UsageError` for arguments that do not fit.
     """
@@ -127,6 +128,7 @@ class _Planned:
     own       runs it in place; None: the module runs as it is, eager
     threads   of eager
     compiles  it runs compiled code
+    state     what the plan holds constant of the model
     aliased   numbers of the gradients that must be copied, as autograd copies them before it hands
               them to a parameter: a clip in place would write elements twice. None: no step ran
     """
@@ -135,6 +137,7 @@ class _Planned:
     own: LoadedStep | None
     threads: int
     compiles: bool
+    state: ModuleState
     aliased: tuple[int, ...] | None = None
 
 
@@ -197,6 +200,7 @@ class TrainingStep:
         # Kind of call -> its plan, or how often it has come.
         self._of_kinds: dict[Any, _Planned | int] = {}
         self._settings: dict[Any, int] = {}  # modes and trained parameters -> their number
+        self._plans = 0  # that were made
         self._summed = 0  # calls whose gradients are in `parameter.grad` and not yet applied
         self._compiles = False  # one of these ran compiled code
         self._why_plain = ""
@@ -313,42 +317,48 @@ class TrainingStep:
         scale: Tensor | None,
         trained: list[Tensor],
     ) -> _Planned | None:
-        """The plan for calls of this kind, or None: it runs as plain training does."""
+        """The plan for calls of this kind, or None: it runs as plain training does. So does the
+        call that is planned: what it changes of the model's Python values a plan would not."""
         if self._why_plain:
             return None
-        values = (*args, *kwargs.values(), *targets)
-        structure: Any = (len(args), tuple(kwargs))
-        if not all(type(value) is Tensor for value in values):
-            tensors, names, template = flatten((args, kwargs, targets))
-            structure, values = (*names, repr(constants(template))), tuple(tensors)
+        requiring: list[Tensor] = []
+        try:
+            given_key = key_of((args, kwargs, targets), requiring)
+        except OpaqueArgumentError:
+            return None
         # A graph has no place for the gradients of inputs.
-        if any(value.requires_grad for value in values):
+        if requiring:
             return None
         settings = (
             tuple([module.training for module in self._modules]),
             tuple(map(id, trained)),
         )
-        kind = (
-            structure,
-            tuple([(value.shape, value.dtype, value.device) for value in values]),
-            self._settings.setdefault(settings, len(self._settings)),
-        )
+        kind = given_key, self._settings.setdefault(settings, len(self._settings))
         known = self._of_kinds.get(kind, 0)
         if isinstance(known, _Planned):
-            return known
+            if known.own is None or known.state.holds():
+                return known
+            if known.aliased is None:
+                self._run_plainly("each call changes values that the model holds in Python")
+                return None
+            _log.warning("values that the model holds in Python have changed; they end a plan")
+            known.own.close()
+            known = 0
         self._of_kinds[kind] = known + 1
-        plans = sum(isinstance(value, _Planned) for value in self._of_kinds.values())
-        if plans and (known + 1 != OFTEN or plans >= MOST_PLANS):
+        if self._plans and (known + 1 != OFTEN or self._plans >= MOST_PLANS):
             return None
         module, why = self._module, ""
+        tensors = (*trained, *flatten((args, kwargs, targets))[0])
         if unwrap(module.model) is not module.model:
             why = f"the model is in {type(module.model).__name__}, which works in backward passes"
-        elif any(map(has_parameter_hooks, trained)):
-            why = "a parameter has hooks on its gradient"
-        elif any(tensor.device.type != "cpu" for tensor in (*trained, *values)):
+        elif any(map(has_parameter_hooks, trained)) or any(hook_tables(module)):
+            why = "the model has hooks, which a plan does not call"
+        elif any(tensor.device.type != "cpu" for tensor in tensors):
             why = "its tensors are not all on the CPU"
         elif not self._names.keys() >= set(map(id, trained)):
             why = "the optimizer was given parameters that are not the model's"
+        elif ModuleState(module).is_opaque:
+            why = "what the model's parts hold in Python cannot be compared from call to call"
         if why:
             self._run_plainly(why)
             return None
@@ -371,7 +381,7 @@ class TrainingStep:
                 raise KeyboardInterrupt
             own = None if plan.way == EAGER else run(plan, captured, seed=plan.seed, in_place=True)
         except DovetailError as error:
-            if plans:
+            if self._plans:
                 why = str(error).strip().partition("\n")[0]
                 _log.warning("a further kind of call of the training step has no plan: %s", why)
             else:
@@ -379,11 +389,12 @@ class TrainingStep:
             return None
         compiles = plan.way not in (PLACED, EAGER) or bool(compiled_stages(plan))
         threads = plan.machine.devices[0].op_threads if plan.way == EAGER else 0
-        planned = _Planned(plan, own, threads, compiles)
+        planned = _Planned(plan, own, threads, compiles, ModuleState(module))
+        self._plans += 1
         self._of_kinds[kind] = planned
         self.plan = self.plan or plan
         _log.info("%s", self.describe())
-        return planned
+        return None
 
     def _run_plainly(self, why: str) -> None:
         """Run plain training from now on, and tell why, in one line."""
