@@ -79,7 +79,7 @@ def test_schedulers_count_the_updates(planned):
         schedule.step()
 
 
-def test_a_form_that_comes_often_has_a_plan_of_its_own(planned, monkeypatch):
+def test_a_kind_of_call_that_comes_often_has_a_plan_of_its_own(planned, monkeypatch):
     monkeypatch.setattr(training_steps, "OFTEN", 3)
     step = a_step(nn.Linear(6, 3))
     sizes = [4, 2, 2, 4, 2, 2, 3]
@@ -137,10 +137,12 @@ def test_gradients_that_share_memory_are_each_clipped_once(planned):
             return (x * (self.parts[0] + self.parts[1])).sum() + self.parts[2].sum()
 
     model = Sum()
-    a_step(model, None, clip=1.0)(torch.ones(1, 6))
+    step = a_step(model, None, clip=1.0)
+    step(torch.ones(1, 6))
+    step(torch.ones(1, 6))
     for part in model.parts:
         torch.testing.assert_close(part.grad, torch.full((6,), 18**-0.5))
-        torch.testing.assert_close(part.detach(), torch.full((6,), 1 - 0.1 * 18**-0.5))
+        torch.testing.assert_close(part.detach(), torch.full((6,), 1 - 0.2 * 18**-0.5))
     assert len(planned) == 1
 
 
@@ -183,6 +185,48 @@ def test_what_cannot_be_captured_is_trained_plainly_and_the_log_says_why(planned
     assert "runs as plain training does" in record.message and "torch.where" in record.message
     assert step.describe().startswith("plain training runs: ") and step.plan is None
     assert torch.equal(loss, cross_entropy(plain(inputs) * (2 if inputs.sum() > 0 else 1), targets))
+
+
+def test_values_in_python_that_change_end_a_plan(planned, caplog):
+    model = nn.Sequential(nn.Linear(6, 3), nn.Softplus())
+    plain = nn.Sequential(nn.Linear(6, 3), nn.Softplus())
+    plain.load_state_dict(model.state_dict())
+    step, optimizer = a_step(model), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for beta in (1.0, 1.0, 2.0):
+        model[1].beta = plain[1].beta = beta
+        loss, (inputs, targets) = step(*a_batch()), a_batch()
+        optimizer.zero_grad()
+        value = cross_entropy(plain(inputs), targets)
+        value.backward()
+        optimizer.step()
+        assert torch.equal(loss, value)
+    assert "they end a plan" in caplog.text
+
+
+def test_a_model_that_counts_its_calls_in_python_is_trained_plainly(planned):
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counting(6, 3)
+    step = a_step(model)
+    for _ in range(3):
+        step(*a_batch())
+    assert model.calls == 3 and "values that the model holds" in step.describe()
+
+
+def test_hooks_are_called_as_in_plain_training(planned):
+    model, seen = nn.Linear(6, 3), []
+    step = a_step(model)
+    step(*a_batch())
+    step(*a_batch())
+    model.register_forward_hook(lambda *_: seen.append(1))
+    step(*a_batch())
+    step(*a_batch())
+    assert len(seen) == 2 and len(planned) == 1
 
 
 def test_an_error_of_a_step_is_that_of_torch(planned):

@@ -212,7 +212,8 @@ def _record_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Op
     # A rate may be a tensor, or below zero. Torch's own step has its ways with these.
     if all(isinstance(value, (int, float)) for value in values.values()):
         with suppress(UsageError):
-            return record(**values)
+            found: Optimizer = record(**values)
+            return found
     return None
 
 

@@ -124,7 +124,7 @@ class PlainModule:
         if mode:
             # torch counts compilations of a code object, and stops compiling after eight. Each step
             # has a code object of its own.
-            compute = _compute(module, step)
+            compute: Any = _compute(module, step)
             if isinstance(module, LossAndGradients):
                 # Its user would compile what makes the loss, and let autograd run the rest.
                 compute = LossAndGradients.losses

@@ -9,8 +9,8 @@ Only loss and gradients are planned. The update stays what torch and its user ma
 rates, groups, schedules and loaded states need no word to us: nothing that changes between steps is
 a constant of the plan.
 
-A plan is of one form of call: shapes, dtypes, modes of the modules, and which parameters require
-gradients. The first form is planned in the first call. Another, such as that of the last smaller
+A plan is of one kind of call: shapes, dtypes, modes of the modules, and which parameters require
+gradients. The first kind is planned in the first call. Another, such as that of the last smaller
 batch, runs as plain training does, and is planned once it has come often. So does all that has no
 plan, for which the log names the reason.
 """
@@ -33,20 +33,21 @@ from dovetail.executors.shares import compiled_stages
 from dovetail.frontends.capturing import capture_call, unwrap
 from dovetail.frontends.fused_updates import is_dense, step_fused
 from dovetail.frontends.plain import LossAndGradients
-from dovetail.frontends.structures import constants, flatten
+from dovetail.frontends.structures import flatten
 from dovetail.machine import Machine
+from dovetail.pipeline.optimizing import ModuleState, OpaqueArgumentError, key_of
 from dovetail.pipeline.planning import find_plan
 from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import TellProgress, silent
 from dovetail.pipeline.using import run
 from dovetail.plans import EAGER, PLACED, Plan
 from dovetail.runtime.setup import op_threads
-from dovetail.runtime.torch_versions import has_parameter_hooks
+from dovetail.runtime.torch_versions import has_parameter_hooks, hook_tables
 from dovetail.units import HERE, format_seconds
 
 _log = logging.getLogger(__name__)
 OFTEN, MOST_PLANS = 32, 4
-"""A form of call other than the first is planned when it comes for the `OFTEN`th time, since a plan
+"""A kind of call other than the first is planned when it comes for the `OFTEN`th time, since a plan
 takes as long as many plain steps. No step has more plans than `MOST_PLANS`."""
 
 
@@ -102,9 +103,9 @@ def training_step(
     options            fields of `PlanRequest`: `budget`, `compile`, `compile_budget`, `seed`, ...
 
     Dropout of a plan draws by (seed, number of the step, op) and leaves torch's generator alone, so
-    the numbers are others than in plain training. Hooks on modules run once, when a step is
-    captured. Without compiled code a step computes what plain training computes; with it, roundings
-    differ, and updates by SGD, RMSprop, Adam and AdamW on CPUs are made by fused kernels.
+    the numbers are others than in plain training. Without compiled code a step computes what plain
+    training computes; with it, roundings differ, and updates by SGD, RMSprop, Adam and AdamW on
+    CPUs are made by fused kernels.
 
     Raises `UsageError` for arguments that do not fit.
     """
@@ -122,11 +123,12 @@ def training_step(
 
 @dataclass(eq=False)
 class _Planned:
-    """A plan at work for one form of call.
+    """A plan at work for one kind of call.
 
     own       runs it in place; None: the module runs as it is, eager
     threads   of eager
     compiles  it runs compiled code
+    state     what the plan holds constant of the model
     aliased   numbers of the gradients that must be copied, as autograd copies them before it hands
               them to a parameter: a clip in place would write elements twice. None: no step ran
     """
@@ -135,13 +137,14 @@ class _Planned:
     own: LoadedStep | None
     threads: int
     compiles: bool
+    state: ModuleState
     aliased: tuple[int, ...] | None = None
 
 
 class TrainingStep:
     """A training step for a loop of the user's own. `training_step` makes it.
 
-    plan   of the first form of call; None before it, and where there is none
+    plan   of the first kind of call; None before it, and where there is none
     ema    the averaged model, or None
     """
 
@@ -163,8 +166,8 @@ class TrainingStep:
             )
         closure = signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
-            kind = type(optimizer).__name__
-            raise UsageError("optimizer", f"is {kind}, whose step calls the loss several times")
+            says = f"is {type(optimizer).__name__}, whose step calls the loss several times"
+            raise UsageError("optimizer", says)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -194,9 +197,10 @@ class TrainingStep:
         self._clip, self._clip_value = clip, clip_value
         self._request, self._progress = request, progress
         self._names, self._modules = names, list(module.modules())
-        # Form of call -> its plan, or how often it has come.
-        self._of_forms: dict[Any, _Planned | int] = {}
+        # Kind of call -> its plan, or how often it has come.
+        self._of_kinds: dict[Any, _Planned | int] = {}
         self._settings: dict[Any, int] = {}  # modes and trained parameters -> their number
+        self._plans = 0  # that were made
         self._summed = 0  # calls whose gradients are in `parameter.grad` and not yet applied
         self._compiles = False  # one of these ran compiled code
         self._why_plain = ""
@@ -263,7 +267,9 @@ class TrainingStep:
         optimizer, scaler = self._optimizer, self._scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # A norm is summed in the model's order, as in loops that clip `model.parameters()`.
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for p in self._module.parameters() if id(p) in held]
         if self._clip is not None:
             nn.utils.clip_grad_norm_(parameters, self._clip)
         if self._clip_value is not None:
@@ -311,44 +317,51 @@ class TrainingStep:
         scale: Tensor | None,
         trained: list[Tensor],
     ) -> _Planned | None:
-        """The plan for calls of this form, or None: it runs as plain training does."""
+        """The plan for calls of this kind, or None: it runs as plain training does. So does the
+        call that is planned: what it changes of the model's Python values a plan would not."""
         if self._why_plain:
             return None
-        values = (*args, *kwargs.values(), *targets)
-        structure: Any = (len(args), tuple(kwargs))
-        if not all(type(value) is Tensor for value in values):
-            tensors, names, template = flatten((args, kwargs, targets))
-            structure, values = (*names, repr(constants(template))), tuple(tensors)
+        requiring: list[Tensor] = []
+        try:
+            given_key = key_of((args, kwargs, targets), requiring)
+        except OpaqueArgumentError:
+            return None
         # A graph has no place for the gradients of inputs.
-        if any(value.requires_grad for value in values):
+        if requiring:
             return None
         settings = (
             tuple([module.training for module in self._modules]),
             tuple(map(id, trained)),
         )
-        form = (
-            structure,
-            tuple([(value.shape, value.dtype, value.device) for value in values]),
-            self._settings.setdefault(settings, len(self._settings)),
-        )
-        known = self._of_forms.get(form, 0)
+        kind = given_key, self._settings.setdefault(settings, len(self._settings))
+        known = self._of_kinds.get(kind, 0)
         if isinstance(known, _Planned):
-            return known
-        self._of_forms[form] = known + 1
-        plans = sum(isinstance(value, _Planned) for value in self._of_forms.values())
-        if plans and (known + 1 != OFTEN or plans >= MOST_PLANS):
+            if known.own is None or known.state.holds():
+                return known
+            if known.aliased is None:
+                self._run_plainly("each call changes values that the model holds in Python")
+                return None
+            _log.warning("values that the model holds in Python have changed; they end a plan")
+            known.own.close()
+            known = 0
+        self._of_kinds[kind] = known + 1
+        if self._plans and (known + 1 != OFTEN or self._plans >= MOST_PLANS):
             return None
         module, why = self._module, ""
+        tensors = (*trained, *flatten((args, kwargs, targets))[0])
         if unwrap(module.model) is not module.model:
             why = f"the model is in {type(module.model).__name__}, which works in backward passes"
-        elif any(map(has_parameter_hooks, trained)):
-            why = "a parameter has hooks on its gradient"
-        elif any(tensor.device.type != "cpu" for tensor in (*trained, *values)):
+        elif any(map(has_parameter_hooks, trained)) or any(hook_tables(module)):
+            why = "the model has hooks, which a plan does not call"
+        elif any(tensor.device.type != "cpu" for tensor in tensors):
             why = "its tensors are not all on the CPU"
         elif not self._names.keys() >= set(map(id, trained)):
             why = "the optimizer was given parameters that are not the model's"
+        elif ModuleState(module).is_opaque:
+            why = "what the model's parts hold in Python cannot be compared from call to call"
         if why:
-            return self._run_plainly(why)
+            self._run_plainly(why)
+            return None
         # A plan to run the module as it is keeps the module, so each has one of its own.
         module = LossAndGradients(
             module.model,
@@ -361,24 +374,27 @@ class TrainingStep:
         try:
             captured = capture_call(module, given, {})
             if captured.plain is None:
-                return self._run_plainly("the model writes over its inputs")
+                self._run_plainly("the model writes over its inputs")
+                return None
             plan = find_plan(replace(self._request, step=captured), self._progress)
             if plan.interrupted:
                 raise KeyboardInterrupt
             own = None if plan.way == EAGER else run(plan, captured, seed=plan.seed, in_place=True)
         except DovetailError as error:
-            why = str(error).strip().partition("\n")[0]
-            if not plans:
-                return self._run_plainly(why)
-            _log.warning("a further form of the training step has no plan: %s", why)
+            if self._plans:
+                why = str(error).strip().partition("\n")[0]
+                _log.warning("a further kind of call of the training step has no plan: %s", why)
+            else:
+                self._run_plainly(str(error))
             return None
         compiles = plan.way not in (PLACED, EAGER) or bool(compiled_stages(plan))
         threads = plan.machine.devices[0].op_threads if plan.way == EAGER else 0
-        planned = _Planned(plan, own, threads, compiles)
-        self._of_forms[form] = planned
+        planned = _Planned(plan, own, threads, compiles, ModuleState(module))
+        self._plans += 1
+        self._of_kinds[kind] = planned
         self.plan = self.plan or plan
         _log.info("%s", self.describe())
-        return planned
+        return None
 
     def _run_plainly(self, why: str) -> None:
         """Run plain training from now on, and tell why, in one line."""
@@ -388,10 +404,10 @@ class TrainingStep:
         self._forget()
 
     def _forget(self) -> None:
-        for planned in self._of_forms.values():
+        for planned in self._of_kinds.values():
             if isinstance(planned, _Planned) and planned.own is not None:
                 planned.own.close()
-        self._of_forms.clear()
+        self._of_kinds.clear()
         self.plan = None
 
 
