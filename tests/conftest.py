@@ -117,9 +117,9 @@ def _undisturbed():
 
 @pytest.fixture(scope="module")
 def forked_workers():
-    """Processes of one thread are forked by a server that has imported torch, as those of commands
-    are. By itself each would import it, for seconds. Not for modules that share processes with
-    others, as the fixture `workers` of executors/ does: what it has forked ends with the server."""
+    """Processes are forked by a server that has imported torch, as those of commands are. By itself
+    each would import it, for seconds. Not for modules that share processes with others, as the
+    fixture `workers` of executors/ does: what it has forked ends with the server."""
     from tests.support.forked import workers_forked
 
     # The first optimizer of a process imports the second.
@@ -144,6 +144,15 @@ def _placed_only(request, monkeypatch):
     if request.node.get_closest_marker("compares_ways"):
         return
     monkeypatch.setattr("dovetail.pipeline.planning._measured", lambda *given: given[3])
+
+
+@pytest.fixture(autouse=True)
+def _own_objects_alone(request, monkeypatch):
+    """What a refused capture has left is looked for among what the tests of a module have made, and
+    not in all that was imported, which takes a second or two a refusal. Tests marked with
+    `searches_all_objects` are about that."""
+    if not request.node.get_closest_marker("searches_all_objects"):
+        monkeypatch.setattr("dovetail.frontends.leftovers._nothing_frozen", nullcontext)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -62,6 +62,7 @@ _EXPORTS = {
     "schedule": "dovetail.pipeline",
     "split_points": "dovetail.exports",
     "towers": "dovetail.transforms",
+    "training_step": "dovetail.pipeline",
     "undispatch": "dovetail.exports",
 }
 __all__ = list(_EXPORTS)

@@ -19,12 +19,15 @@ def test_python_s_default_flow_equals_plain_pytorch(tmp_path):
 
 
 def test_the_command_line_s_default_flow(shell):
-    budgets = ("--budget", "1s", "--compile-budget", "6s")
+    budgets = ("--budget", "25s", "--compile-budget", "6s")
     found = shell.works("plan", MODEL, "--train", "adam", *budgets, "--out", "p.json", "--json")
     plan = found.json
     assert plan["machine"] == "here"
     assert plan["way"] in ("placed", "eager", "torch.compile")
     assert set(plan["measured"]) >= {"eager", plan["way"]}
+    again = shell.works("plan", MODEL, "--train", "adam", *budgets, "--json").json
+    assert again["value"] == plan["value"]
+    assert again["notes"][-1].startswith("found before")
     ran = shell.works("run", "p.json", MODEL, "--steps", 5, "--json").json
     assert ran["median_seconds"] > 0
     shell.works("report", "p.json", MODEL, "--out", "p.html", "--trace", "p.trace.json")

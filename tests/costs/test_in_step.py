@@ -95,12 +95,24 @@ def test_weights_that_are_fake_cannot_be_timed(machine, tmp_path):
     assert costs_in_step(capture(module, x), machine, CostCache(tmp_path / "costs.sqlite")) is None
 
 
-def test_disturbed_costs_are_told_and_not_kept(step, tmp_path, monkeypatch):
+def test_disturbed_costs_are_told_and_serve_until_the_cores_are_calm(step, tmp_path, monkeypatch):
     monkeypatch.setattr(neighbours, "BUSY_CORES", 0.0)  # whatever the others do disturbs
     cache, told, machine = CostCache(tmp_path / "costs.sqlite"), [], local_machine("here/1")
+    costs = costs_in_step(step, machine, cache, beside=told.append)
+    measured_again, run = [], measured._run_everywhere
+    monkeypatch.setattr(
+        measured, "_run_everywhere", lambda *given: measured_again.append(given) or run(*given)
+    )
+    for known in (step, step.graph):
+        again = costs_in_step(known, machine, cache, beside=told.append)
+        np.testing.assert_array_equal(again.compute_seconds, costs.compute_seconds)
+    assert len(set(told)) == 1 and len(told) == 3
+    assert not measured_again
+    monkeypatch.setattr(neighbours, "BUSY_CORES", float("inf"))
     assert costs_in_step(step, machine, cache, beside=told.append) is not None
-    assert len(told) == 1
-    assert costs_in_step(step.graph, machine, cache) is None
+    assert len(told) == 3 and len(measured_again) == 1
+    assert costs_in_step(step.graph, machine, cache, beside=told.append) is not None
+    assert len(told) == 3, "what was measured on calm cores takes the place of the other"
 
 
 def test_every_op_is_timed_in_every_step(step, monkeypatch):

@@ -12,6 +12,7 @@ from dovetail.frontends import Call, Ref, capture
 from dovetail.machine import Link, Machine, local_machine
 from dovetail.runtime import neighbours
 from dovetail.runtime.processes import Worker
+from dovetail.runtime.timers import Deadline
 from tests.support.checked_models import Wrapped, asserted
 from tests.support.setting_up import check_set_up
 
@@ -58,9 +59,7 @@ def test_checks_of_data_are_measured_though_random_numbers_would_not_pass(tmp_pa
     assert (costs.compute_seconds[step.graph.kinds.index("dovetail.check")] > 0).all()
 
 
-def test_ops_measured_beside_other_programs_have_costs_that_are_not_kept(
-    step, tmp_path, monkeypatch
-):
+def test_ops_measured_beside_other_programs_have_costs_that_are_told(step, tmp_path, monkeypatch):
     monkeypatch.setattr(neighbours, "BUSY_CORES", 0.0)  # whatever the others do disturbs
     monkeypatch.setattr(measured, "_NEIGHBOURS_SECONDS", 0.5)
     cache, told = CostCache(tmp_path / "costs.sqlite"), []
@@ -69,6 +68,20 @@ def test_ops_measured_beside_other_programs_have_costs_that_are_not_kept(
     assert (costs.compute_seconds[~step.graph.is_source] > 0).all()
     assert len(told) > 1, "a batch is measured again before it counts"
     assert min(told) >= 0
+    told.clear()
+    again = measured_costs(step.graph, None, machine, cache, beside=told.append)
+    np.testing.assert_array_equal(again.compute_seconds, costs.compute_seconds)
+    assert len(told) == 1, "they are kept apart, and told again"
+
+
+def test_ops_that_the_deadline_does_not_reach_have_costs_by_data_sheet(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "_BATCH_OPS", 1)
+    cache, deadline = CostCache(tmp_path / "costs.sqlite"), Deadline(0.0)
+    machine = local_machine("here/1")
+    costs = measured_costs(step.graph, step.program, machine, cache, deadline=deadline)
+    assert np.isfinite(costs.compute_seconds).all()
+    (missed,) = deadline.missed
+    assert missed.endswith("kinds of ops, which are by data sheet")
     with pytest.raises(CostError, match="never measured here"):
         measured_costs(step.graph, None, machine, cache)
 

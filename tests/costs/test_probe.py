@@ -6,6 +6,7 @@ from dovetail.costs import CostCache, probed_machine
 from dovetail.costs.measured import fit_link
 from dovetail.machine import local_machine
 from dovetail.runtime import neighbours
+from dovetail.runtime.timers import Deadline
 
 
 def test_a_link_is_fitted_exactly_where_its_hops_follow_the_rule():
@@ -38,7 +39,7 @@ def measured(monkeypatch):
     """The machines that were measured, without the work."""
     machines = []
 
-    def measure(machine):
+    def measure(machine, _deadline):
         machines.append(machine)
         devices = [{"op_overhead_seconds": 1e-5}] * len(machine.devices)
         return {"devices": devices, "links": []}, 1.5
@@ -56,21 +57,24 @@ def test_two_machines_that_only_share_a_name_are_measured_apart(tmp_path, measur
     assert len(measured) == 2
 
 
-def test_rates_measured_beside_other_programs_are_told_and_not_kept(
+def test_rates_measured_beside_other_programs_serve_until_the_cores_are_calm(
     tmp_path, measured, monkeypatch
 ):
-    monkeypatch.setattr(neighbours, "BUSY_CORES", 1.0)
+    monkeypatch.setattr(neighbours, "BUSY_CORES", 0.0)  # whatever the others do disturbs
     machine, cache, told = local_machine(), CostCache(tmp_path / "costs.sqlite"), []
     for _ in range(2):
         probed = probed_machine(machine, cache, beside=told.append)
         assert probed.devices[0].op_overhead_seconds == 1e-5
     assert told == [1.5, 1.5]
-    assert len(measured) == 2
-    monkeypatch.setattr(neighbours, "BUSY_CORES", 2.0)
+    assert len(measured) == 1
+    monkeypatch.setattr(neighbours, "BUSY_CORES", float("inf"))
+    # There is no time to measure them anew.
+    probed_machine(machine, cache, beside=told.append, deadline=Deadline(0.0))
+    assert len(told) == 3 and len(measured) == 1
     for _ in range(2):
         probed_machine(machine, cache, beside=told.append)
-    assert told == [1.5, 1.5]
-    assert len(measured) == 3
+    assert len(told) == 3
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ SCRIPT = textwrap.dedent("""
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
 def test_no_device_outlives_a_caller_killed_in_a_step(kill, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = forked.start(["-c", SCRIPT], cwd=tmp_path, env=environment)
+    # Devices are bound to their caller, or to a server that forks them and is bound to the caller.
+    forks = kill == signal.SIGINT
+    parent = forked.start(["-c", SCRIPT], cwd=tmp_path, env=environment, forks=forks)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
     assert not set().union(*map(named_memory, (parent.pid, *pids)))

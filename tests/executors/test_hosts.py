@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -488,23 +488,33 @@ SAID = {
 @pytest.fixture(scope="module")
 def lost():
     """Fault of rank 1 -> how each rank ended. No process is left."""
-    found = {}
-    for fault, code in FAULTS.items():
+
+    def with_fault(fault):
         text = program(
             "from dovetail.runtime import ranks as told\n"
             "told.SILENT_SECONDS, told.STOPPED_SECONDS = 7.0, 9.0\n"
-            f"def fault():\n  {code}\n"
+            f"def fault():\n  {FAULTS[fault]}\n"
             "with join(f'box{rank}') as ranks:\n"
             f"  until_lost(training_step(), ranks, fault, gpus={'GPU' in fault})\n"
             "result = 0\n"
         )
         # A third one must name the rank that was lost, not one that ended because of it.
-        with ForkedRanks(3 if fault == "is killed" else 2, text) as ranks:
-            ends = ranks.ends()
-            pids = [pid for _, out, _ in ends for pid in json.loads(out.splitlines()[0])]
-            assert all(map(gone, pids))
-            found[fault] = ends
-    return found
+        return ForkedRanks(3 if fault == "is killed" else 2, text)
+
+    def ends_of(ranks):
+        ends = ranks.ends()
+        pids = [pid for _, out, _ in ends for pid in json.loads(out.splitlines()[0])]
+        assert all(map(gone, pids))
+        return ends
+
+    # That a rank is stopped is known after many seconds, in which the others are lost.
+    with with_fault("is stopped") as stopped:
+        found = {}
+        for fault in FAULTS:
+            if fault != "is stopped":
+                with with_fault(fault) as ranks:
+                    found[fault] = ends_of(ranks)
+        return found | {"is stopped": ends_of(stopped)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -581,19 +591,29 @@ def below(pid):
     return [each for child in children_of(pid) for each in (child, *below(child))]
 
 
+@pytest.fixture(scope="module")
+def hung():
+    """Whether a device of rank 1 was stopped -> how each rank ended. Both take long to be known, so
+    they are tried side by side."""
+    with ExitStack() as both:
+        ranks = {}
+        for stops in (True, False):
+            text = program(
+                "with join(f'box{rank}') as ranks:\n"
+                f"  until_hung(training_step(), ranks, {stops})\n"
+                "result = 0\n"
+            )
+            ranks[stops] = both.enter_context(ForkedRanks(2, text))
+        return {stops: of.ends() for stops, of in ranks.items()}
+
+
 @pytest.mark.parametrize(
     ("stops", "says"),
     [(True, "was stopped for 6 s"), (False, "was lost in op 'sigmoid': it has run for")],
 )
-def test_a_device_that_hangs_ends_the_run_on_all(stops, says):
+def test_a_device_that_hangs_ends_the_run_on_all(stops, says, hung):
     """The rank itself is alive, and shows it."""
-    text = program(
-        "with join(f'box{rank}') as ranks:\n"
-        f"  until_hung(training_step(), ranks, {stops})\n"
-        "result = 0\n"
-    )
-    with ForkedRanks(2, text) as ranks:
-        ends = ranks.ends()
+    ends = hung[stops]
     assert [status for status, _, _ in ends] == [1, 1]
     for _, _, said in ends:
         assert "rank 1 on host box1 was lost" in said

@@ -118,7 +118,11 @@ def test_what_once_was_wrong_is_right(text):
     assert outcome.kind == "right", outcome.detail
 
 
-@pytest.mark.parametrize("name", sorted(REFUSABLE))
+# A cache of the module's file is older than its test.
+OLDER = pytest.param("cached-function", marks=pytest.mark.searches_all_objects)
+
+
+@pytest.mark.parametrize("name", [*sorted(REFUSABLE.keys() - {"cached-function"}), OLDER])
 def test_what_cannot_be_traced_is_right_or_refused(name):
     outcome = outcome_of(parse(f"sgd float64 train 1: seq(product, {name}, product)"))
     assert outcome.kind in ("right", "refused"), outcome.detail

@@ -17,6 +17,8 @@ from dovetail.errors import CaptureError
 from dovetail.frontends import SGD, capture, initial_values, run_step
 from dovetail.frontends.leftovers import take_back
 
+pytestmark = pytest.mark.searches_all_objects
+
 TABLES = {}
 TABLE = None
 SEEN = []

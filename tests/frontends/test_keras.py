@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from dovetail.training.keras_models import is_keras
+from tests.support import forked
 
 SCRIPT = Path(__file__).parents[1] / "support" / "keras_networks.py"
 
@@ -18,11 +17,10 @@ SCRIPT = Path(__file__).parents[1] / "support" / "keras_networks.py"
 def found(tmp_path_factory):
     home = str(tmp_path_factory.mktemp("keras"))
     environment = os.environ | {"KERAS_BACKEND": "torch", "KERAS_HOME": home}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = forked.start([SCRIPT], cwd=home, env=environment)
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(out)
 
 
 @pytest.mark.parametrize("name", ["convolutional", "perceptron", "two_inputs"])

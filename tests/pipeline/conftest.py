@@ -20,7 +20,7 @@ def dovetail(monkeypatch, capsys):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["dovetail", *map(str, arguments)])
-        # A fork server would serve the tests behind this one, too.
+        # A fork server of the command's would serve the tests behind this module, too.
         monkeypatch.setenv(SWITCH, "0")
         status = 0
         try:
@@ -31,6 +31,11 @@ def dovetail(monkeypatch, capsys):
         return status, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked(forked_workers):
+    """No process that a plan starts imports by itself."""
 
 
 @pytest.fixture(scope="module")

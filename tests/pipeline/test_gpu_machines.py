@@ -1,8 +1,7 @@
 """Machines with GPUs that the CPU plays, from their file to a run."""
 
 import json
-import subprocess
-import sys
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +18,7 @@ from dovetail.runtime.cuda import TorchCuda, reach_gpus_by
 from dovetail.runtime.native import SWITCH
 from tests.executors.test_gpus import close
 from tests.executors.test_stage_runs import Branches
+from tests.support import forked
 from tests.support.played_gpus import HOST, cpu, gpu, linked
 
 pytestmark = pytest.mark.usefixtures("forked_workers", "played_gpus")
@@ -75,9 +75,10 @@ def test_a_machine_file_with_gpus_is_planned_for_and_run_by_commands(dovetail, t
     devices = json.loads(out.read_text())["machine"]["devices"]
     assert {device["torch_device"] for device in devices[1:]} == {"cuda:0"}
     # As a program of its own, too.
-    command = [sys.executable, "-m", "tests.support.on_played_gpus", "run", out, "--steps", "4"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    command = ["-m", "tests.support.on_played_gpus", "run", out, "--steps", "4"]
+    process = forked.start(command, cwd=os.getcwd(), env=dict(os.environ), forks=True)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
 
 
 def test_stages_on_a_gpu_are_predicted_and_then_measured(cache):

@@ -11,6 +11,8 @@ from itertools import count
 
 import pytest
 
+from tests.support import forked
+
 FAULTS = {
     "raises": 'raise ValueError("mine\\nsecond line")',
     "has_no_text": "raise Textless",
@@ -367,8 +369,8 @@ def test_debug_shows_a_workers_traceback(dovetail, written):
 @pytest.mark.parametrize("place", ["imported", "build", "item"])
 def test_ctrl_c_in_the_users_code_is_one_line(written, tmp_path, place):
     module = written(**{place: "open('reached', 'w').close(); time.sleep(1000)"})
-    command = (sys.executable, "-m", "dovetail", "train", f"{module}:run", "--backend", "simulated")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    command = ("-m", "dovetail", "train", f"{module}:run", "--backend", "simulated")
+    process = forked.start(command, cwd=tmp_path, env=dict(os.environ))
     while not (tmp_path / "reached").exists():
         assert process.poll() is None
         time.sleep(0.05)

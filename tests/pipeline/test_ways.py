@@ -21,7 +21,7 @@ from dovetail.pipeline.opening import verify
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.searching import search_plan
 from dovetail.plans import COMPILED, EAGER, PLACED, REDUCED, load_plan
-from dovetail.runtime.timers import Repeats
+from dovetail.runtime.timers import Deadline, Repeats
 from dovetail.transforms import towers
 from dovetail.units import HERE, format_seconds
 from tests.support.placing import plan_for, random_placement
@@ -103,7 +103,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(ways, "has_compiler", lambda: not fails.get("no compiler"))
     monkeypatch.setattr(ways, "MEASURING_SECONDS", 1e9)
     monkeypatch.setattr(
-        ways, "time_threads", lambda timers, _tell: {count: t() for count, t in timers.items()}
+        ways, "time_threads", lambda timers, _tell, **_: {n: t() for n, t in timers.items()}
     )
     monkeypatch.setattr(
         ways,
@@ -133,6 +133,8 @@ def test_the_users_fastest_way_is_the_plan_if_it_is_faster(step, timed, tmp_path
     assert (plan.baselines[EAGER], plan.baselines[COMPILED]) == (2.0, 1.0)
     assert plan.lower_bound == 0.0 and plan.gap == float("inf")
     assert "this plan 1.2 s" in told(plan)
+    assert "no placement pays, but another way does: torch.compile" in told(plan)
+    assert "is 2.00 x as fast as eager" in told(plan)
     assert all(network.closed for network in Timed.made)
     plan.save(tmp_path / "plan.json")
     again = load_plan(tmp_path / "plan.json")
@@ -145,6 +147,7 @@ def test_a_plan_that_is_faster_stays_and_shows_the_others(step, timed):
     assert plan.way == PLACED and plan.placer not in (EAGER, COMPILED)
     assert plan.baselines[COMPILED] == 1.0 and plan.measured[PLACED] == 0.5
     assert "2.00 x" in str(plan)
+    assert "it pays: this plan is 2.00 x as fast as torch.compile (1 thread) (2.00 to" in told(plan)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
@@ -320,6 +323,22 @@ def test_what_does_not_fit_beside_the_plan_is_not_measured(step, timed, monkeypa
     assert plan.way == EAGER
     assert "so that runs: beside this plan it needs about" in told(plan)
     assert not Timed.made
+
+
+def test_behind_the_deadline_nothing_is_compared_and_the_module_runs_as_it_is(step, timed):
+    plan = plan_for(step, random_placement(step.graph, 0, 1), machine=local_machine("here/1"))
+    given = {"replaces": True, "compile_seconds": 5.0, "progress": lambda *_: None}
+    machine, late = parse_machine("here/1"), Deadline(0.0)
+    found = ways.fastest_way((plan, plan), step, machine, deadline=late, **given)
+    assert found.way == EAGER and not Timed.made
+    assert "so that runs: the budget was spent before" in told(found)
+    # With a moment left there is a race, for which nothing is compiled.
+    deadline = Deadline(1000.0)
+    found = ways.fastest_way(
+        (plan, plan), step, machine, deadline=deadline, **given | {"compile_seconds": 0.5}
+    )
+    assert set(found.measured) == {EAGER, PLACED}
+    assert deadline.missed == [COMPILED] and "no time left to compile" in told(found)
 
 
 def test_a_step_of_several_towers_is_only_planned(timed):

@@ -46,7 +46,8 @@ def test_planning_running_and_scheduling_listen_on_nothing(tmp_path):
     ran = dovetail(tmp_path, "run", "plan.json", MODEL, "--steps", 2)
     scheduled = dovetail(tmp_path, "schedule", MODEL, "--scheduler", "greedy", "--rounds", 2)
     assert planned.sockets == ran.sockets == scheduled.sockets == set()
-    assert min(planned.processes, ran.processes) > 1
+    # One of them is the server that forks the others.
+    assert min(planned.processes, ran.processes) > 2
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
@@ -57,7 +58,7 @@ def test_training_and_predicting_listen_on_nothing(backend, tmp_path):
                          "--backend", backend)  # fmt: skip
     assert trained.sockets == predicted.sockets == set()
     if backend == "processes":
-        assert trained.processes > 3 and predicted.processes > 2
+        assert min(trained.processes, predicted.processes) > 3
 
 
 def test_learning_with_controllers_listens_on_nothing(tmp_path):
@@ -66,7 +67,7 @@ def test_learning_with_controllers_listens_on_nothing(tmp_path):
         "--setting", "trials=8", "--controllers", 2, "--out", "policy.safetensors",
     )  # fmt: skip
     assert learned.sockets == set()
-    assert learned.processes > 3
+    assert learned.processes > 4
 
 
 GROUP = """

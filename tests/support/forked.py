@@ -11,11 +11,17 @@ starts its programs by `subprocess`.
 
 A fork is safe from a process of one thread that has not used OpenMP: the server does nothing but
 import and fork, and refuses to fork if it has more threads than that.
+
+The fork servers of the package, from which commands and tests have their workers, are forked in the
+same way: a command's by the command itself while it has one thread, the tests' by the server. That
+one which is started by itself imports and forks is tested in runtime/test_forking.py, and commands
+that are started by themselves in contract/test_defaults.py.
 """
 
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -39,6 +45,9 @@ LEFT_OUT = (".__main__", ".ray", ".integrations")
 LIBRARIES = ("torch._dynamo", "torch.fx.experimental.proxy_tensor", "cloudpickle", "rich.progress")
 """What the package imports within functions."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+MOST_THREADS = 1024
+"""Workers of several threads are forked, too: they set their number themselves, as all do, and how
+OpenMP's threads wait is the same in all tests."""
 _NUMBER = struct.Struct("<q")
 """A request follows its length, and each answer is a number."""
 _PR_SET_PDEATHSIG = 1
@@ -47,14 +56,12 @@ _PR_SET_PDEATHSIG = 1
 # ── The end of the tests ──
 
 
-class Process:
-    """A forked program, with what tests use of `subprocess.Popen`: its outputs are pipes."""
+class Forked:
+    """What was forked, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, server, pid, outputs):
+    def __init__(self, server, pid):
         self.pid, self.returncode = pid, None
-        self.stdout, self.stderr = map(os.fdopen, outputs)
         self._server, self._life = server, os.pidfd_open(pid)
-        self._read = {self.stdout: [], self.stderr: []}
 
     def wait(self, timeout=None):
         if self.returncode is None:
@@ -76,6 +83,15 @@ class Process:
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
+
+
+class Process(Forked):
+    """A forked program, whose outputs are pipes."""
+
+    def __init__(self, server, pid, outputs):
+        super().__init__(server, pid)
+        self.stdout, self.stderr = map(os.fdopen, outputs)
+        self._read = {self.stdout: [], self.stderr: []}
 
     def communicate(self, timeout=None):
         """What it writes until it has ended: (standard output, standard error)."""
@@ -121,10 +137,12 @@ class Server:
         self._process.kill()
         self._process.wait()
 
-    def start(self, words, folder, environment):
+    def start(self, words, folder, environment, forks):
         """The program `python WORDS`; None if none can be forked."""
         (out, own_out), (errors, own_errors) = os.pipe(), os.pipe()
-        request = {"words": words, "folder": str(folder), "environment": environment}
+        request = {
+            "words": words, "folder": str(folder), "environment": environment, "forks": forks
+        }  # fmt: skip
         pid = self._ask(request, own_out, own_errors)
         for end in (own_out, own_errors):
             os.close(end)
@@ -133,6 +151,14 @@ class Server:
         for end in (out, errors):
             os.close(end)
         return None
+
+    def launch_server(self, descriptor, modules):
+        """A fork server of the package for this process; None if none can be forked."""
+        from dovetail.runtime.forking import environment_of
+
+        request = {"modules": modules, "paths": sys.path, "environment": environment_of(1)}
+        pid = self._ask(request, descriptor, 2)
+        return Forked(self, pid) if pid > 0 else None
 
     def status_of(self, pid):
         """The exit status of a program that has ended; of one whose server is gone, of a kill."""
@@ -153,13 +179,16 @@ _servers = []
 """The server of this process, once there is one."""
 
 
-def start(words, *, cwd, env):
-    """Start `python WORDS` with pipes for its outputs, as text: forked where it can be."""
+def start(words, *, cwd, env, forks=None):
+    """Start `python WORDS` with pipes for its outputs, as text: forked where it can be.
+
+    forks   whether the processes that it starts are forked, too; None: those of commands are
+    """
     words = [str(word) for word in words]
+    if forks is None:
+        forks = words[:2] == ["-m", "dovetail"]
     if hasattr(os, "pidfd_open"):
-        if not _servers:
-            _servers.append(Server())
-        process = _servers[0].start(words, cwd, env)
+        process = _server().start(words, cwd, env, forks)
         if process is not None:
             return process
     return subprocess.Popen(
@@ -168,27 +197,44 @@ def start(words, *, cwd, env):
     )  # fmt: skip
 
 
+def _server():
+    if not _servers:
+        _servers.append(Server())
+    return _servers[0]
+
+
 @contextlib.contextmanager
 def workers_forked(*modules):
-    """Within, workers of one thread that this process starts are forked, as those of a command are.
+    """Within, workers that this process starts are forked, as those of a command are, by a fork
+    server of their own: one that runs already is put aside.
 
     modules   what the fork server imports, so that none of them does
     """
-    from dovetail.runtime.forking import end_fork_server, start_fork_server
+    from dovetail.runtime import forking
 
-    start_fork_server(modules)
+    aside, forking._server = forking._server, None
+    launch = forking.launch_server
+    if hasattr(os, "pidfd_open"):
+        forking.launch_server = lambda *given: _server().launch_server(*given) or launch(*given)
+    try:
+        forking.start_fork_server(modules)
+    finally:
+        forking.launch_server = launch
+    if server := forking.fork_server():
+        server.most_threads = MOST_THREADS
     try:
         yield
     finally:
-        end_fork_server()
+        forking.end_fork_server()
+        forking._server = aside
 
 
 # ── The server, and the programs that it becomes ──
 
 
 def serve(control):
-    """Import, and fork a program for each request until the other end closes. Returns twice: None
-    at the end, and in each program what it is to run."""
+    """Import, and fork a process for each request until the other end closes. Returns twice: None
+    at the end, and in each process what it is to become."""
     for name in (*LIBRARIES, *_modules()):
         # What cannot be imported here is no matter of a program that does not use it.
         with contextlib.suppress(Exception):
@@ -219,7 +265,7 @@ def serve(control):
         pid = os.fork() if len(os.listdir("/proc/self/task")) == 1 else -1
         if not pid:
             control.close()
-            return {**request, "outputs": descriptors}
+            return {**request, "descriptors": descriptors}
         for descriptor in descriptors:
             os.close(descriptor)
         control.sendall(_NUMBER.pack(pid))
@@ -235,11 +281,65 @@ def _modules(package="dovetail"):
                 yield from _modules(module.name)
 
 
-def become(words, folder, environment, outputs):
+def launch_within(launch, descriptor, modules):
+    """Fork a fork server of the package from this program; `launch` one if it has more threads than
+    one."""
+    from dovetail.runtime.forking import environment_of
+
+    if len(os.listdir("/proc/self/task")) > 1:
+        return launch(descriptor, modules)
+    environment, parent = environment_of(1), os.getpid()
+    if pid := os.fork():
+        return Child(pid)
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A program that is executed has these descriptors alone.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.closerange(3, descriptor)
+        os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+        serve_forks(modules, sys.path, environment, [descriptor, 2], parent)
+    finally:
+        os._exit(1)
+
+
+class Child:
+    """A child of this process, with what `ForkServer` needs of `subprocess.Popen`."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        os.waitpid(self.pid, 0)
+
+
+def serve_forks(modules, paths, environment, descriptors, parent):
+    """Be a fork server of the package, of this parent."""
+    control, errors = descriptors
+    for own in (1, 2):
+        os.dup2(errors, own)
+    if errors > 2:
+        os.close(errors)
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = paths
+    sys.modules["dovetail.runtime.fork_server"].serve(control, parent, modules)
+    os._exit(0)
+
+
+def become(words, folder, environment, forks, descriptors):
     """Run `python WORDS` in this process."""
-    for own, output in enumerate(outputs, start=1):
+    for own, output in enumerate(descriptors, start=1):
         os.dup2(output, own)
         os.close(output)
+    forking = sys.modules["dovetail.runtime.forking"]
+    forking.launch_server = functools.partial(launch_within, forking.launch_server)
+    forking.ForkServer.most_threads = MOST_THREADS
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -247,6 +347,8 @@ def become(words, folder, environment, outputs):
     # itself, and torch's is the same in every process that begins.
     sys.modules["numpy"].random.seed(None)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if forks:
+        forking.start_fork_server()
     kind, *rest = words
     if kind == "-m":
         name, *arguments = rest
@@ -278,6 +380,8 @@ if __name__ == "__main__":
         program = serve(end)
     if program is None:
         os._exit(0)
+    if "modules" in program:
+        serve_forks(**program, parent=os.getppid())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     become(**program)

@@ -609,6 +609,21 @@ def test_workers_count_on_after_each_restart_also_those_whose_commits_were_repla
     assert ledger.check(a_turn(0, reply.lease, 6).commit) is Refusal.SEQUENCE
 
 
+def test_a_commit_that_waited_when_the_log_was_lost_is_not_the_first_that_counts_after_it():
+    """It had counted before, and so had those behind it, which the log has lost."""
+    ledger = a_ledger("averaging", samples=40, workers=2)
+    ledger.offer(first(0))
+    leases = {w: reply.lease for w, reply in answers(ledger.offer(first(1))).items()}
+    ledger.offer(a_turn(1, leases[1], 1))
+    ledger.restart(1000)
+    leases = answers(ledger.offer(a_turn(0, leases[0], 4)))
+    assert leases[1].verdict is Verdict.APPLIED
+    assert ledger.check(a_turn(1, leases[1].lease, 3).commit) is None
+    ledger.offer(a_turn(1, leases[1].lease, 3))
+    leases = answers(ledger.offer(a_turn(0, leases[0].lease, 5)))
+    assert ledger.check(a_turn(1, leases[1].lease, 5).commit) is Refusal.SEQUENCE
+
+
 @pytest.mark.parametrize("length", [0, 1, 5, 6, 9])
 def test_a_stream_ends_where_its_commits_say_and_every_sample_counted(length):
     ledger = a_ledger(samples=None, epochs=1)

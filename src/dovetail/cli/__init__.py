@@ -15,6 +15,7 @@ Nothing here imports torch before a command needs it, so that help and errors co
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -55,6 +56,7 @@ COMMANDS = {
 """A command's name -> its module, imported when the command is called, and its line in the help."""
 DEBUG = "--debug"
 FORKING = {
+    "plan": ("torch", "dovetail.costs.measured", "dovetail.executors.worker"),
     "run": ("torch", "dovetail.executors.worker"),
     "train": (
         "torch",
@@ -159,6 +161,10 @@ def _may_fork(arguments: list[str]) -> bool:
     if "--help" in arguments or "--rules" in arguments:
         return False
     text = " ".join(arguments)
+    # Only what is planned for this machine is measured, and compared there.
+    named = re.search(r"--machine[ =](\S+)", text)
+    if arguments[0] == "plan" and named is not None and not named[1].startswith("here"):
+        return False
     return not any(f"--backend{by}{other}" in text for by in " =" for other in OTHER_BACKENDS)
 
 

@@ -5,6 +5,7 @@ imported where something is drawn: its import takes as long as all else that a h
 """
 
 import json
+import re
 import sys
 import threading
 import time
@@ -34,12 +35,15 @@ MOST_LISTED = 24
 
 
 @contextmanager
-def progress_bar(*, is_shown: bool = True) -> "Iterator[TellProgress]":
+def progress_bar(*, is_shown: bool = True, began: float | None = None) -> "Iterator[TellProgress]":
     """Yields a `pipeline.TellProgress` that draws a bar on standard error, or that does nothing
     unless it `is_shown`.
 
-    If that is not a terminal, it writes a line for each thing that is done. It begins after
-    `QUIET_SECONDS`, so a quick command says nothing.
+    began   when the work began of which lines tell the seconds; None: now
+
+    If that is not a terminal, it writes a line for each thing that is done, once: what differs in
+    numbers alone, or is done again for another candidate, is the same thing. It begins after
+    `QUIET_SECONDS`, so a quick command says nothing. A sentence stays on show (`sources.SENTENCE`).
     """
     if not is_shown:
         yield lambda doing, fraction, best: None
@@ -54,25 +58,31 @@ def progress_bar(*, is_shown: bool = True) -> "Iterator[TellProgress]":
             task = bar.add_task("", total=1.0)
 
             def draw(doing: str, fraction: float, best: float | None) -> None:
+                if fraction < 0:
+                    bar.console.print(foreign(doing))
+                    return
                 text = doing if best is None else f"{doing}: {format_seconds(best)}"
                 bar.update(task, description=foreign(text), completed=fraction)
 
             yield draw
         return
-    began, lock = time.perf_counter(), threading.Lock()
-    current, said = "", ""
+    now, lock = time.perf_counter(), threading.Lock()
+    began = now if began is None else began
+    current, share, said = "", 0.0, set[str]()
 
     def tell() -> None:
-        nonlocal said
         with lock:
-            if current and current != said:
-                said = current
-                say(f"{time.perf_counter() - began:5.0f} s  {current}")
+            # The name of a candidate stands before what is done for it.
+            what = re.sub(r"[\d,.]+", "", current.rpartition(": ")[2] if share >= 0 else current)
+            if current and what not in said:
+                said.add(what)
+                done = f"{100 * share:3.0f} %" if share > 0 else " " * 5
+                say(f"{time.perf_counter() - began:5.0f} s {done}  {current}")
 
-    def note(doing: str, _fraction: float, _best: float | None) -> None:
-        nonlocal current
-        current = doing
-        if time.perf_counter() - began >= QUIET_SECONDS:
+    def note(doing: str, fraction: float, _best: float | None) -> None:
+        nonlocal current, share
+        current, share = doing, fraction
+        if time.perf_counter() - now >= QUIET_SECONDS or fraction < 0:
             tell()
 
     # One thing may take long, so that nobody calls `note` again. The timer says it then.

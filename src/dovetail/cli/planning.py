@@ -56,7 +56,9 @@ def plan(
         from dovetail import frontends  # noqa: F401
 
     from dovetail import pipeline
+    from dovetail.runtime.timers import clock
 
+    began = clock()
     read = [options.get(name, "") for name in ("machine", "policy", "place")]
     arguments.check_outputs(out, report, inputs=[model, *read])
     if replicas != AUTO and not re.fullmatch("[1-9][0-9]{0,6}", replicas):
@@ -79,11 +81,10 @@ def plan(
     step = arguments.resolve(model, train, shape) if file else None
     request = PlanRequest(step, **options, model=file)
     try:
-        with progress_bar() as progress:
-            progress(f"capturing {model}", 0.0, None)
-            step = step or arguments.resolve(model, train, shape)
-            request = replace(request, step=pipeline.replicated(step, count, asynchronous))
-            found = pipeline.find_plan(request, progress)
+        step = step or arguments.resolve(model, train, shape)
+        request = replace(request, step=pipeline.replicated(step, count, asynchronous))
+        with progress_bar(began=began) as progress:
+            found = pipeline.find_plan(request, progress, began=began)
     except InfeasibleError as error:
         if as_json and request.step is not None:
             # The keys of a plan's object, null if unknown, and the error's fields.

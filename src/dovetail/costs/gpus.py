@@ -68,7 +68,7 @@ class MeasuredGpu:
             return self.timer.seconds_between(runner.run, alone)
 
         try:
-            samples = timed_passes(run_step, run_step)
+            samples = timed_passes(run_step, run_step, step.seconds)
         except Exception:
             return FailedCall(runner.failed, traceback.format_exc())
         gc.collect()

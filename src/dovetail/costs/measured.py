@@ -13,10 +13,11 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,20 @@ from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
 from dovetail.machine.local import available_bytes
 from dovetail.runtime.cuda import cuda_maker
-from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs
+from dovetail.runtime.neighbours import Neighbours, Spinning, disturbs, is_calm
 from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.ranks import host_name
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
-from dovetail.runtime.timers import Repeats, clock, summarise, time_call, time_rounds, time_steps
+from dovetail.runtime.timers import (
+    Deadline,
+    Repeats,
+    clock,
+    summarise,
+    time_call,
+    time_rounds,
+    time_steps,
+)
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
 # The process that measures. It is pinned to a device's cores and set up like an executor's worker,
@@ -291,8 +300,9 @@ class MeasuredCores:
 # ops twice. So the whole step runs, on all devices at once, and the runner stamps every op.
 
 
-LONG_SECONDS = 5.0
-"""A step that takes longer than this by data sheet is not timed as a whole."""
+LONG_SECONDS, _SHORT_SECONDS = 5.0, 0.05
+"""A step that takes longer than `LONG_SECONDS` by data sheet is not timed as a whole. One that
+takes less than `_SHORT_SECONDS` is, even if the time for measuring is over: a plan needs costs."""
 
 
 def time_step(step: TimedStep, beside: tuple[int, ...] = ()) -> OpTimes | FailedCall:
@@ -320,7 +330,7 @@ def time_step(step: TimedStep, beside: tuple[int, ...] = ()) -> OpTimes | Failed
     others = [pid for pid in beside if pid != os.getpid()]
     neighbours = Neighbours(os.sched_getaffinity(0), others)
     try:
-        samples = timed_passes(partial(runner.run, stream), stamped)
+        samples = timed_passes(partial(runner.run, stream), stamped, step.seconds)
     except Exception:
         return FailedCall(runner.failed, traceback.format_exc())
     gc.collect()
@@ -363,11 +373,15 @@ def measured_costs(
     *,
     progress: Progress = lambda _fraction: None,
     beside: Callable[[float], None] = lambda _cores: None,
+    deadline: Deadline | None = None,
 ) -> Costs:
     """Return costs [ops, devices] in measured seconds; ops in the cache are not measured again.
 
     beside    called with the number of cores that other programs used while some ops were measured,
-              if that `disturbs`; the cache does not keep the costs of those ops
+              if that `disturbs`. The cache keeps the costs of those ops apart (`BESIDE`), until
+              they can be measured on calm cores
+    deadline  of measuring. Ops that it does not reach have costs by data sheet, times the median of
+              what the measured ones took of theirs. These are not kept
     program   None, for a graph from a file, works only if the cache has every signature; else
               `CostError` names the first op that it lacks
     """
@@ -375,13 +389,18 @@ def measured_costs(
     ops = np.flatnonzero(~graph.is_source)
     cold = _cold_tensors(graph)
     keys = [_signature_key(graph, cold, op) for op in ops.tolist()]
+    keys_of, deadline = dict(zip(ops.tolist(), keys, strict=True)), deadline or Deadline()
     first: dict[str, int] = {}
-    for key, op in zip(keys, ops.tolist(), strict=True):
+    for op, key in keys_of.items():
         first.setdefault(key, op)
     for kind, devices in _kinds(machine).items():
         device_name = device_key(devices[0], machine)
         device_costs = cache.costs(device_name, first)
         runs = graph.runs_on(devices[0].kind)
+        busy_costs, busy_cores = _beside_others(cache, device_name, first)
+        if busy_costs and (program is None or deadline.is_over or not is_calm(devices[0].cores)):
+            device_costs = busy_costs | device_costs
+            beside(busy_cores)
         missing = [op for key, op in first.items() if key not in device_costs and runs[op]]
         if missing and program is None:
             raise CostError(
@@ -393,12 +412,28 @@ def measured_costs(
             # Progress is told before the workers start, because starting them takes a while.
             progress(1 - len(missing) / len(first))
             entries = {op: _entry(graph, program, cold, op) for op in missing}
-            for measured, others_cores in _measure(graph, entries, devices, cache, beside):
+            measuring = _measure(graph, entries, devices, cache, beside, deadline)
+            for measured, others_cores in measuring:
                 by_key = {_signature_key(graph, cold, op): cost for op, cost in measured.items()}
-                if not disturbs(others_cores):
-                    cache.add_costs(device_name, by_key)
+                _keep(cache, device_name, by_key, others_cores)
                 device_costs |= by_key
                 progress(1 - sum(key not in device_costs for key in first) / len(first))
+            # What the deadline did not reach.
+            late = [op for op in missing if keys_of[op] not in device_costs]
+            if late:
+                place = machine.device_index(devices[0].name)
+                by_sheet = analytic_costs(graph, machine).compute_seconds[:, place]
+                ratios = [
+                    device_costs[key].seconds / by_sheet[op]
+                    for key, op in first.items()
+                    if key in device_costs and 0 < by_sheet[op] < np.inf
+                ]
+                scale = float(np.median(ratios)) if ratios else 1.0
+                device_costs |= {
+                    keys_of[op]: MeasuredCost(scale * float(by_sheet[op]), 0.0) for op in late
+                }
+                told = f"the costs of {len(late):,} of {len(first):,} kinds of ops"
+                deadline.missed.append(f"{told}, which are by data sheet")
         column = np.array(
             [device_costs[key].seconds if key in device_costs else np.inf for key in keys]
         )
@@ -418,14 +453,15 @@ def costs_in_step(
     *,
     progress: Progress = lambda _fraction: None,
     beside: Callable[[float], None] = lambda _cores: None,
+    deadline: Deadline | None = None,
 ) -> Costs | None:
     """Return costs [ops, devices] in seconds that ops take within the step. None if the step takes
     too long, or cannot run on every device at once, for lack of memory, of weights or of kinds of
     device, or since an op fails; or for a graph without a program, unless the cache has its costs.
 
     Ops of one signature cost the same: the median over all of them and all steps. The cache keeps
-    costs for this step alone, since they depend on the ops around. `beside` is as in
-    `measured_costs`.
+    costs for this step alone, since they depend on the ops around. `beside` and `deadline` are as
+    in `measured_costs`; a tenth of what is left is too long for one step.
     """
     graph = step if isinstance(step, Graph) else step.graph
     seconds = np.zeros((len(graph), len(machine.devices)))
@@ -436,20 +472,30 @@ def costs_in_step(
     within = f"step {graph.fingerprint}"
     names = {kind: f"{device_key(of[0], machine)} | {within}" for kind, of in kinds.items()}
     costs = {kind: cache.costs(name, keys) for kind, name in names.items()}
+    deadline, busy_cores = deadline or Deadline(), 0.0
     if any(key not in known for known in costs.values() for key in keys):
-        if isinstance(step, Graph) or not _may_run_everywhere(graph, machine):
+        busy = {kind: _beside_others(cache, name, keys) for kind, name in names.items()}
+        if all(key in known for known, _ in busy.values() for key in keys):
+            busy_cores = max(cores for _, cores in busy.values())
+    cores = [core for device in machine.devices for core in device.cores]
+    if busy_cores and (isinstance(step, Graph) or deadline.is_over or not is_calm(cores)):
+        costs = {kind: known for kind, (known, _) in busy.items()}
+        beside(busy_cores)
+    if any(key not in known for known in costs.values() for key in keys):
+        most_seconds = min(LONG_SECONDS, max(_SHORT_SECONDS, deadline.within(inf, 0.1)))
+        if isinstance(step, Graph) or not _may_run_everywhere(graph, machine, most_seconds):
             return None
         # A step that other programs disturbed is timed once more, and the calmer of both counts.
         progress(0.0)
         calmest: tuple[list[OpTimes], float] | None = None
         for done in (0.5, 1.0):
-            timed = _run_everywhere(step, machine)
+            timed = _run_everywhere(step, machine, deadline.within(inf, 0.4))
             if timed is None:
                 break
             others_cores = max(reply.others_cores for reply in timed)
             if calmest is None or others_cores < calmest[1]:
                 calmest = timed, others_cores
-            if not disturbs(others_cores):
+            if not disturbs(others_cores) or deadline.is_over:
                 break
             progress(done)
         if calmest is None:
@@ -468,8 +514,7 @@ def costs_in_step(
                 key: MeasuredCost(timing.median_seconds, timing.spread)
                 for key, timing in timings.items()
             }
-            if not disturbs(others_cores):
-                cache.add_costs(names[kind], costs[kind])
+            _keep(cache, names[kind], costs[kind], others_cores)
     for d, device in enumerate(machine.devices):
         if device.kind == "host":
             seconds[:, d] = np.inf
@@ -480,11 +525,36 @@ def costs_in_step(
     return Costs(seconds, "measured")
 
 
-def _may_run_everywhere(graph: Graph, machine: Machine) -> bool:
+BESIDE = " | beside others"
+"""Ends the device key of costs that were measured while other programs used the cores."""
+
+
+def _keep(
+    cache: CostCache, device: str, costs: dict[str, MeasuredCost], others_cores: float
+) -> None:
+    """Keep costs under a device's key, those of busy cores apart, with how busy they were."""
+    if disturbs(others_cores):
+        device += BESIDE
+        cache.add_probe(device, {"others_cores": others_cores})
+    cache.add_costs(device, costs)
+
+
+def _beside_others(
+    cache: CostCache, device: str, keys: Iterable[str]
+) -> tuple[dict[str, MeasuredCost], float]:
+    """(the costs that were measured on busy cores, how many cores others used)."""
+    cores = (cache.probe(device + BESIDE) or {}).get("others_cores")
+    if not isinstance(cores, float):
+        return {}, 0.0
+    return cache.costs(device + BESIDE, keys), cores
+
+
+def _may_run_everywhere(graph: Graph, machine: Machine, most_seconds: float | None = None) -> bool:
     """True if the step is not long, every op may run on every device, and all its tensors fit into
     memory twice for each device: once here or on the way, and once there."""
     costs = analytic_costs(graph, machine).compute_seconds[~graph.is_source]
-    if np.where(np.isfinite(costs), costs, 0.0).sum(axis=0).max() > LONG_SECONDS:
+    limit_seconds = LONG_SECONDS if most_seconds is None else most_seconds
+    if np.where(np.isfinite(costs), costs, 0.0).sum(axis=0).max() > limit_seconds:
         return False
     devices, step_bytes = _measured_devices(machine), int(graph.tensor_bytes.sum())
     runs = all(bool(graph.runs_on(device.kind).all()) for device in devices)
@@ -512,11 +582,13 @@ def timed_step(captured: Captured) -> TimedStep:
     return TimedStep(calls, frees, values, graph.tensors)
 
 
-def _run_everywhere(captured: Captured, machine: Machine) -> list[OpTimes] | None:
+def _run_everywhere(
+    captured: Captured, machine: Machine, limit_seconds: float
+) -> list[OpTimes] | None:
     """[devices] times of the step's ops, with all devices at work at once; None if one fails, or if
     weights or examples are fake and cannot be drawn."""
     try:
-        step = timed_step(captured)
+        step = replace(timed_step(captured), seconds=limit_seconds)
     except ModelError:
         return None
     with ExitStack() as stack:
@@ -582,12 +654,13 @@ def _measure(
     devices: list[Device],
     cache: CostCache,
     beside: Callable[[float], None],
+    deadline: Deadline,
 ) -> Iterator[tuple[dict[int, MeasuredCost], float]]:
     """Time these entries on all devices, and yield batch by batch (op -> measured cost, cores that
     other programs used meanwhile).
 
-    A worker that is free gets the next batch. A batch that other programs disturbed is measured
-    again later, until that has taken `_NEIGHBOURS_SECONDS`.
+    A worker that is free gets the next batch, or none behind the deadline. A batch that other
+    programs disturbed is measured again later, until that has taken `_NEIGHBOURS_SECONDS`.
     """
     # Batches are taken from the end of the list.
     todo = list(reversed(_batches(graph, entries, len(devices))))
@@ -597,13 +670,19 @@ def _measure(
     best_seconds = cache.pace(core)
     with ExitStack() as stack:
         idle = [stack.enter_context(start_worker(device)) for device in devices]
-        patience = dict.fromkeys(idle, _PATIENCE_SECONDS)
-        again_seconds = dict.fromkeys(idle, _NEIGHBOURS_SECONDS)
+        patience = dict.fromkeys(idle, deadline.within(_PATIENCE_SECONDS, 0.2))
+        again_seconds = dict.fromkeys(idle, deadline.within(_NEIGHBOURS_SECONDS, 0.2))
         for worker in idle:
             worker.receive()
         working: dict[Worker, list[int]] = {}
         repeating: set[Worker] = set()
+        is_first = True
         while todo or working:
+            if deadline.is_over and not is_first:
+                todo.clear()
+                if not working:
+                    break
+            is_first = False
             for worker in idle:
                 if todo:
                     batch = working[worker] = todo.pop()
@@ -726,28 +805,34 @@ def probed_machine(
     *,
     fresh: bool = False,
     beside: Callable[[float], None] = lambda _cores: None,
+    deadline: Deadline | None = None,
 ) -> Machine:
     """Return the machine with measured rates, from the cache unless `fresh`.
 
     Devices are measured at the same time, because they will work at the same time. Links between
     sets of cores are assumed to be alike: the one between the first two is measured for all. Links
-    of GPUs are measured each way, those to the host with pinned memory. Rates that were
-    measured while other programs used these cores are not cached, and `beside` is called with the
-    number of cores that those used.
+    of GPUs are measured each way, those to the host with pinned memory. Of rates that were
+    measured while other programs used these cores, `beside` is called with the number of cores that
+    those used; once the cores are calm they are measured again. Near the deadline fewer messages
+    are sent to and fro.
     """
     measured = _measured_devices(machine)[0]
     key = f"{machine.name} | {machine.fingerprint} | {device_key(measured, machine)} | links"
-    rates = None if fresh else cache.probe(key)
+    rates, deadline = None if fresh else cache.probe(key), deadline or Deadline()
     if rates is not None:
         try:
-            return _with_rates(machine, rates)
+            known, busy_cores = _with_rates(machine, rates), rates.get("others_cores", 0.0)
+            if not busy_cores or deadline.is_over or not is_calm(measured.cores):
+                if busy_cores:
+                    beside(busy_cores)
+                return known
         except (KeyError, TypeError, ValueError, MachineError):
             pass  # the row does not fit, perhaps from another version: measure again
-    rates, others_cores = _measure_rates(machine)
+    rates, others_cores = _measure_rates(machine, deadline)
     if disturbs(others_cores):
         beside(others_cores)
-    else:
-        cache.add_probe(key, rates)
+        rates["others_cores"] = others_cores
+    cache.add_probe(key, rates)
     return _with_rates(machine, rates)
 
 
@@ -778,7 +863,7 @@ def fit_link(hop_seconds: dict[int, float]) -> dict[str, float]:
     return {"latency_seconds": float(latency), "bandwidth_bytes_per_second": float(1 / per_byte)}
 
 
-def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
+def _measure_rates(machine: Machine, deadline: Deadline) -> tuple[dict[str, Any], float]:
     """Return (rates of devices and links, cores that other programs used meanwhile)."""
     measured = _measured_devices(machine)
     with ExitStack() as stack:
@@ -802,6 +887,8 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
                 worker.ask("map", files=(block.descriptor,))
             games: list[dict[int, float]] = []
             for number in range(1 + _GAMES):
+                if number > 1 and deadline.is_over:
+                    break
                 # Each game starts above all flag values of the one before.
                 for worker in (first, second):
                     worker.begin("play", worker is first, number * 10**6)

@@ -1,5 +1,6 @@
 """What the processes that measure are given and return, and what they share."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -65,12 +66,14 @@ class TimedStep:
     frees     op -> tensors that nobody reads after it
     values    tensor -> value of the step's sources
     tensors   how many tensors the step has
+    seconds   limit of the steps that count, if it is less than `STEPS_SECONDS`
     """
 
     calls: dict[int, Call]
     frees: dict[int, tuple[int, ...]]
     values: dict[int, torch.Tensor]
     tensors: int
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,11 @@ class OpTimes:
 Passed = TypeVar("Passed")
 
 
-def timed_passes(warm_up: Callable[[], object], timed: Callable[[], Passed]) -> list[Passed]:
+def timed_passes(
+    warm_up: Callable[[], object], timed: Callable[[], Passed], limit_seconds: float
+) -> list[Passed]:
     """[passes] what `timed` returns of each pass over a step, after some that do not count."""
-    repeats = Repeats(MOST_STEPS, LEAST_STEPS, STEPS_SECONDS)
+    repeats = Repeats(MOST_STEPS, LEAST_STEPS, min(STEPS_SECONDS, limit_seconds))
     return time_steps(timed, repeats, warm_up=warm_up, warm_up_seconds=WARM_UP_SECONDS)
 
 

@@ -220,9 +220,9 @@ class PlacedNetwork(LoadedStep):
 
     def _take(self, tensors: Sequence[Tensor]) -> None:
         if self.in_place:
-            strides = self.captured.graph.strides
+            graph = self.captured.graph
             self._given = {
-                tensor: _laid(value.detach(), strides[tensor])
+                tensor: _laid(value.detach(), graph.strides[tensor])
                 for tensor, value in zip(self._given_tensors, tensors, strict=False)
                 if tensor >= 0
             }

@@ -48,6 +48,7 @@ from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.parcels import Parcel, pack_parcel, unpack_parcel
 from dovetail.runtime.processes import Worker, launch
 from dovetail.runtime.setup import op_threads, rest_openmp
+from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import clock
 from dovetail.runtime.user_code import UserCode
 from dovetail.timeline import Timeline
@@ -259,7 +260,8 @@ class PlainNetwork(LoadedStep):
         if in_place and not is_local:
             says = f"is {machine.name}; only a step on all cores as one device works in place"
             raise UsageError("machine", says)
-        parcel, self._block = (None, None) if in_place else _pack(captured)
+        packed = None if in_place else _pack(captured)
+        self._block: Block | None = None if packed is None else packed[1]
         threads = self.device.op_threads or len(os.sched_getaffinity(0))
         self._local: ServedPlain | None = None
         self._process: Worker | LocalWorker
@@ -278,13 +280,14 @@ class PlainNetwork(LoadedStep):
         try:
             if isinstance(self._process, Worker):
                 self._process.post("make", threads, torch.get_default_dtype())
-            if parcel is None:
+            if packed is None:
                 check_plain(captured)
                 own = captured.module, captured.signature, captured.plain
                 self._ask("use", *own, mode, seed)
             else:
+                parcel, block = packed
                 load = parcel, mode, seed, self.device.torch_device, cuda_maker()
-                self._ask("load", *load, files=(self._block.descriptor,))
+                self._ask("load", *load, files=(block.descriptor,))
             if isinstance(self._process, Worker):
                 self._ask("fill_main")
         except BaseException:
@@ -460,7 +463,7 @@ def check_plain(captured: Captured) -> None:
         )
 
 
-def _pack(captured: Captured) -> tuple[Parcel, Any]:
+def _pack(captured: Captured) -> tuple[Parcel, Block]:
     """The module, or what makes it, with its signature and its plain step, as a parcel."""
     check_plain(captured)
     module: Any = captured.module

@@ -195,8 +195,8 @@ class _Loaded:
         """Run one step, in which waits spin for so long. Returns "done", or what the step returns
         if it works in place; "aborted" if another device failed; or `Failed`."""
         spin_ns = round(spin_seconds * 1e9)
-        for tensor, value in inputs.items():
-            self.runner.set(tensor, value)
+        for tensor, given in inputs.items():
+            self.runner.set(tensor, given)
         # Steps are numbered from 1 here and from 0 in seeds.
         self.runner.seeds = [seed_for(self.seed, number - 1, op) for op in self.drawing]
         try:
@@ -218,9 +218,9 @@ class _Loaded:
             self.progress[2] = time.perf_counter_ns()
             self._meet(2 * number, spin_ns)
             if self.in_place:
-                returned = {tensor: self.runner.get(tensor) for tensor, _, _ in self.outputs}
+                made = {tensor: self.runner.get(tensor) for tensor, _, _ in self.outputs}
                 self.runner.clear([*self.kept, *inputs])
-                return {tensor: value for tensor, value in returned.items() if value is not None}
+                return {tensor: value for tensor, value in made.items() if value is not None}
             for tensor, slot, copy in self.outputs:
                 value = self.runner.get(tensor)
                 assert value is not None, "the step has made it"

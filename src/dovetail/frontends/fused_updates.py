@@ -7,21 +7,39 @@ more passes with temporaries in between, and one call of a list costs as little 
 parameter. SGD, Adam and AdamW are torch's own kernels, which `torch.optim` calls if it is given
 `fused=True`; RMSprop is ours (`runtime.rmsprop`), for CPUs. Their roundings differ: Adam drives a
 parameter elsewhere whose gradient is nothing but noise, such as a bias in front of a normalisation.
-So plans take them only where they run compiled code, whose roundings differ too.
+So plans take them only where they run compiled code, whose roundings differ too. `step_fused` does
+the same for an optimizer of torch in a loop of the user's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.frontends.optimizers import update_adam, update_adamw, update_rmsprop, update_sgd
+from dovetail.errors import UsageError
+from dovetail.frontends.optimizers import (
+    SGD,
+    Adam,
+    AdamW,
+    Optimizer,
+    RMSProp,
+    update_adam,
+    update_adamw,
+    update_rmsprop,
+    update_sgd,
+)
 from dovetail.frontends.program import Call
 from dovetail.runtime.rmsprop import fused_rmsprop
-from dovetail.runtime.torch_versions import count_up, fused_adam, fused_sgd
+from dovetail.runtime.torch_versions import (
+    count_up,
+    fused_adam,
+    fused_sgd,
+    has_optimizer_hooks,
+)
 
 Lists = Sequence[Sequence[Tensor]]
 """[tensors of an update, parameters] the tensors of several updates: parameters, gradients, and
@@ -122,6 +140,82 @@ _KERNELS: dict[Callable[..., Any], Callable[[Lists, Mapping[str, Any]], None]] =
 }
 
 
+def step_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Call `optimizer.step()`, where fused kernels have done all updates that they can do.
+
+    They are SGD, RMSprop, Adam and AdamW of torch as its users make them, on CPUs, of parameters
+    that have state already: torch's own first step makes it. Groups, rates and states are read
+    anew, so that whatever was changed or loaded since the last step counts.
+    """
+    updated: list[tuple[Tensor, Tensor]] = []  # parameter, gradient
+    for group in () if has_optimizer_hooks(optimizer) else optimizer.param_groups:
+        record = _record_of(optimizer, group)
+        if record is None:
+            continue
+        names = [state.name for state in record.states]
+        lists: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            tensors: list[Any] = [parameter, parameter.grad, *map(state.get, names)]
+            if (
+                parameter.device.type == "cpu"
+                and all(isinstance(tensor, Tensor) for tensor in tensors)
+                and tensors[1].layout is torch.strided
+                # The kernels count steps in float32; by default torch makes no others.
+                and ("step" not in names or tensors[2].dtype is torch.float32)
+                and _may_be_fused(record.update, *tensors)
+            ):
+                tensors[1] = _like(tensors[1], parameter)
+                lists.setdefault(parameter.dtype, []).append(tuple(tensors))
+                updated.append((parameter, parameter.grad))
+        with torch.no_grad():
+            for rows in lists.values():
+                _KERNELS[record.update](tuple(zip(*rows, strict=True)), vars(record))
+                # RMSprop's kernel writes to memory that torch does not see written.
+                torch.autograd.graph.increment_version([row[0] for row in rows])
+    # What has no gradient is left alone by torch's step, which schedulers count.
+    for parameter, _ in updated:
+        parameter.grad = None
+    try:
+        optimizer.step()
+    finally:
+        for parameter, gradient in updated:
+            parameter.grad = gradient
+
+
+_RECORDS = {
+    torch.optim.SGD: SGD, torch.optim.RMSprop: RMSProp, torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}  # fmt: skip
+_OTHERWISE = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "amsgrad",
+    "maximize",
+    "dampening",
+)
+"""Settings of a group with which torch has another form of the update, or another update."""
+
+
+def _record_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optimizer | None:
+    """The settings of a group as a record, or None for those that no record holds."""
+    record = _RECORDS.get(type(optimizer))
+    if record is None or any(group.get(name) for name in _OTHERWISE):
+        return None
+    settings = dict(group)
+    if record in (Adam, AdamW):
+        record = AdamW if group["decoupled_weight_decay"] else Adam
+        settings["beta1"], settings["beta2"] = group["betas"]
+    values = {entry.name: settings[entry.name] for entry in fields(record)}
+    # A rate may be a tensor, or below zero. Torch's own step has its ways with these.
+    if all(isinstance(value, (int, float)) for value in values.values()):
+        with suppress(UsageError):
+            return record(**values)
+    return None
+
+
 def _may_be_fused(
     function: Callable[..., Any], parameter: Tensor, gradient: Tensor, *states: Tensor
 ) -> bool:
@@ -131,20 +225,26 @@ def _may_be_fused(
     It reads all tensors as flat memory, and rounds 16-bit formats less often. A state of one number
     is a count of steps.
     """
-    # The elements must fill the memory from the first to the last, in any order.
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
     whole = [state for state in states if state.dim() or not parameter.dim()]
     return (
+        (parameter.is_contiguous() or is_dense(parameter.shape, parameter.stride()))
         # RMSprop's kernel is ours, and for CPUs.
-        (parameter.device.type == "cpu" or function is not update_rmsprop)
+        and (parameter.device.type == "cpu" or function is not update_rmsprop)
         and parameter.dtype in (torch.float32, torch.float64)
         and gradient.dtype == parameter.dtype
         and all(s.dtype == parameter.dtype and s.stride() == parameter.stride() for s in whole)
     )
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if elements of these strides fill the memory from the first to the last, in any order,
+    each a place of its own."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:

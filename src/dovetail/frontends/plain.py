@@ -6,13 +6,16 @@
 Plans are compared with these, and where one of them is the fastest it is what runs.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dovetail.errors import UsageError
 from dovetail.frontends.optimizers import torch_optimizer
 from dovetail.frontends.program import PlainStep, Signature
 from dovetail.frontends.structures import substitute
@@ -28,8 +31,73 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, arguments: Sequence[An
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
+_AUTOCAST = (torch.bfloat16, torch.float16)
+"""The dtypes of `torch.autocast`."""
 GRAPHS = "reduce-overhead"
 """The mode of `torch.compile` that replays CUDA graphs."""
+
+
+class LossAndGradients(nn.Module):
+    """A user's model and loss as one module, whose output is the loss and its gradients.
+
+    accumulate   the gradients are those of the loss divided by it
+    dtype        of autocast; None: off
+    trained      names of the parameters whose gradients are returned
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        accumulate: int,
+        dtype: torch.dtype | None,
+        trained: tuple[str, ...] = (),
+    ) -> None:
+        for name, fits, detail in (
+            ("model", isinstance(model, nn.Module), "is no torch.nn.Module"),
+            ("loss", loss is None or callable(loss), "is no function; give loss(output, *targets)"),
+            (
+                "accumulate",
+                type(accumulate) is int and accumulate >= 1,
+                f"is {accumulate!r}; give a number of calls from 1 on",
+            ),
+            (
+                "autocast",
+                dtype is None or dtype in _AUTOCAST,
+                f"is {dtype!r}; give torch.bfloat16 or torch.float16",
+            ),
+        ):
+            if not fits:
+                raise UsageError(name, detail)
+        super().__init__()
+        self.model, self.loss, self.accumulate, self.dtype = model, loss, accumulate, dtype
+        self.trained = trained
+
+    def losses(
+        self, args: Any, kwargs: Any, targets: Any, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(the loss, what is differentiated)."""
+        casts: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.dtype is not None:
+            casts = torch.autocast(next(self.parameters()).device.type, dtype=self.dtype)
+        with casts:
+            value = loss_of(self.loss, self.model(*args, **kwargs), targets)
+        if not isinstance(value, Tensor):
+            raise UsageError("loss", f"is a {type(value).__name__}, where it must be a tensor")
+        value = value.reshape(())
+        scaled = value / self.accumulate if self.accumulate > 1 else value
+        return value.detach(), scaled if scale is None else scaled * scale
+
+    def forward(
+        self, args: Any, kwargs: Any, targets: Any, scale: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        with torch.enable_grad():
+            value, differentiated = self.losses(args, kwargs, targets, scale)
+            parameters = dict(self.named_parameters())
+            gradients = torch.autograd.grad(
+                differentiated, [parameters[name] for name in self.trained], allow_unused=True
+            )
+        return value, gradients
 
 
 class PlainModule:
@@ -57,9 +125,16 @@ class PlainModule:
             # torch counts compilations of a code object, and stops compiling after eight. Each step
             # has a code object of its own.
             compute = _compute(module, step)
+            if isinstance(module, LossAndGradients):
+                # Its user would compile what makes the loss, and let autograd run the rest.
+                compute = LossAndGradients.losses
             code = compute.__code__.replace()
             own = FunctionType(code, compute.__globals__, closure=compute.__closure__)
-            self._compute = torch.compile(own, mode=mode)
+            compiled = torch.compile(own, mode=mode)
+            if isinstance(module, LossAndGradients):
+                module.losses = partial(compiled, module)  # type: ignore[method-assign]
+            else:
+                self._compute = compiled
         # The next step's graph may overwrite the tensors that this step returned.
         self._begins = torch.compiler.cudagraph_mark_step_begin if mode == GRAPHS else None
         self._parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}

@@ -39,6 +39,7 @@ _NAMES = {
         "resolve_model",
         "silent",
     ),
+    "training_steps": ("TrainingStep", "training_step"),
     "using": (
         "EXPORTS",
         "FOLDERS",

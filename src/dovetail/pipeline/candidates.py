@@ -492,6 +492,7 @@ def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
             format=asked.format,
             stages=asked.stages,
             model=asked.model,
+            deadline=asked.deadline,
         ),
         _search_of(asked),
         rival=True,

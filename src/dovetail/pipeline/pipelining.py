@@ -50,6 +50,7 @@ from dovetail.placers.pipelines import (
     weight_ops,
 )
 from dovetail.plans import Placement, Plan, normalise
+from dovetail.runtime.timers import Deadline
 from dovetail.simulator import LowerBound, Simulator
 from dovetail.timeline import Timeline
 from dovetail.transforms import MicroBatches, Towers, micro_batched, replicate
@@ -74,7 +75,9 @@ def plan_pipeline(
     """
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
     graph, count = graph_of(step), request.micro_batches
-    machine = machine_of(step, request.machine, progress, notes)
+    deadline = request.deadline or Deadline()
+    with deadline.phase("measuring") as part:
+        machine = machine_of(step, request.machine, progress, notes, part)
     mirror = towers_devices(machine, replicas)
     kept = kept_modules(request, machine)
     # The costs of one micro-batch's ops, and signature -> seconds [devices] of what adds up
@@ -82,7 +85,8 @@ def plan_pipeline(
     sums: dict[str, NDArray[np.float64]] = {}
     if machine.local and isinstance(step, Captured):
         whole_step = replicated(MicroBatches(count).apply(step), replicas)
-        measured = costs_of(whole_step, machine, progress, notes)
+        with deadline.phase("measuring") as part:
+            measured = costs_of(whole_step, machine, progress, notes, part)
         every = _unrolled(graph, count, None, None, replicas)
         seconds = np.zeros((len(graph), len(machine.devices)))
         kinds, micro = every.rows.kinds, every.rows.copies
@@ -125,7 +129,7 @@ def plan_pipeline(
         budget = Budget(*request.limits.divided(len(variants)))
         of_variant = _Steps(variant, costs, sums, mirror)
         try:
-            with keeping_interrupts(budget):
+            with deadline.phase("searching"), keeping_interrupts(budget):
                 outcome = search(variant, budget, of_variant.simulate)
         except InfeasibleError as error:
             failure, is_exact = failure or error, False

@@ -1,13 +1,15 @@
 """Plans a step: what can be planned is searched, and the best of it raced.
 
     request ─► candidates ─► search of each (predicted) ─► best ─► race (measured) ─► plan
-                   ▲                   │
-                   └───── tried ◄──────┘
+       │           ▲                   │                                               │ ▲
+       │           └───── tried ◄──────┘                                               ▼ │
+       └────────────────────── found before, in the cache ◄────────────────────────────────┘
+
+A budget of seconds is that of all of it. Its phases ask one `Deadline` how long they may take.
 
 `find_plan` is the whole flow. The functions below it stand in the order in which it calls them.
 """
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +30,25 @@ from dovetail.pipeline.candidates import (
     searches_as_compiled,
     shares,
 )
+from dovetail.pipeline.kept import is_no_worse, keep, kept_path, kept_plan
 from dovetail.pipeline.opening import planned, timeline_of, with_promises
-from dovetail.pipeline.requests import PlanRequest, with_fields_of
+from dovetail.pipeline.requests import SHARES, PlanRequest, with_fields_of
 from dovetail.pipeline.searching import has_gpus, lower_caps, prefixed, search_plan
-from dovetail.pipeline.sources import Step, TellProgress, silent
+from dovetail.pipeline.sources import SENTENCE, Step, TellProgress, silent
 from dovetail.placers import Limits
 from dovetail.plans import Plan, capacities_of, planned_graph
+from dovetail.runtime.compiling import working_clock
+from dovetail.runtime.timers import Deadline, clock
 from dovetail.transforms import duplicate
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
 if TYPE_CHECKING:
     from dovetail.pipeline.segmenting import Segmented
 
+LEAST_SECONDS = 0.2
+"""A search has at least so long, also where measuring has taken the whole budget."""
+FOUND_BEFORE = "found before, and kept in the cache; --again searches on from it"
+FOUND_NO_BETTER = "searched again: nothing better than this was found"
 SEGMENTS_SHARE = 0.5
 """The share of `--compile-budget` that segments may take. `torch.compile` has the rest."""
 HOPELESS = 1.5
@@ -65,31 +74,103 @@ def plan(
     is faster than what `auto` found, it is the plan that is returned, and its machine is `here`. A
     machine with cores that was described otherwise keeps its rates.
 
+    A plan that was found within a budget of seconds is kept in the cache, and is the result of the
+    same request from then on. `again` searches on.
+
     From the start of the search on, a first Ctrl-C ends it with the best plan so far,
     `interrupted`. Raises `InvalidError`, or `InfeasibleError` if nothing fits.
     """
     return find_plan(PlanRequest(step, machine, **options), progress)
 
 
-def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
-    """Find the plan of a request. See `plan`."""
-    began, tried, plan = time.perf_counter(), Tried(), None
+def find_plan(
+    request: PlanRequest, progress: TellProgress = silent, *, began: float | None = None
+) -> Plan:
+    """Find the plan of a request. See `plan`.
+
+    began   when the command began, by `runtime.timers.clock`; None: now
+    """
+    before_seconds = 0.0 if began is None else clock() - began
+    began = clock() - before_seconds
+    path, known = kept_path(request), None
+    if path is not None:
+        assert isinstance(request.step, Captured), "others are not kept"
+        known = kept_plan(path, request.step)
+        if known is not None and not request.again:
+            return known.noted(FOUND_BEFORE)
+        if known is not None:
+            # The same seed would search the same again.
+            request = replace(request, seed=known.seed + 1)
+    # What the request has no use for leaves its share to the others.
+    on_cores = is_here(request) and isinstance(request.step, Captured)
+    is_raced = on_cores and request.resolved_objective == "step" and not request.format
+    uses = {
+        "measuring": on_cores, "searching": True, "compiling": is_raced and request.compile_seconds,
+        "comparing": is_raced,
+    }  # fmt: skip
+    parts = {name: share for name, share in SHARES.items() if uses[name]}
+    # By a clock that leaves out what numba compiles once for a machine.
+    deadline = Deadline(
+        request.whole_seconds, parts, began=working_clock() - before_seconds, clock=working_clock
+    )
+    limits = request.limits
+    if np.isfinite(deadline.seconds):
+        share = parts["searching"] / sum(parts.values())
+        limits = Limits(min(limits.seconds, max(share * deadline.seconds, LEAST_SECONDS)))
+    request = replace(request, deadline=deadline, budget=limits)
+
+    def tell(doing: str, fraction: float, best: float | None) -> None:
+        """Tell of the progress of all of it, where that has an end."""
+        if np.isfinite(deadline.seconds) and fraction != SENTENCE:
+            fraction = min(1.0, 1 - deadline.left_seconds / deadline.seconds)
+        progress(doing, fraction, best)
+
+    tried, plan = Tried(), None
     try:
         for candidate in candidates(request, tried):
-            tried.add(candidate, progress)
+            # In half of the time there must be something to compile and to compare. The rival is
+            # most often on the way to what is fastest, so it may still come a little later.
+            least = deadline.seconds / (3 if candidate.rival else 2)
+            if on_cores and deadline.left_seconds < least and any(tried.plans.values()):
+                on = "on all cores as one device" if candidate.rival else candidate.name
+                deadline.missed.append(f"the step {on}")
+                continue
+            tried.add(candidate, tell)
             if tried.interrupted:
                 break
         best = tried.best(request.resolved_gain)
         plan = tried.told(best)
         if not plan.interrupted:
-            plan = _raced(request, tried, best, plan, progress)
+            plan = _raced(request, tried, best, plan, tell)
     # Ctrl-C outside a search: what was found stays.
     except KeyboardInterrupt:
         if plan is None and not any(tried.plans.values()):
             raise
         plan = plan or tried.told(tried.best(request.resolved_gain))
         plan = replace(plan, interrupted=True)
-    return replace(plan, planning_seconds=time.perf_counter() - began)
+    plan = with_times(plan, deadline, clock() - began)
+    if known is not None and is_no_worse(known, plan):
+        plan = replace(known, interrupted=plan.interrupted).noted(FOUND_NO_BETTER)
+    elif path is not None and not plan.interrupted:
+        keep(plan, path)
+    return plan
+
+
+def with_times(plan: Plan, deadline: Deadline, planning_seconds: float) -> Plan:
+    """The plan with what planning took, and first of all what it did not reach in time."""
+    plan = replace(plan, planning_seconds=planning_seconds)
+    if not np.isfinite(deadline.seconds):
+        return plan
+    taken, whole = deadline.clock() - deadline.began, format_seconds(deadline.seconds)
+    told = ", ".join(f"{name} {format_seconds(s)}" for name, s in deadline.spent.items())
+    if planning_seconds - taken > 1:
+        told += f"; besides {format_seconds(planning_seconds - taken)} for what is set up once"
+    plan = plan.noted(f"of a budget of {whole} planning took {format_seconds(taken)}: {told}")
+    if not deadline.missed:
+        return plan
+    missed = ", ".join(dict.fromkeys(deadline.missed))
+    first = f"not reached within {whole}: {missed}; --again goes on from here"
+    return replace(plan, notes=(first, *plan.notes))
 
 
 def _raced(
@@ -142,8 +223,8 @@ def _measured(
 ) -> Plan:
     """The fastest, as measured here side by side, of the plan, its rival, and the step as its user
     would run it. The plan itself if its step does not run."""
-    from dovetail.pipeline.segmenting import Segmented, with_segments
-    from dovetail.pipeline.ways import fastest_way
+    from dovetail.pipeline.segmenting import LATE_SEGMENTS, Segmented, with_segments
+    from dovetail.pipeline.ways import LEAST_COMPILE_SECONDS, fastest_way
 
     # A step of parts of a batch is compared with that of the whole batch, as the user has it.
     shared = tried.candidates[best].parts > 1
@@ -152,11 +233,20 @@ def _measured(
     whole = tried.plan(str(WHOLE)) if shared else plan
     if not isinstance(step, Captured) or whole is None:
         return plan
+    deadline = request.deadline or Deadline()
     limit_seconds, pair = request.compile_seconds, Segmented(plan, plan)
     if limit_seconds and plan.objective == "step":
-        began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
-        pair = with_compiled(plan, asked, share, progress, limits=shares(request)[AS_COMPILED])
-        limit_seconds -= min(time.perf_counter() - began, share)
+        with deadline.phase("compiling") as part:
+            limit_seconds = part.within(limit_seconds)
+            began, share = clock(), SEGMENTS_SHARE * limit_seconds
+            if limit_seconds < LEAST_COMPILE_SECONDS:
+                share = 0.0
+            else:
+                limits = shares(request)[AS_COMPILED]
+                pair = with_compiled(plan, asked, share, progress, limits=limits)
+            limit_seconds -= min(clock() - began, share)
+        if not share or any(LATE_SEGMENTS in note for note in pair.by_ops.notes):
+            deadline.missed.append("some compiled segments")
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))
     rivals: dict[str, Segmented] = {}
@@ -171,11 +261,14 @@ def _measured(
                 found_seconds=plan.found_seconds,
             )
         rivals[name] = Segmented(rival, rival)
-        if limit_seconds:
-            began, share = time.perf_counter(), SEGMENTS_SHARE * limit_seconds
-            tell = prefixed(f"{name}: ", progress)
-            rivals[name] = with_segments(rival, step, compile_seconds=share, progress=tell)
-            limit_seconds -= min(time.perf_counter() - began, share)
+        if limit_seconds >= LEAST_COMPILE_SECONDS:
+            with deadline.phase("compiling"):
+                began, share = clock(), SEGMENTS_SHARE * limit_seconds
+                tell = prefixed(f"{name}: ", progress)
+                rivals[name] = with_segments(rival, step, compile_seconds=share, progress=tell)
+                limit_seconds -= min(clock() - began, share)
+    if deadline.is_over and replaces:
+        deadline.missed.append("the comparison with the module as it is")
     # The user's own ways have all cores, or the first GPU.
     if has_gpus(plan.machine):
         gpu = next(device for device in plan.machine.devices if device.kind == "gpu")
@@ -192,6 +285,7 @@ def _measured(
         replaces=replaces,
         compile_seconds=limit_seconds,
         progress=progress,
+        deadline=deadline,
     )
 
 
@@ -213,11 +307,11 @@ def with_compiled(
     """
     from dovetail.pipeline.segmenting import Segmented, compiled_seconds, with_segments
 
-    began, step = time.perf_counter(), request.planned_step
+    began, step = clock(), request.planned_step
     assert isinstance(step, Captured), "only such steps have segments"
     plans = with_segments(chosen, step, compile_seconds=limit_seconds, progress=progress)
     plan, segmented = plans
-    left_seconds = limit_seconds - (time.perf_counter() - began)
+    left_seconds = limit_seconds - (clock() - began)
     if segmented is plan or left_seconds <= 0 or not searches_as_compiled(request):
         return plans
     graph, with_its_copies = step.graph, planned(plan, step).graph

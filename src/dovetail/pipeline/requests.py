@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dovetail.pipeline.sources import Step
     from dovetail.placers import Limits, Placer
     from dovetail.placers.learned.records import LearningSettings
+    from dovetail.runtime.timers import Deadline
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 AUTO = "auto"
@@ -58,6 +59,11 @@ MACHINE_HELP = (
 )
 CPU = "cpu"
 """This DEVICE text of `schedule` names the cores of this machine."""
+WHOLE_SECONDS, QUICK_SECONDS, SEARCH_SECONDS = 60.0, 10.0, 10.0
+"""A plan takes so many seconds if no budget is given, or so many by `quick`, and its search at most
+`SEARCH_SECONDS` of them: longer searches rarely find more."""
+SHARES = {"measuring": 3.0, "searching": 3.0, "compiling": 4.0, "comparing": 2.0}
+"""The phases of planning on this machine, and their shares of a budget of seconds."""
 MIN_GAIN = 0.02
 """A plan on more devices must be better by this share if `min_gain` is not given."""
 LEARNERS = tuple(name for name, method in PLACERS.items() if method.learns)
@@ -82,6 +88,8 @@ class PlanRequest:
                     but not planned
     method          a placer that runs in place of our own, under the name `placer`
     model           the name of the file that held the step, which the plan keeps
+    deadline        of planning as a whole, which began with the command; None: it begins with
+                    `find_plan`, which also gives the search its share of `budget`
     """
 
     step: "Step | None" = None
@@ -129,9 +137,23 @@ class PlanRequest:
         "Only contiguous plans: no path leaves a device and returns to it. For objective load",
     )
     budget: "str | float | Limits" = option(
-        "10s",
-        "Limit of the search, in seconds (10, 10s) or evaluated placements (5000e). What is tried "
-        "beside the step as it is (other forms, ways to share a batch) has a part of it",
+        "",
+        "Limit of planning as a whole, in seconds (10, 10s): measuring, searching, compiling and "
+        "comparing share it. Or of the search alone, in evaluated placements (5000e)",
+        shown="60s",
+        more="By default the search takes at most 10 s of the 60",
+    )
+    quick: bool = option(
+        False,
+        "Plan within 10s, or the budget that is given: nothing is compiled, and costs are measured "
+        "coarsely",
+        "--quick",
+    )
+    again: bool = option(
+        False,
+        "Search on where a plan of this step, machine and request was found before, with what is "
+        "kept of it. The plan is no worse. By default that plan is the result",
+        "--again",
     )
     gap: float = option(
         0.0, "Stop at a plan that is proven to be within this share of the best: .02 is 2 %"
@@ -207,12 +229,13 @@ class PlanRequest:
     )
     compile_budget: str | float = option(
         "60s",
-        "Limit of compiling: 60s, 2m. Segments take up to half of it, torch.compile the rest. 0s: "
-        "nothing is compiled",
+        "Limit of compiling within the budget: 60s, 2m. Segments take up to half of it, "
+        "torch.compile the rest. 0s: nothing is compiled",
         variable="DOVETAIL_COMPILE_BUDGET",
     )
     method: "Placer | None" = None
     model: str = ""
+    deadline: "Deadline | None" = None
 
     def __post_init__(self) -> None:
         from dovetail.exports.rules import check_format
@@ -231,7 +254,7 @@ class PlanRequest:
                 "replicas",
                 f"is {self.replicas!r}; use auto, or plan the step of `towers(step, number)`",
             )
-        if not isinstance(self.budget, Limits):
+        if self.budget != "" and not isinstance(self.budget, Limits):
             object.__setattr__(self, "budget", parse_limits(str(self.budget)))
         read_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
         check_seed(self.seed)
@@ -328,13 +351,25 @@ class PlanRequest:
     @property
     def limits(self) -> "Limits":
         """The limits of the search: `budget` in numbers, once the record is built."""
+        from dovetail.placers import Limits
+
+        if self.budget == "":
+            return Limits(SEARCH_SECONDS)
         assert not isinstance(self.budget, (str, int, float)), "parsed when the record was built"
         return self.budget
 
     @property
+    def whole_seconds(self) -> float:
+        """The limit of planning as a whole; inf: there is none, as with a budget of
+        evaluations."""
+        if self.budget == "":
+            return QUICK_SECONDS if self.quick else WHOLE_SECONDS
+        return self.limits.seconds
+
+    @property
     def compile_seconds(self) -> float:
         """The limit of compiling in seconds; 0: nothing is compiled."""
-        if not self.compile:
+        if self.quick or not self.compile:
             return 0.0
         return read_seconds("compile_budget", str(self.compile_budget), may_be_none=True)
 
@@ -436,8 +471,8 @@ class PlanRequest:
 
 PLAN_FIELDS = frozenset(of_record.name for of_record in fields(PlanRequest))
 OF_ALL = frozenset({
-    "step", "model", "machine", "budget", "seed", "caps", "compile", "compile_budget",
-    "contiguous", "finetune",
+    "step", "model", "machine", "budget", "quick", "again", "deadline", "seed", "caps", "compile",
+    "compile_budget", "contiguous", "finetune",
 })  # fmt: skip
 """The fields that all candidates take. Where `contiguous` and `finetune` mean nothing, `EXCLUSIONS`
 says so."""

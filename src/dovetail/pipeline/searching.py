@@ -32,6 +32,7 @@ from dovetail.pipeline.opening import bound_of, planned, with_copies
 from dovetail.pipeline.prices import GivenMap, Pricing, price_others, read_place
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import (
+    SENTENCE,
     Notes,
     TellProgress,
     costs_of,
@@ -53,13 +54,18 @@ from dovetail.placers import (
 )
 from dovetail.placers import place as run_placer
 from dovetail.plans import Placement, Plan, capacities_of
+from dovetail.runtime.timers import Deadline
 from dovetail.simulator import LowerBound, Simulator
 from dovetail.timeline import Timeline
 from dovetail.transforms import AnyTransform
+from dovetail.units import format_seconds
 
 MOST_SPLIT_OPS = 100_000
 """The groups of a larger graph are not split: too few placements of it are simulated in a usual
 budget to make use of that."""
+FEW_HOPS = 20
+"""A step that takes less than so many messages between devices gains hardly anything by several:
+each op that moves waits for one."""
 MOST_SEARCHES = 5
 """A search is repeated at most so many times with less memory on GPUs. Each repetition has one
 part in so many of the budget."""
@@ -169,8 +175,11 @@ def search_to_fit(
 
 
 def prefixed(prefix: str, progress: TellProgress) -> TellProgress:
-    """`progress`, told with a prefix before what is being done."""
-    return lambda doing, done, value: progress(f"{prefix}{doing}", done, value)
+    """`progress`, told with a prefix before what is being done; sentences are no such thing, and
+    were said of the step as it is."""
+    return lambda doing, done, value: (
+        None if done == SENTENCE else progress(f"{prefix}{doing}", done, value)
+    )
 
 
 def lower_caps(plan: Plan, request: PlanRequest) -> dict[str, int]:
@@ -226,9 +235,11 @@ def search_plan(
         places[Path(request.place).name] = read_place(request.place)
     elif request.place is not None:
         places["given map"] = request.place
-    machine = machine_of(step, request.machine, progress, notes)
-    kept = kept_modules(request, machine)
-    costs = costs or costs_of(step, machine, progress, notes)
+    deadline, is_first = request.deadline or Deadline(), costs is None
+    with deadline.phase("measuring") as part:
+        machine = machine_of(step, request.machine, progress, notes, part)
+        kept = kept_modules(request, machine)
+        costs = costs or costs_of(step, machine, progress, notes, part)
     progress("grouping ops", 0.0, None)
     # Only `auto` splits groups while it searches, down to what is tied. An instance has only one
     # kind of groups, and what a format keeps together is small already.
@@ -249,11 +260,23 @@ def search_plan(
     budget = budget_of(request)
     chosen: Plan | None = None
     try:
-        with keeping_interrupts(budget):
+        with deadline.phase("searching"), keeping_interrupts(budget):
             progress("proving a bound", 0.0, None)
             bound = bound_of(graph, machine, costs, objective, request.pins, request.caps)
             # The search can stop at a plan that reaches it.
             budget.ledger.prove(bound.seconds, bound.proof)
+            # Before most of the budget is spent, the user hears what it can gain at most.
+            running = [d.kind != "host" for d in machine.devices]
+            if is_first and machine.local and objective == "step" and sum(running) > 1:
+                on_one = float(costs.compute_seconds.sum(axis=0)[running].min())
+                hop = max((link.latency_seconds for link in machine.links), default=0.0)
+                told = f"one step takes {format_seconds(on_one)} on one device"
+                if on_one < FEW_HOPS * hop or on_one < bound.seconds * (1 + request.resolved_gain):
+                    told += ": placement can hardly help here; a larger batch or replicas can"
+                elif np.isfinite(on_one) and bound.seconds > 0:
+                    most = on_one / bound.seconds
+                    told += f", and no placement makes it more than {most:.2f} x as fast"
+                progress(told, SENTENCE, None)
             progress("preparing the search (compiled once a machine)", 0.0, None)
             outcome = placed(problem, request, budget, progress)
             # The search's own bound holds for plans that keep groups whole. In an instance groups

@@ -36,6 +36,8 @@ from dovetail.runtime.timers import clock
 
 MOST_OPS = 150
 """A segment has at most so many ops: the time to compile one grows faster than its size."""
+LATE_SEGMENTS = "were not reached in the time for compiling"
+"""What a plan's note says of them."""
 MOST_BYTES = 2**20
 """Updates wait until their gradients have so many bytes, which a core's own cache still holds."""
 
@@ -109,7 +111,7 @@ def with_segments(
     faster = sum(code.is_faster for code in by_key.values())
     told = f"of {len(asked)} distinct segments and updates {faster} are faster compiled or fused"
     if missing := len(asked - by_key.keys()):
-        told += f", and {missing} were not reached within the limit of --compile-budget"
+        told += f", and {missing} {LATE_SEGMENTS}"
     if failed:
         told += f", and {len(failed)} cannot be compiled ({failed[0]})"
     plan = plan.noted(told)

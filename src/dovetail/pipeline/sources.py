@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -50,8 +50,8 @@ from dovetail.placers import PLACERS, Budget, make_problem
 from dovetail.plans import Plan, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.native import build_native
-from dovetail.runtime.neighbours import Neighbours, disturbs
-from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, times_within
+from dovetail.runtime.neighbours import Neighbours, disturbs, is_calm
+from dovetail.runtime.timers import Deadline, Repeats, Timer, clock, in_turns, times_within
 from dovetail.simulator import Simulator
 from dovetail.transforms import AnyTransform, Towers
 from dovetail.units import HERE, HERE_CPU, format_seconds
@@ -110,6 +110,7 @@ def choose_threads(
     machine: Machine,
     cache: CostCache,
     progress: Callable[[float], None] = lambda _fraction: None,
+    deadline: Deadline | None = None,
 ) -> ThreadChoice | None:
     """The fewest threads with which a step is about as fast as it can be on the one device.
 
@@ -119,33 +120,40 @@ def choose_threads(
     several. One thread also leaves the other cores to other programs. So the step itself is run
     with each number of threads, in turn, in one process.
 
-    The number comes from the cache if the step was tried before and no other program disturbed it.
-    None is returned if there is one core, if the step takes longer than `LONG_SECONDS` by data
-    sheet, or if it cannot run, for example because it does not fit into memory.
+    The number comes from the cache if the step was tried before. If other programs disturbed that,
+    it is tried again as soon as they leave the cores alone. None is returned if there is one core,
+    if the step takes longer than `LONG_SECONDS` by data sheet, or a twentieth of the time that is
+    left, or if it cannot run, for example because it does not fit into memory.
     """
     (device,) = machine.devices
-    graph = captured.graph
+    graph, deadline = captured.graph, deadline or Deadline()
     if len(device.cores) == 1:
-        return None
-    if analytic_costs(graph, machine).compute_seconds.sum() > LONG_SECONDS:
         return None
     key = f"threads | {graph.fingerprint} | {device_key(device, machine)}"
     row = cache.probe(key)
     if row is not None:
-        seconds = {int(count): value for count, value in row["seconds"].items()}
-        return ThreadChoice(row["threads"], seconds)
+        busy = row.get("others_cores", 0.0)
+        if not busy or deadline.is_over or not is_calm(device.cores):
+            seconds = {int(count): value for count, value in row["seconds"].items()}
+            return ThreadChoice(row["threads"], seconds, busy)
+    if analytic_costs(graph, machine).compute_seconds.sum() > deadline.within(LONG_SECONDS, 0.05):
+        if np.isfinite(deadline.seconds):
+            deadline.missed.append("the best number of threads")
+        return None
     try:
-        choice = _try_threads(captured, machine, progress)
+        choice = _try_threads(captured, machine, progress, deadline)
     # A step that cannot run can still be planned. The user is told when the plan runs.
     except (InfeasibleError, RunError):
         return None
-    if not disturbs(choice.others_cores):
-        cache.add_probe(key, {"threads": choice.threads, "seconds": choice.seconds})
+    measured: dict[str, Any] = {"threads": choice.threads, "seconds": choice.seconds}
+    if disturbs(choice.others_cores):
+        measured["others_cores"] = choice.others_cores
+    cache.add_probe(key, measured)
     return choice
 
 
 def _try_threads(
-    captured: Captured, machine: Machine, progress: Callable[[float], None]
+    captured: Captured, machine: Machine, progress: Callable[[float], None], deadline: Deadline
 ) -> ThreadChoice:
     """Measures the choice: one process runs the step with each number of threads in turn."""
     (device,) = machine.devices
@@ -163,12 +171,12 @@ def _try_threads(
             steps = times_within(_ROUND_SECONDS, first, 2, _MOST_STEPS)
             return float(np.median(placed.step_seconds(steps)))
 
-        began = clock()
-        while clock() - began < WARM_SECONDS:
+        began, warm_seconds = clock(), deadline.within(WARM_SECONDS, 0.1)
+        while clock() - began < warm_seconds:
             placed.step_seconds(2)
         counts = candidates_of(len(device.cores))
         timers = {threads: partial(rounds, threads) for threads in counts}
-        seconds = time_threads(timers, progress)
+        seconds = time_threads(timers, progress, limit_seconds=deadline.within(math.inf, 0.4))
         return ThreadChoice(fewest_of_the_best(seconds), seconds, neighbours.settled() or 0.0)
 
 
@@ -186,13 +194,17 @@ def time_threads(
     timers: Mapping[int, Timer],
     progress: Callable[[float], None],
     clock: Callable[[], float] = clock,
+    *,
+    limit_seconds: float = math.inf,
 ) -> dict[int, float]:
     """threads -> median seconds of a step, for each number of threads.
 
-    timers   threads -> a function that runs some steps with so many, and returns the median seconds
-             of one step; what it takes to change over is no part of that
+    timers          threads -> a function that runs some steps with so many, and returns the median
+                    seconds of one step; what it takes to change over is no part of that
+    limit_seconds   after them there is no further round, however few there were
     """
-    repeats = Repeats(math.inf, _LEAST_ROUNDS, MEASURED_SECONDS)
+    measured_seconds = min(MEASURED_SECONDS, limit_seconds)
+    repeats = Repeats(math.inf, _LEAST_ROUNDS, measured_seconds, limit_seconds)
     seconds = in_turns(
         timers, repeats, progress, calls=1, warm_ups=0, hopeless=_HOPELESS, clock=clock
     )
@@ -243,6 +255,8 @@ Step = Captured | Graph | Instance
 TellProgress = Callable[[str, float, float | None], None]
 """A function that hears of progress: (what is being done, share that is done, best value so far or
 None)."""
+SENTENCE = -1.0
+"""The share of what is no work but a sentence for the user, which stays on show."""
 
 
 def silent(_doing: str, _fraction: float, _best: float | None) -> None:
@@ -374,6 +388,7 @@ def machine_of(
     machine: str | Machine,
     progress: TellProgress = silent,
     notes: "Notes | None" = None,
+    deadline: Deadline | None = None,
 ) -> Machine:
     """The machine to plan for.
 
@@ -381,6 +396,7 @@ def machine_of(
               other step. For a captured step, `here` gets the number of threads with which the
               step is measured to be fastest
     notes     collects what the user should know of the measuring
+    deadline  of the measuring; what was measured before takes no time
 
     Raises `UsageError` for an instance on another machine, because its costs are for its own.
     """
@@ -392,14 +408,15 @@ def machine_of(
         return step.machine
     machine = machine or HERE
     if machine not in (HERE, HERE_CPU) or not isinstance(step, Captured):
-        return resolve_machine(machine, progress, notes=notes)
+        return resolve_machine(machine, progress, notes=notes, deadline=deadline)
     # The cores of `here` have the number of threads that is best for this step, and are probed with
     # it.
     where, cores, cache = parse_machine(str(machine)), parse_machine(HERE_CPU), CostCache()
-    _prepare_runner(progress, notes)
+    deadline = deadline or Deadline()
+    _prepare_runner(progress, notes, deadline)
     progress("measuring threads", 0.0, None)
     choice = choose_threads(
-        step, cores, cache, lambda fraction: progress("measuring threads", fraction, None)
+        step, cores, cache, lambda done: progress("measuring threads", done, None), deadline
     )
     if choice is not None:
         where = with_threads(where, choice.threads)
@@ -407,7 +424,8 @@ def machine_of(
         if disturbs(choice.others_cores):
             notes.disturbed("threads", choice.others_cores)
     progress("measuring the machine", 0.0, None)
-    return probed_machine(where, cache, beside=partial(notes.disturbed, THE_MACHINE))
+    beside = partial(notes.disturbed, THE_MACHINE)
+    return probed_machine(where, cache, beside=beside, deadline=deadline)
 
 
 FROM_PYTHON = "calls are made from Python, which is slower"
@@ -450,7 +468,7 @@ class Notes:
         return (
             *self._said,
             f"{BESIDE_OTHERS} up to {most:.1f} cores while {what} were measured, so what was "
-            "measured may be too slow and was not kept; plan again when the machine is quiet",
+            "measured may be too slow; it is measured anew when the machine is quiet: plan --again",
         )
 
 
@@ -460,27 +478,33 @@ def resolve_machine(
     *,
     fresh: bool = False,
     notes: "Notes | None" = None,
+    deadline: Deadline | None = None,
 ) -> Machine:
     """The machine that a text names. `here` and `here/n` have the rates that the probe measures.
 
-    fresh   probe again, even if the cache has the rates
-    notes   collects whether other programs disturbed the probe
+    fresh      probe again, even if the cache has the rates
+    notes      collects whether other programs disturbed the probe
+    deadline   of the probe
     """
     if not isinstance(machine, str):
         return machine
     where = parse_machine(machine)
     if not names_here(machine):
         return where
-    notes = notes or Notes()
-    _prepare_runner(progress, notes)
+    notes, deadline = notes or Notes(), deadline or Deadline()
+    _prepare_runner(progress, notes, deadline)
     progress("measuring the machine", 0.0, None)
-    return probed_machine(
-        where, CostCache(), fresh=fresh, beside=partial(notes.disturbed, THE_MACHINE)
-    )
+    beside = partial(notes.disturbed, THE_MACHINE)
+    return probed_machine(where, CostCache(), fresh=fresh, beside=beside, deadline=deadline)
 
 
-def _prepare_runner(progress: TellProgress, notes: "Notes") -> None:
-    """Build the C++ runner where it is missing. What is measured afterwards is measured with it."""
+def _prepare_runner(progress: TellProgress, notes: "Notes", deadline: Deadline) -> None:
+    """Build the C++ runner where it is missing. What is measured afterwards is measured with it.
+
+    It is done once for a version of torch, and takes no part of a budget: what could be measured
+    and searched without it would have to be done again with it.
+    """
+    began = deadline.clock()
 
     def compile_search() -> None:
         # A search on a small graph has the code of searches compiled and kept on disk. One that
@@ -496,6 +520,7 @@ def _prepare_runner(progress: TellProgress, notes: "Notes") -> None:
             PLACERS["auto"](problem, Budget(evaluations=_SMALL_EVALUATIONS))
 
     reason = build_native(lambda doing: progress(doing, 0.0, None), compile_search)
+    deadline.put_off(deadline.clock() - began)
     if reason:
         notes.say(f"{FROM_PYTHON}: {reason}")
 
@@ -508,6 +533,7 @@ def costs_of(
     machine: Machine,
     progress: TellProgress = silent,
     notes: "Notes | None" = None,
+    deadline: Deadline | None = None,
 ) -> Costs:
     """The costs of a step on a machine.
 
@@ -515,7 +541,9 @@ def costs_of(
     can run on all devices at once, else op by op. On any other machine they are analytic. A graph
     from ONNX has no calls to measure, so its costs are always analytic.
 
-    notes   collects whether other programs disturbed the measuring
+    notes      collects whether other programs disturbed the measuring
+    deadline   of the measuring. Ops that it does not reach have costs by data sheet, in proportion
+               to those that were measured
     """
     notes = notes or Notes()
     if isinstance(step, Instance):
@@ -542,10 +570,13 @@ def costs_of(
         CostCache(),
         progress=lambda done: progress(f"measuring a step on {machine.name}", done, None),
         beside=disturbed,
+        deadline=deadline,
     )
     if in_step is not None:
         return in_step
-    return measured_costs(graph, program, machine, CostCache(), progress=tell, beside=disturbed)
+    return measured_costs(
+        graph, program, machine, CostCache(), progress=tell, beside=disturbed, deadline=deadline
+    )
 
 
 def source_of(step: Step, model: str) -> Source:

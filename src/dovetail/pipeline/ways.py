@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -42,7 +43,15 @@ from dovetail.pipeline.sources import (
 )
 from dovetail.plans import COMPILED, EAGER, PLACED, REDUCED, Plan
 from dovetail.runtime.native import has_compiler
-from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, ratios_of, times_within
+from dovetail.runtime.timers import (
+    Deadline,
+    Repeats,
+    Timer,
+    clock,
+    in_turns,
+    ratios_of,
+    times_within,
+)
 from dovetail.transforms import SharedCopies, duplicate, without
 from dovetail.units import HERE, format_bytes, format_seconds
 
@@ -54,6 +63,9 @@ ROUND_SECONDS, MOST_STEPS = 0.03, 8
 """In a round a way runs steps for about `ROUND_SECONDS`, from 2 to `MOST_STEPS`, of which the later
 half counts. Processes take turns, and the second step of one that has slept still took 5 to 12 %
 longer than its later ones, of 2 to 4 ms."""
+LEAST_COMPILE_SECONDS, _LEAST_SECONDS = 1.0, 0.5
+"""In less time than `LEAST_COMPILE_SECONDS` nothing is compiled, so that nothing is started for it.
+A race that begins late has `_LEAST_SECONDS` more: one round tells less than two."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
 
@@ -91,6 +103,7 @@ def fastest_way(
     replaces: bool,
     compile_seconds: float,
     progress: TellProgress,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """The faster plan, with the user's own ways among its baselines; or, unless the plan is faster
     than all of them or `replaces` is False, a plan to run the fastest of these.
@@ -102,6 +115,7 @@ def fastest_way(
                      faster and `replaces`
     whole            a plan of `step`, where `plans` are of parts of its batch; None: they are of it
     compile_seconds  limit of all compilations together; 0: nothing is compiled
+    deadline         of the comparison
 
     The plan's notes say what was measured, what was not, and why not. Where the comparison fails or
     is cut off, the plan is to run the module as it is, eager, if it `replaces`: no plan is trusted
@@ -132,13 +146,13 @@ def fastest_way(
     needed = sum(plan.peak_memory_bytes) * held
     (own_device,) = machine.devices
     free = own_device.memory_bytes if own_device.torch_device else available_bytes()
-    if needed > free:
-        return uncompared(
-            f"beside this plan it needs about {format_bytes(needed)}, and {format_bytes(free)} are "
-            "free"
-        )
+    deadline = deadline or Deadline()
+    if needed > free or deadline.is_over:
+        short = f"beside this plan it needs about {format_bytes(needed)}, and {format_bytes(free)}"
+        return uncompared(f"{short} are free" if needed > free else "the budget was spent before")
     try:
         with ExitStack() as stack:
+            stack.enter_context(deadline.phase("comparing"))
             progress("measuring eager", 0.0, None)
             try:
                 eager = PlainNetwork(step, with_threads(machine, cores), apart=True)
@@ -157,6 +171,7 @@ def fastest_way(
                     else time_threads(
                         {count: partial(seconds_with, count) for count in candidates_of(cores)},
                         lambda _done: None,
+                        limit_seconds=deadline.within(inf, 0.1),
                     )
                 )
                 threads = min(tried, key=lambda count: (tried[count], count))
@@ -166,7 +181,14 @@ def fastest_way(
             counts = dict.fromkeys((cores, threads))
             networks = {_Way(EAGER, count): eager for count in counts}
             seconds, notes = _measured(
-                stack, networks, placed, step, machine, compile_seconds, progress
+                stack,
+                networks,
+                placed,
+                step,
+                machine,
+                compile_seconds,
+                progress,
+                deadline=deadline,
             )
     except KeyboardInterrupt:
         return replace(uncompared("interrupted"), interrupted=True)
@@ -198,11 +220,13 @@ def fastest_way(
     if stands_for != PLACED:
         # It takes the plan's place, and what is said of the plan is said of it.
         best_of[PLACED] = best_of.pop(stands_for)
+    loses = median(ratios_of(seconds[best], seconds[own])) >= worth
+    gain = gain_of(seconds, best, own, _Way(EAGER, cores), loses=loses, replaces=replaces)
     baselines = {name: value for name, value in best_of.items() if name != PLACED}
     rows = {**placed[_Way(PLACED)].baselines, **plan.baselines, **baselines}
     plan = replace(plan, baselines=rows, measured=best_of)
-    said = (f"measured side by side: {told}", *notes)
-    if not replaces or median(ratios_of(seconds[best], seconds[own])) < worth:
+    said = (f"measured side by side: {told}", *notes, gain)
+    if not replaces or not loses:
         return plan.noted(*said)
     of_step = whole if plan.graph_fingerprint != whole.graph_fingerprint else plan
     noted = replace(
@@ -214,6 +238,34 @@ def fastest_way(
     return _plan_of(own, noted, step, with_threads(machine, own.threads))
 
 
+def gain_of(
+    seconds: Mapping[_Way, tuple[float, ...]],
+    plan: _Way,
+    own: _Way,
+    now: _Way,
+    *,
+    loses: bool,
+    replaces: bool,
+) -> str:
+    """One sentence: whether the plan pays, how much faster it is, and the spread over the rounds.
+
+    own        the fastest of the user's own ways, which the plan is compared with
+    now        the way that the user has without doing anything
+    loses      the plan does not win, so that `own` runs in its place if it `replaces`
+    """
+    way, other, said = (plan, own, "it does not pay" if loses else "it pays")
+    if loses and replaces:
+        if own == now:
+            return "it does not pay: nothing is faster than the module as it is, on all threads"
+        way, other, said = own, now, "no placement pays, but another way does"
+    ratios = ratios_of(seconds[other], seconds[way])
+    low, high = np.percentile(ratios, [25, 75])
+    return (
+        f"{said}: {way} is {median(ratios):.2f} x as fast as {other} "
+        f"({low:.2f} to {high:.2f} in the middle half of {len(ratios)} rounds)"
+    )
+
+
 def _measured(
     stack: ExitStack,
     eager: Mapping[_Way, PlainNetwork],
@@ -222,6 +274,8 @@ def _measured(
     machine: Machine,
     compile_seconds: float,
     progress: TellProgress,
+    *,
+    deadline: Deadline,
 ) -> tuple[dict[_Way, tuple[float, ...]], list[str]]:
     """(way -> [rounds] seconds of a step, what could not be compiled).
 
@@ -235,34 +289,39 @@ def _measured(
     notes: list[str] = []
     if not compile_seconds:
         wanted, notes = [], [f"{COMPILED} was not measured, as asked"]
+    elif compile_seconds < LEAST_COMPILE_SECONDS:
+        wanted, notes = [], [f"{COMPILED} was not measured: there was no time left to compile"]
+        deadline.missed.append(COMPILED)
     elif not has_compiler() and not machine.devices[0].torch_device:
         note = f"{COMPILED} was not measured: there is no C++ compiler (g++ or clang++)"
         wanted, notes = [], [note]
     # One is compiled after the other, since a compilation uses all cores for a part of its time.
     networks, began = dict(eager), clock()
-    for number, way in enumerate(wanted):
-        own = with_threads(machine, way.threads)
-        network = PlainNetwork(step, own, mode=MODES[way.way], apart=True)
-        stack.callback(network.close)
-        try:
-            network.send_first()
-            has_begun = False
-            while not has_begun and clock() - began < compile_seconds:
-                spent = (clock() - began) / compile_seconds
-                progress(f"compiling {way}", spent, None)
-                has_begun = network.has_begun(_LOOK_SECONDS)
-        except RunError as error:
-            notes.append(f"{way} failed: {_cause_of(error)}")
-            continue
-        if not has_begun:
-            network.close()
-            late = " and ".join(map(str, wanted[number:]))
-            notes.append(
-                f"not compiled within {format_seconds(compile_seconds)}, so not measured: {late}; "
-                "torch keeps what it has compiled so far, and --compile-budget gives it longer"
-            )
-            break
-        networks[way] = network
+    with deadline.phase("compiling"):
+        for number, way in enumerate(wanted):
+            own = with_threads(machine, way.threads)
+            network = PlainNetwork(step, own, mode=MODES[way.way], apart=True)
+            stack.callback(network.close)
+            try:
+                network.send_first()
+                has_begun = False
+                while not has_begun and clock() - began < compile_seconds:
+                    spent = (clock() - began) / compile_seconds
+                    progress(f"compiling {way}", spent, None)
+                    has_begun = network.has_begun(_LOOK_SECONDS)
+            except RunError as error:
+                notes.append(f"{way} failed: {_cause_of(error)}")
+                continue
+            if not has_begun:
+                network.close()
+                late = " and ".join(map(str, wanted[number:]))
+                notes.append(
+                    f"not compiled within {format_seconds(compile_seconds)}, so not measured: "
+                    f"{late}; torch keeps what it has compiled so far"
+                )
+                deadline.missed.append(late)
+                break
+            networks[way] = network
     timers: dict[str, Timer] = {
         str(way): _timer(network.step_seconds, partial(network.set_threads, way.threads))
         for way, network in networks.items()
@@ -275,9 +334,11 @@ def _measured(
         placed.feed()
         timers[str(way)] = _timer(placed.step_seconds)
     progress("measuring ways to run the step", 0.0, None)
+    limit_seconds = deadline.within(MEASURING_SECONDS)
+    latest_seconds = max(deadline.left_seconds, _LEAST_SECONDS)
     seconds = in_turns(
         timers,
-        Repeats(ROUNDS, LEAST_ROUNDS, MEASURING_SECONDS),
+        Repeats(ROUNDS, LEAST_ROUNDS, limit_seconds, latest_seconds),
         lambda done: progress("measuring ways to run the step", done, None),
         calls=1,
     )

@@ -86,26 +86,23 @@ class ForkServer:
     modules   what the server imports before its first fork
     """
 
+    most_threads = 1
+    """It serves workers of at most so many threads: libraries have read the environment of one."""
+
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._statuses: dict[int, int] = {}
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable, "-P", str(Path(__file__).with_name("fork_server.py")),
-                    str(other.fileno()), str(os.getpid()), json.dumps(sys.path),
-                    json.dumps(list(modules)),
-                ],
-                pass_fds=(other.fileno(),), env=environment_of(1),
-                stdin=subprocess.DEVNULL, stdout=2, process_group=0,
-            )  # fmt: skip
+            self._process = launch_server(other.fileno(), modules)
         self._socket = own
         # Else Python warns of a process that runs on.
         atexit.register(self.close)
 
-    def fork(self, entry: str, cores: tuple[int, ...], descriptor: int) -> ForkedProcess | None:
+    def fork(
+        self, entry: str, cores: tuple[int, ...], descriptor: int, threads: int = 1
+    ) -> ForkedProcess | None:
         """A worker that runs `entry` with the channel's descriptor; None if the server is gone."""
         try:
             folder = os.getcwd()
@@ -115,7 +112,7 @@ class ForkServer:
             "entry": entry,
             "cores": list(cores) or sorted(os.sched_getaffinity(0)),
             "paths": sys.path,
-            "environment": environment_of(1),
+            "environment": environment_of(threads),
             "folder": folder,
         }
         content = json.dumps(request).encode()
@@ -166,6 +163,18 @@ class ForkServer:
         self._process.wait()
 
 
+def launch_server(descriptor: int, modules: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start the process that forks, which has this descriptor of its end of the socket."""
+    return subprocess.Popen(
+        [
+            sys.executable, "-P", str(Path(__file__).with_name("fork_server.py")),
+            str(descriptor), str(os.getpid()), json.dumps(sys.path), json.dumps(list(modules)),
+        ],
+        pass_fds=(descriptor,), env=environment_of(1),
+        stdin=subprocess.DEVNULL, stdout=2, process_group=0,
+    )  # fmt: skip
+
+
 _server: ForkServer | None = None
 
 
@@ -185,9 +194,10 @@ def start_fork_server(modules: Sequence[str] = ()) -> None:
         _server = ForkServer(modules)
 
 
-def fork_server() -> ForkServer | None:
-    """The fork server, if it was started and may be used in this thread."""
-    if _server is None or _server.owner != os.getpid():
+def fork_server(threads: int = 1) -> ForkServer | None:
+    """The fork server for workers of so many threads, if it was started and may be used in this
+    thread."""
+    if _server is None or _server.owner != os.getpid() or threads > _server.most_threads:
         return None
     return _server if threading.current_thread() is threading.main_thread() else None
 

@@ -36,6 +36,12 @@ def disturbs(others_cores: float) -> bool:
     return others_cores >= BUSY_CORES
 
 
+def is_calm(cores: Collection[int]) -> bool:
+    """True if no other program disturbs measurements on these cores now. Looking takes
+    `WINDOW_SECONDS`."""
+    return not disturbs(Neighbours(cores).settled() or 0.0)
+
+
 class Neighbours:
     """Measures how many of some cores other programs keep busy.
 

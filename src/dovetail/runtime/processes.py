@@ -261,9 +261,9 @@ def launch(
     """
     parent_end, child_end = socket.socketpair()
     with child_end:
-        server = fork_server() if threads == 1 else None
+        server = fork_server(threads)
         if server is not None:
-            forked = server.fork(entry, cores, child_end.fileno())
+            forked = server.fork(entry, cores, child_end.fileno(), threads)
             if forked is not None:
                 channel = Channel(parent_end.detach())
                 return Worker(name or entry, forked, channel, patience_seconds)

@@ -1,4 +1,4 @@
-"""Three timers, and the clock that all processes share.
+"""Three timers, the clock that all processes share, and a deadline by it.
 
     time_steps    repeats one thing
     time_rounds   runs several calls in turns, round after round, on a core that others may disturb
@@ -6,13 +6,14 @@
 
 What is timed says itself how long it took: by this process's clock, by stamps of the runner or by
 events on a GPU (`machine/gpu_rates.py`). So the timers only decide how often it runs, and which
-times count. `Repeats` says how often.
+times count. `Repeats` says how often, and a `Deadline` how long all of it may take.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb, inf
 from typing import TypeVar
@@ -34,19 +35,98 @@ def silent(_fraction: float) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often something is repeated: `most` times, but after `seconds` no more than `least`."""
+    """How often something is repeated: `most` times, but after `seconds` no more than `least`, and
+    after `latest` seconds no more than once."""
 
     most: float
     least: int = 0
     seconds: float = inf
+    latest: float = inf
 
     def are_done(self, times: int, seconds: float) -> bool:
+        if times and seconds >= self.latest:
+            return True
         return times >= self.most or (times >= self.least and seconds >= self.seconds)
 
     def share(self, times: int, seconds: float) -> float:
         """The share that is done, 0 to 1."""
         of_seconds = seconds / self.seconds if self.seconds else 1.0
         return min(1.0, max(times / self.most, of_seconds))
+
+
+class Deadline:
+    """What must be done within so many seconds, in phases, by one clock that all of them ask.
+
+    seconds   from `began` on; inf: there is no limit
+    parts     phase -> its part of the seconds, in the order of the phases. What one leaves goes to
+              those behind it
+    spent     phase -> seconds that it has taken so far
+    missed    what was not reached in time, each in a few words
+
+    What is at work when the time is over is ended where that can be: so a little more is taken.
+    """
+
+    def __init__(
+        self,
+        seconds: float = inf,
+        parts: Mapping[str, float] | None = None,
+        *,
+        began: float | None = None,
+        clock: Callable[[], float] = clock,
+    ) -> None:
+        self.seconds, self.clock = seconds, clock
+        self.began = clock() if began is None else began
+        self._parts = dict(parts or {})
+        self.spent: dict[str, float] = {}
+        self.missed: list[str] = []
+        self._whole: Deadline | None = None
+        # The phases that are on, each within the one before it, and since when the last one is.
+        self._on: list[str] = []
+        self._since = 0.0
+
+    @property
+    def left_seconds(self) -> float:
+        return max(0.0, self.seconds - (self.clock() - self.began))
+
+    @property
+    def is_over(self) -> bool:
+        return not self.left_seconds
+
+    def put_off(self, seconds: float) -> None:
+        """Have the deadline so much later, and those that this one is a part of: for what is done
+        once for an installation."""
+        self.began += seconds
+        if self._whole is not None:
+            self._whole.put_off(seconds)
+
+    def within(self, seconds: float, share: float = 1.0) -> float:
+        """`seconds`, or this share of what is left if that is less."""
+        return min(seconds, share * self.left_seconds)
+
+    @contextmanager
+    def phase(self, name: str) -> "Iterator[Deadline]":
+        """Count the time within as that of a phase, and not of one around it. Yields the deadline
+        of its part of what is left, among the phases that come behind it; of one without a part,
+        of all that is left."""
+        names, share = list(self._parts), 1.0
+        if name in names:
+            later = names[names.index(name) :]
+            share = self._parts[name] / sum(self._parts[each] for each in later)
+        part = Deadline(share * self.left_seconds, clock=self.clock)
+        part._whole, part.missed = self, self.missed
+        self._count()
+        self._on.append(name)
+        try:
+            yield part
+        finally:
+            self._count()
+            self._on.pop()
+
+    def _count(self) -> None:
+        now = self.clock()
+        if self._on:
+            self.spent[self._on[-1]] = self.spent.get(self._on[-1], 0.0) + now - self._since
+        self._since = now
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,10 @@ class Ledger:
         self._waiting: dict[int, _WaitingTurn] = {}  # in the order of asking
         # A server that took over may lack the last commits, so workers may skip numbers.
         self._restored = False
-        self._heard: set[int] = set()  # workers whose commits have counted since then
+        self._heard: set[int] = set()  # workers whose later commits have counted since then
+        # Worker -> number of the commit that waited then: it may have counted before, and been lost
+        # with those that followed it.
+        self._waited: dict[int, int] = {}
 
     @property
     def samples(self) -> int:
@@ -212,6 +215,11 @@ class Ledger:
         skip the numbers that are missing here."""
         self._restored = True
         self._heard.clear()
+        self._waited = {
+            worker: waiting.turn.commit.sequence
+            for worker, waiting in self._waiting.items()
+            if waiting.turn.commit is not None
+        }
         if leases is not None:
             self._leases.number = leases
 
@@ -305,7 +313,8 @@ class Ledger:
         seconds = commit.end_seconds - commit.begin_seconds
         if commit.steps and seconds > 0:
             member.speed = commit.steps / seconds
-        self._heard.add(commit.worker)
+        if self._waited.get(commit.worker) != commit.sequence:
+            self._heard.add(commit.worker)
         return samples
 
     def _settle(self) -> list[Step]:

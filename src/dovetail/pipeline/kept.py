@@ -1,0 +1,90 @@
+"""Keeps found plans in the cache, so that nothing is searched, compiled and raced twice.
+
+    CACHE/plans/KEY.json    as `Plan.save` writes it
+
+KEY is made of all that a plan follows from: the step's graph and source, the machine, the request,
+and the versions of dovetail, torch and the runner. A file is a plan as any other, read as data and
+checked. One that is damaged, that keeps no promise, or that another user can write, counts as
+missing.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dovetail import __version__
+from dovetail.errors import DovetailError
+from dovetail.frontends import Captured
+from dovetail.frontends.runners import runner_kind
+from dovetail.machine.files import machine_to_dict
+from dovetail.pipeline.opening import planned, verify
+from dovetail.pipeline.requests import PlanRequest
+from dovetail.plans import EAGER, Plan, check, load_plan
+from dovetail.runtime.files import cache_folder, is_own
+
+_OF_KEY = (
+    "placer", "objective", "micro_batches", "schedule", "recompute", "replicas", "contiguous",
+    "whole_seconds", "gap", "seed", "pins", "caps", "finetune", "per_op", "whole", "format",
+    "resolved_gain", "stages", "compile_seconds",
+)  # fmt: skip
+"""The fields and properties of a request that a plan follows from, beside its step and machine."""
+
+
+def kept_path(request: PlanRequest) -> Path | None:
+    """Where the plan of a request is kept. None if it is not: a budget of evaluations asks for the
+    search itself, and what comes from the caller's own files or functions may change unseen."""
+    step = request.step
+    if (
+        not isinstance(step, Captured)
+        or request.limits.evaluations < float("inf")
+        or request.method is not None
+        or request.policy is not None
+        or request.place is not None
+    ):
+        return None
+    machine = request.asked_machine
+    # A machine that a text names has as much memory as is free now, and rates that are measured.
+    is_text = isinstance(request.machine, str)
+    key = json.dumps([
+        __version__, torch.__version__, runner_kind(), step.graph.fingerprint, repr(step.source),
+        repr(step.transforms), machine.fingerprint,
+        request.machine if is_text and machine.local else machine_to_dict(machine),
+        {name: repr(getattr(request, name)) for name in _OF_KEY},
+    ])  # fmt: skip
+    return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def kept_plan(path: Path, step: Captured) -> Plan | None:
+    """The plan that is kept there; None if there is none that can be used."""
+    if not is_own(path):
+        return None
+    with suppress(DovetailError):
+        plan = load_plan(path)
+        graph = plan.graph or planned(plan, step).graph
+        check(plan, graph)
+        verify(plan, graph)
+        return replace(plan, graph=graph)
+    return None
+
+
+def keep(plan: Plan, path: Path) -> None:
+    """Keep a plan. A disk that is full or cannot be written is no reason to lose the plan."""
+    with suppress(DovetailError, OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        plan.save(path)
+        path.chmod(0o600)
+
+
+def is_no_worse(plan: Plan, other: Plan) -> bool:
+    """True if the plan is at least as fast as another one of the same request, as far as is known:
+    by what each took of the eager step of its own race, and where none was raced, as predicted."""
+    if plan.measured and other.measured:
+        shares = [each.measured[each.way] / each.measured[EAGER] for each in (plan, other)]
+        return shares[0] <= shares[1]
+    if bool(plan.measured) != bool(other.measured):
+        return bool(plan.measured)
+    return plan.value <= other.value
