@@ -209,6 +209,15 @@ class PlacedNetwork(LoadedStep):
 
     # ── A step ──
 
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; see `LoadedStep.step`. In place it keeps none of the tensors it was given:
+        they may be all that a backward pass reads, and are the caller's to free."""
+        with self._one_step:
+            result = super().step(*args, **kwargs)
+            if self.in_place:
+                self.fed, self._given = None, {}
+            return result
+
     def _take(self, tensors: Sequence[Tensor]) -> None:
         if self.in_place:
             graph = self.captured.graph

@@ -35,7 +35,6 @@ from torch.nn.parameter import is_lazy
 
 from dovetail.errors import (
     CaptureError,
-    DovetailError,
     FileFormatError,
     ModelError,
     UnwritableError,
@@ -69,6 +68,7 @@ from dovetail.runtime.torch_versions import (
     replaced_call,
     without_autocast,
 )
+from dovetail.runtime.user_code import line_of
 from dovetail.training import is_keras
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
@@ -212,8 +212,9 @@ class OptimizedCalls:
         if decision.state.holds():
             try:
                 return decision.call(*args, **kwargs)
-            except DovetailError as error:
-                self._say(f"a plan of it is given up: {error.line}")
+            # Whatever a plan fails at, the module may be able to do.
+            except Exception as error:
+                self._say(f"a plan of it is given up: {line_of(error)}")
         else:
             self._say("it was changed, so its calls are decided anew")
         # The module has other tensors or values now, or the input is wrong, and the module's own
@@ -264,8 +265,10 @@ class OptimizedCalls:
             # What captures, compiles or copies the module sees it as it is.
             replace_call(module, None)
             decision = self.found(key, args, kwargs)
-        except DovetailError as error:
-            self._say(f"it runs as it is: {error.line}")
+        # The user's program goes on whatever fails here. What its own code raises it raises again,
+        # when the module is called as it is.
+        except Exception as error:
+            self._say(f"it runs as it is: {line_of(error)}")
         finally:
             replace_call(module, self)
             self._deciding.release()
@@ -345,6 +348,9 @@ class OptimizedCalls:
             if found.way != PLACED:
                 return CallDecision(found.way, self._plain.call, dict(found.measured)), True
             placed = run(found, step, in_place=True)
+            # The tensors of the first call are the caller's to free.
+            signature = replace(placed.captured.signature, inputs=(), targets=())
+            placed.captured = replace(placed.captured, signature=signature)
         seconds, state = dict(found.measured), ModuleState(module)
         return CallDecision(PLACED, placed.step, seconds, placed, state), True
 
@@ -362,7 +368,7 @@ class OptimizedCalls:
         casts = torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu") if casts else None
         # No graph is needed to run the step as its user does.
-        nothing = np.empty(0, np.int32)
+        nothing: Any = np.empty(0, np.int32)
         graph = Graph(
             names=(), kinds=(), signatures=(), phases=nothing, producers=nothing, shapes=(),
             strides=(), dtypes=(), tensor_bytes=nothing, storages=nothing,
@@ -390,7 +396,7 @@ class OptimizedCalls:
                     if way == COMPILED and clock() > ends:
                         self._say(f"{COMPILED} took longer than the budget, and was ended")
                         return plain
-                timers[way] = lambda network=network: float(median(network.step_seconds(4)))
+                timers[way] = partial(median_step, network)
             seconds = in_turns(timers, BESIDE, calls=1)
         decision = CallDecision(COMPILED, self._plain.call, medians_of(seconds))
         is_faster = median(ratios_of(seconds[COMPILED], seconds[EAGER])) < 1 - GAIN
@@ -602,6 +608,11 @@ def agree(result: Any, wanted: Any) -> bool:
         if not torch.allclose(value, other, rtol=0.0, atol=share * largest, equal_nan=True):
             return False
     return True
+
+
+def median_step(network: LoadedStep) -> float:
+    """Runs some steps and returns the median seconds of one."""
+    return float(median(network.step_seconds(4)))
 
 
 def medians_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -512,10 +512,11 @@ def hook_tables(module: torch.nn.Module) -> list[Any]:
 def backend_of_graphs(compile_graph: Callable[[fx.GraphModule, Any], Any]) -> Callable[..., Any]:
     """A backend of `torch.compile`: what this returns for the graph of a forward or backward pass,
     whose arguments are all tensors that it reads, is called in the graph's place."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    return aot_autograd(fw_compiler=lambda *given: make_boxed_func(compile_graph(*given)))
+    # Calls take their arguments in a list, which some backends empty.
+    boxed: Any = importlib.import_module("functorch.compile").make_boxed_func
+    return aot_autograd(fw_compiler=lambda *given: boxed(compile_graph(*given)))
 
 
 def calls_are_observed() -> bool:
