@@ -103,3 +103,45 @@ def test_several_devices_do_not_work_in_place():
     step = capture(nn.Linear(8, 8).double(), X[0, 0])
     with pytest.raises(UsageError, match="only a step on all cores as one device"):
         run(plan_for(step, 0, machine=parse_machine("here/2")), step, in_place=True)
+
+
+class Returning(nn.Module):
+    """Results that share memory with an input, a parameter, a constant and each other, and a list
+    and a table that hold no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x):
+        y = x * 2
+        results = [x.clone(), self.table.clone(), torch.tensor([1.0, 2.0]), y, y.clone()]
+        return results, [], {"n": 1}
+
+
+def test_what_a_step_in_place_returns_is_the_callers_to_change():
+    module, x = Returning(), torch.ones(4)
+    step = capture(module, x)
+    with run(in_order(step.graph, MACHINE), step, in_place=True) as placed:
+        for _ in range(2):
+            results, kept, table = placed.step(x)
+            wanted, *rest = module(x)
+            assert (kept, table) == tuple(rest)
+            for result, value in zip(results, wanted, strict=True):
+                torch.testing.assert_close(result, value)
+            for result in results:
+                result.add_(1.0)
+            kept.append(1)
+            table["m"] = 2
+        assert x.equal(torch.ones(4)) and module.table.equal(torch.arange(4.0))
+        assert results[3].equal(results[4]) and results[3].equal(torch.full((4,), 3.0))
+
+
+def test_weights_that_are_written_through_data_count_also_where_a_copy_is_read():
+    model = nn.Conv2d(3, 4, 3).double()
+    step = Form(channels_last=True).apply(capture(model, X))
+    plan = replace(in_order(step.graph, MACHINE), transforms=step.transforms)
+    with run(plan, step, in_place=True) as placed, torch.no_grad():
+        torch.testing.assert_close(placed.step(X), model(X), check_stride=False)
+        model.weight.data.mul_(2.0)
+        torch.testing.assert_close(placed.step(X), model(X), check_stride=False)

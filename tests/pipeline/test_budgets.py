@@ -6,7 +6,7 @@ import torch
 import dovetail as dt
 from dovetail.cli import output
 from dovetail.pipeline import planning
-from dovetail.pipeline.kept import is_no_worse, kept_path, kept_plan
+from dovetail.pipeline.kept import is_better, kept_path, kept_plan
 from dovetail.pipeline.planning import with_times
 from dovetail.pipeline.requests import PlanRequest
 from dovetail.pipeline.sources import SENTENCE
@@ -148,10 +148,11 @@ def test_of_two_plans_that_counts_which_took_less_of_its_own_eager_step(step):
     plan = plan_for(step, random_placement(step.graph, 0))
     fast = replace(plan, value=9.0, way=COMPILED, measured={EAGER: 2.0, COMPILED: 1.0})
     slow = replace(plan, value=1.0, way=EAGER, measured={EAGER: 1.0})
-    assert is_no_worse(fast, slow) and not is_no_worse(slow, fast)
-    assert is_no_worse(slow, replace(plan, value=0.1))
-    assert not is_no_worse(replace(plan, value=0.1), slow)
-    assert is_no_worse(replace(plan, value=1.0), replace(plan, value=1.0))
+    assert is_better(fast, slow) and not is_better(slow, fast)
+    assert is_better(slow, replace(plan, value=0.1))
+    assert not is_better(replace(plan, value=0.1), slow)
+    # Of equal ones the later counts, whose notes tell of more.
+    assert not is_better(replace(plan, value=1.0), replace(plan, value=1.0))
 
 
 def test_a_quick_plan_has_ten_seconds_and_compiles_nothing(step):

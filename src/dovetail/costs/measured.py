@@ -398,7 +398,8 @@ def measured_costs(
         device_name = device_key(devices[0], machine)
         device_costs = cache.costs(device_name, first)
         runs = graph.runs_on(devices[0].kind)
-        busy_costs, busy_cores = _beside_others(cache, device_name, first)
+        unknown = [key for key in first if key not in device_costs]
+        busy_costs, busy_cores = _beside_others(cache, device_name, unknown)
         cores = [core for device in devices for core in device.cores]
         if busy_costs and (program is None or deadline.is_over or not is_calm(cores)):
             device_costs = busy_costs | device_costs
@@ -421,6 +422,9 @@ def measured_costs(
                 device_costs |= by_key
                 progress(1 - sum(key not in device_costs for key in first) / len(first))
             # What the deadline did not reach.
+            if any(keys_of[op] in busy_costs.keys() - device_costs.keys() for op in missing):
+                device_costs = busy_costs | device_costs
+                beside(busy_cores)
             late = [op for op in missing if keys_of[op] not in device_costs]
             if late:
                 place = machine.device_index(devices[0].name)

@@ -17,6 +17,7 @@ the workers. Sources that live on GPUs are copied from the block when a plan is 
 when they are asked for.
 """
 
+import copy
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -153,6 +154,15 @@ class PlacedNetwork(LoadedStep):
         self._given: dict[int, Tensor] = {}
         self._returned: dict[int, Tensor] = {}
         self._held = self._bind() if in_place else self._fill()
+        # What shares memory with a source, or with a result before it, is handed over as a copy.
+        storages = captured.graph.storages
+        seen = {int(storages[tensor]) for tensor in self.sources}
+        self._shared: list[int] = []
+        for tensor in self._outputs:
+            storage = int(storages[tensor])
+            if storage in seen:
+                self._shared.append(tensor)
+            seen.add(storage)
         # Where each tensor that is fed goes, in order; None: nobody reads it here.
         given = [self.by_name.get(name, -1) for name, _ in captured.signature.sources]
         self._slots = [self.sources[t] if t in self._kept else None for t in given]
@@ -243,9 +253,22 @@ class PlacedNetwork(LoadedStep):
             self.bridge.share_outputs()
         if self.in_place:
             values, self._returned = self._returned, {}
-            return ordinary_result(
-                substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
-            )
+            if len(values) < len(self._outputs):
+                raise RunError("the step was given up by another process, which has its flags")
+            for tensor in self._shared:
+                values[tensor] = values[tensor].clone()
+            outputs = self.captured.program.outputs
+            # The caller may change the lists and tables that he is given.
+            if not _is_constant(outputs):
+                outputs = copy.deepcopy(outputs)
+            handed: set[int] = set()
+
+            def hand_over(ref: Ref) -> Tensor:
+                value, again = values[ref.tensor], ref.tensor in handed
+                handed.add(ref.tensor)
+                return value.clone() if again else value
+
+            return ordinary_result(substitute(outputs, Ref, hand_over))
         # Results are copies, because the next step writes over the slots.
         with self._copying():
             values = {tensor: value.clone() for tensor, value in self._outputs.items()}
@@ -456,6 +479,11 @@ class PlacedNetwork(LoadedStep):
     # ── Processes ──
 
     def _end(self, *, kill: bool) -> None:
+        # In this process another thread may be in a step.
+        with self._one_step if self.in_place else nullcontext():
+            self._end_processes(kill)
+
+    def _end_processes(self, kill: bool) -> None:
         if self.bridge is not None:
             self.bridge.close()
             kill = kill or self.bridge.ranks.lost is not None
@@ -643,7 +671,8 @@ class _BoundTensor:
     value     the tensor that was bound
     strides   in which the step reads it
     address   of the value in memory
-    version   of the value when it was copied, as it lies otherwise than the step reads it; else -1
+    is_copy   the step reads a copy, as the value lies otherwise. It is made for each step: what is
+              written through `data` leaves no sign
     """
 
     tensor: int
@@ -653,30 +682,34 @@ class _BoundTensor:
     value: Tensor
     strides: tuple[int, ...]
     address: int = 0
-    version: int = -1
+    is_copy: bool = False
 
     def current(self) -> Tensor:
-        """The tensor that the module has now."""
-        value: Tensor = self.table[self.name]
+        """The tensor that the module has now. Raises `UsageError` if it has none."""
+        value = self.table.get(self.name)
+        if not isinstance(value, Tensor):
+            raise UsageError(self.path, "is a tensor of the module no more")
         return value
 
     def has_changed(self) -> bool:
-        """True if the module has another tensor, or the same elsewhere, or a copy is old."""
-        value = self.table[self.name]
-        return (
-            value is not self.value
-            or value.data_ptr() != self.address
-            or (self.version >= 0 and value._version != self.version)
-        )
+        """True if the module has another tensor, or the same elsewhere, or a copy is read."""
+        value = self.table.get(self.name)
+        return self.is_copy or value is not self.value or value.data_ptr() != self.address
 
     def laid(self) -> Tensor:
         """The module's tensor now, or a copy that lies as the step reads it. It counts as seen."""
         value = self.value = self.current()
-        self.address, self.version = value.data_ptr(), -1
+        self.address = value.data_ptr()
         laid = _laid(value.detach(), self.strides)
-        if laid.data_ptr() != self.address:
-            self.version = value._version
+        self.is_copy = laid.data_ptr() != self.address
         return laid
+
+
+def _is_constant(outputs: Any) -> bool:
+    """True if nobody can change what a step returns but its tensors."""
+    if type(outputs) is tuple:
+        return all(map(_is_constant, outputs))
+    return isinstance(outputs, Ref | int | float | str | None)
 
 
 def _laid(value: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -99,6 +99,11 @@ class ServedDevice:
 
     infers = False
 
+    @property
+    def draws(self) -> bool:
+        """True if a loaded share's steps draw random numbers."""
+        return any(loaded.drawing for loaded in self._loaded.values())
+
     def __init__(self, spinning: Spinning) -> None:
         self._loaded: dict[int, _Loaded] = {}
         self._program, self._calls = 0, dict[int, Call]()

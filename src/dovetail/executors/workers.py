@@ -46,6 +46,10 @@ class Served(Protocol):
     def infers(self) -> bool:
         """True if its steps run in inference mode by themselves."""
 
+    @property
+    def draws(self) -> bool:
+        """True if its steps may draw random numbers."""
+
     def pause(self) -> None:
         """Note that nothing is to be done until the next call."""
 
@@ -102,7 +106,8 @@ class LocalWorker:
 
     def _shielded(self, function: Callable[..., object], *args: object) -> object:
         """Call the function. Return its result, or the `ProcessError` for what it raises."""
-        numbers = torch.default_generator.get_state()
+        # Another thread may draw numbers meanwhile, which must not be drawn again for nothing.
+        numbers = torch.default_generator.get_state() if self._served.draws else None
         # Most callers have no mode on, and each context takes a part of a small step's time.
         sets_modes = self._served.infers
         is_usual = (
@@ -123,7 +128,8 @@ class LocalWorker:
         except Exception as error:
             return ProcessError(self.name, traceback.format_exc(), line_of(error))
         finally:
-            torch.default_generator.set_state(numbers)
+            if numbers is not None:
+                torch.default_generator.set_state(numbers)
 
 
 DeviceWorker = Worker | LocalWorker

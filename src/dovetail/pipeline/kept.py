@@ -23,13 +23,16 @@ from dovetail.frontends.runners import runner_kind
 from dovetail.machine.files import machine_to_dict
 from dovetail.pipeline.opening import planned, verify
 from dovetail.pipeline.requests import PlanRequest
+from dovetail.pipeline.using import uncompiled
 from dovetail.plans import EAGER, Plan, check, load_plan
 from dovetail.runtime.files import cache_folder, is_own
+from dovetail.runtime.native import has_compiler
+from dovetail.units import HERE
 
 _OF_KEY = (
     "placer", "objective", "micro_batches", "schedule", "recompute", "replicas", "contiguous",
-    "whole_seconds", "gap", "seed", "pins", "caps", "finetune", "per_op", "whole", "format",
-    "resolved_gain", "stages", "compile_seconds",
+    "whole_seconds", "limits", "gap", "seed", "pins", "caps", "finetune", "per_op", "whole",
+    "format", "resolved_gain", "stages", "compile_seconds",
 )  # fmt: skip
 """The fields and properties of a request that a plan follows from, beside its step and machine."""
 
@@ -50,13 +53,14 @@ def kept_path(request: PlanRequest) -> Path | None:
         own_version = version("dovetail")
     except PackageNotFoundError:  # a checkout on the path has none, and changes under its user
         return None
-    machine = request.asked_machine
+    machine, named = request.asked_machine, request.machine or HERE
     # A machine that a text names has as much memory as is free now, and rates that are measured.
-    is_text = isinstance(request.machine, str)
+    is_text = isinstance(named, str) and machine.local
+    cores = [(device.cores, device.torch_device) for device in machine.devices]
     key = json.dumps([
-        own_version, torch.__version__, runner_kind(), step.graph.fingerprint, repr(step.source),
-        repr(step.transforms), machine.fingerprint,
-        request.machine if is_text and machine.local else machine_to_dict(machine),
+        own_version, torch.__version__, runner_kind(), has_compiler(), step.graph.fingerprint,
+        repr(step.source), repr(step.transforms), machine.fingerprint, cores,
+        named if is_text else machine_to_dict(machine),
         {name: repr(getattr(request, name)) for name in _OF_KEY},
     ])  # fmt: skip
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -71,6 +75,9 @@ def kept_plan(path: Path, step: Captured) -> Plan | None:
         graph = plan.graph or planned(plan, step).graph
         check(plan, graph)
         verify(plan, graph)
+        # Code that is kept no more is compiled by planning again.
+        if uncompiled(plan, step):
+            return None
         return replace(plan, graph=graph)
     return None
 
@@ -83,12 +90,12 @@ def keep(plan: Plan, path: Path) -> None:
         path.chmod(0o600)
 
 
-def is_no_worse(plan: Plan, other: Plan) -> bool:
-    """True if the plan is at least as fast as another one of the same request, as far as is known:
-    by what each took of the eager step of its own race, and where none was raced, as predicted."""
+def is_better(plan: Plan, other: Plan) -> bool:
+    """True if the plan is faster than another one of the same request, as far as is known: by what
+    each took of the eager step of its own race, and where none was raced, as predicted."""
     if plan.measured and other.measured:
         shares = [each.measured[each.way] / each.measured[EAGER] for each in (plan, other)]
-        return shares[0] <= shares[1]
+        return shares[0] < shares[1]
     if bool(plan.measured) != bool(other.measured):
         return bool(plan.measured)
-    return plan.value <= other.value
+    return plan.value < other.value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.costs import Costs
-from dovetail.errors import InfeasibleError
+from dovetail.errors import DovetailError, InfeasibleError
 from dovetail.frontends import Captured
 from dovetail.graph.cells import cells_of
 from dovetail.graph.kernels import compiled_ties
@@ -30,7 +30,7 @@ from dovetail.pipeline.candidates import (
     searches_as_compiled,
     shares,
 )
-from dovetail.pipeline.kept import is_no_worse, keep, kept_path, kept_plan
+from dovetail.pipeline.kept import is_better, keep, kept_path, kept_plan
 from dovetail.pipeline.opening import planned, timeline_of, with_promises
 from dovetail.pipeline.requests import SHARES, PlanRequest, with_fields_of
 from dovetail.pipeline.searching import has_gpus, lower_caps, prefixed, search_plan
@@ -116,7 +116,8 @@ def find_plan(
     limits = request.limits
     if np.isfinite(deadline.seconds):
         share = parts["searching"] / sum(parts.values())
-        limits = Limits(min(limits.seconds, max(share * deadline.seconds, LEAST_SECONDS)))
+        seconds = min(limits.seconds, max(share * deadline.seconds, LEAST_SECONDS))
+        limits = limits._replace(seconds=seconds)
     request = replace(request, deadline=deadline, budget=limits)
 
     def tell(doing: str, fraction: float, best: float | None) -> None:
@@ -145,13 +146,23 @@ def find_plan(
     # Ctrl-C outside a search: what was found stays.
     except KeyboardInterrupt:
         if plan is None and not any(tried.plans.values()):
-            raise
+            if known is None:
+                raise
+            return replace(known, interrupted=True)
         plan = plan or tried.told(tried.best(request.resolved_gain))
         plan = replace(plan, interrupted=True)
+    except DovetailError as error:
+        if known is None:
+            raise
+        return known.noted(f"searched again, which failed: {error.line}")
     plan = with_times(plan, deadline, clock() - began)
-    if known is not None and is_no_worse(known, plan):
-        plan = replace(known, interrupted=plan.interrupted).noted(FOUND_NO_BETTER)
-    elif path is not None and not plan.interrupted:
+    if known is not None and is_better(known, plan):
+        # The next search goes on from the seed of this one.
+        plan = replace(known, interrupted=plan.interrupted, seed=request.seed)
+        plan = plan.noted(FOUND_NO_BETTER)
+    # A comparison that failed this time, such as for lack of memory, is made again.
+    was_compared = bool(plan.measured) or not is_raced or request.step.plain is None
+    if path is not None and not plan.interrupted and was_compared:
         keep(plan, path)
     return plan
 

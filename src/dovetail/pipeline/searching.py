@@ -276,7 +276,8 @@ def search_plan(
                 elif np.isfinite(on_one) and bound.seconds > 0:
                     most = on_one / bound.seconds
                     told += f", and no placement makes it more than {most:.2f} x as fast"
-                progress(told, SENTENCE, None)
+                if np.isfinite(on_one):
+                    progress(told, SENTENCE, None)
             progress("preparing the search (compiled once a machine)", 0.0, None)
             outcome = placed(problem, request, budget, progress)
             # The search's own bound holds for plans that keep groups whole. In an instance groups

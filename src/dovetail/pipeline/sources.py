@@ -130,21 +130,22 @@ def choose_threads(
     if len(device.cores) == 1:
         return None
     key = f"threads | {graph.fingerprint} | {device_key(device, machine)}"
-    row = cache.probe(key)
+    row, before = cache.probe(key), None
     if row is not None:
         busy = row.get("others_cores", 0.0)
+        seconds = {int(count): value for count, value in row["seconds"].items()}
+        before = ThreadChoice(row["threads"], seconds, busy)
         if not busy or deadline.is_over or not is_calm(device.cores):
-            seconds = {int(count): value for count, value in row["seconds"].items()}
-            return ThreadChoice(row["threads"], seconds, busy)
+            return before
     if analytic_costs(graph, machine).compute_seconds.sum() > deadline.within(LONG_SECONDS, 0.05):
         if np.isfinite(deadline.seconds):
             deadline.missed.append("the best number of threads")
-        return None
+        return before
     try:
         choice = _try_threads(captured, machine, progress, deadline)
     # A step that cannot run can still be planned. The user is told when the plan runs.
     except (InfeasibleError, RunError):
-        return None
+        return before
     measured: dict[str, Any] = {"threads": choice.threads, "seconds": choice.seconds}
     if disturbs(choice.others_cores):
         measured["others_cores"] = choice.others_cores

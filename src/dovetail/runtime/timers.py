@@ -96,6 +96,8 @@ class Deadline:
         """Have the deadline so much later, and those that this one is a part of: for what is done
         once for an installation."""
         self.began += seconds
+        if self._on:
+            self._since += seconds
         if self._whole is not None:
             self._whole.put_off(seconds)
 
