@@ -1,6 +1,7 @@
 """Recurrent layers captured by fused kernels compute what the layers themselves do."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -57,12 +58,22 @@ def kinds_of(step):
     return [kind for kind in step.graph.kinds if kind.startswith(KERNEL)]
 
 
+@functools.cache
+def unrolled(kind, training):
+    """(model, inputs, targets, captured step) of a kind of layers. All numbers of chunks begin with
+    the same step."""
+    model = Tagger(**KINDS[kind])
+    x, y = example(model)
+    if training:
+        return model, x, y, capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01))
+    return model, x, y, capture(model.eval(), x)
+
+
 @pytest.mark.parametrize("chunks", [1, 3, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_inference_equals_the_module(kind, chunks):
-    model = Tagger(**KINDS[kind]).eval()
-    x, _ = example(model)
-    step = recaptured(capture(model, x), chunks=chunks)
+    model, x, _, step = unrolled(kind, training=False)
+    step = recaptured(step, chunks=chunks)
     of_one_layer = min(chunks, STEPS) * (1 + model.layers.bidirectional)
     assert kinds_of(step) == [KERNEL] * of_one_layer * model.layers.num_layers
     with torch.no_grad():
@@ -74,9 +85,7 @@ def test_inference_equals_the_module(kind, chunks):
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_training_steps_equal_plain_ones(kind, chunks):
-    model = Tagger(**KINDS[kind])
-    x, y = example(model)
-    step = capture(model, x, loss=squares, targets=y, train=Adam(lr=0.01))
+    model, x, y, step = unrolled(kind, training=True)
     step = recaptured(step, chunks=chunks)
     assert GRADIENT in kinds_of(step)
     values, plain = initial_values(step), copy.deepcopy(model)
@@ -131,9 +140,9 @@ def test_a_runner_keeps_the_workspace_and_repeats_its_bits():
 def test_dropout_between_layers_draws_for_all_time_steps_at_once():
     model = Tagger(dropout=0.4).train()
     x, _ = example(model)
-    unrolled = capture(model, x)
-    draws = [kind for kind in unrolled.graph.kinds if "dropout" in kind or "bernoulli" in kind]
-    fused = recaptured(unrolled, chunks=3)
+    step = capture(model, x)
+    draws = [kind for kind in step.graph.kinds if "dropout" in kind or "bernoulli" in kind]
+    fused = recaptured(step, chunks=3)
     assert [k for k in fused.graph.kinds if "dropout" in k or "bernoulli" in k] == draws
 
 
