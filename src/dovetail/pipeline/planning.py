@@ -161,9 +161,10 @@ def find_plan(
         plan = replace(known, interrupted=plan.interrupted, seed=request.seed)
         plan = plan.noted(FOUND_NO_BETTER)
     # A comparison that failed this time, such as for lack of memory, is made again.
-    was_compared = bool(plan.measured) or not is_raced or request.step.plain is None
-    if path is not None and not plan.interrupted and was_compared:
-        keep(plan, path)
+    if path is not None and not plan.interrupted:
+        assert isinstance(request.step, Captured), "others are not kept"
+        if plan.measured or not is_raced or request.step.plain is None:
+            keep(plan, path)
     return plan
 
 
