@@ -82,8 +82,12 @@ def kept_plan(path: Path, step: Captured) -> Plan | None:
     return None
 
 
-def keep(plan: Plan, path: Path) -> None:
-    """Keep a plan. A disk that is full or cannot be written is no reason to lose the plan."""
+def keep(plan: Plan, path: Path, *, may_race: bool) -> None:
+    """Keep a plan, unless it was interrupted, or could be compared and was not: what failed this
+    time, such as for lack of memory, is tried again. A disk that is full or cannot be written is no
+    reason to lose the plan."""
+    if plan.interrupted or (may_race and not plan.measured):
+        return
     with suppress(DovetailError, OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         plan.save(path)

@@ -160,11 +160,9 @@ def find_plan(
         # The next search goes on from the seed of this one.
         plan = replace(known, interrupted=plan.interrupted, seed=request.seed)
         plan = plan.noted(FOUND_NO_BETTER)
-    # A comparison that failed this time, such as for lack of memory, is made again.
-    if path is not None and not plan.interrupted:
+    if path is not None:
         assert isinstance(request.step, Captured), "others are not kept"
-        if plan.measured or not is_raced or request.step.plain is None:
-            keep(plan, path)
+        keep(plan, path, may_race=is_raced and request.step.plain is not None)
     return plan
 
 
