@@ -91,8 +91,8 @@ LEAST_SECONDS = 5.0
 """With less left of a budget, nothing is compiled: the processes take about this long to begin."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
-_SEARCH_SHARE, _COMPILE_SHARE = 0.8, 0.5
-"""The shares of the seconds that are left which planning gets, and compiling within it."""
+PLANNING_SHARE = 0.8
+"""The share of a budget that planning has. Capturing and the comparison here have the rest."""
 _AGREES, _AGREES_IN_HALF = 1e-3, 3e-2
 """The results of a plan may differ from the module's by this share of the largest number; in
 float16, bfloat16 and under autocast by the second one."""
@@ -296,7 +296,7 @@ class OptimizedCalls:
             return kept
         decision, is_pure = None, False
         if not needs and (kept is None or kept.way == PLACED):
-            decision, is_pure = self.planned(args, kwargs, ends)
+            decision, is_pure = self.planned(args, kwargs)
         if decision is None:
             is_known = kept is not None and kept.way == COMPILED
             decision = kept if is_known else self.raced(args, kwargs, needs, ends)
@@ -316,11 +316,11 @@ class OptimizedCalls:
         return decision
 
     def planned(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ends: float
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallDecision | None, bool]:
         """(the faster of its plan and the user's own ways as planning measured them, whether calls
         neither write, draw nor leave anything); None if the module has no plan."""
-        module, (machine, _, quick) = self.module, self.settings
+        module, (machine, whole_seconds, quick) = self.module, self.settings
         try:
             with torch.inference_mode(False):
                 step = capture_call(module, args, kwargs)
@@ -335,15 +335,14 @@ class OptimizedCalls:
             why = "what its parts hold cannot be compared from call to call" if is_opaque else why
             self._say(f"it has no plan: {why}")
             return None, False
-        left_seconds = max(1.0, ends - clock())
         # Planning runs in no mode of the caller's; what was captured has their effect already.
         with torch.inference_mode(False), torch.enable_grad(), without_autocast():
             found = plan(
                 step,
                 machine,
-                budget=f"{_SEARCH_SHARE * left_seconds}s",
-                compile=not quick,
-                compile_budget=f"{_COMPILE_SHARE * left_seconds}s",
+                # The same text each time, by which the plan is found again.
+                budget=f"{PLANNING_SHARE * whole_seconds:.3g}s",
+                quick=quick,
             )
             if found.way != PLACED:
                 return CallDecision(found.way, self._plain.call, dict(found.measured)), True
