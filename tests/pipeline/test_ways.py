@@ -332,6 +332,7 @@ def test_behind_the_deadline_nothing_is_compared_and_the_module_runs_as_it_is(st
     found = ways.fastest_way((plan, plan), step, machine, deadline=late, **given)
     assert found.way == EAGER and not Timed.made
     assert "so that runs: the budget was spent before" in told(found)
+    verify(found, step.graph)
     # With a moment left there is a race, for which nothing is compiled.
     deadline = Deadline(1000.0)
     found = ways.fastest_way(

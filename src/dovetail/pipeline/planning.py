@@ -113,6 +113,8 @@ def find_plan(
     deadline = Deadline(
         request.whole_seconds, parts, began=working_clock() - before_seconds, clock=working_clock
     )
+    if before_seconds:
+        deadline.spent["capturing"] = before_seconds
     limits = request.limits
     if np.isfinite(deadline.seconds):
         share = parts["searching"] / sum(parts.values())
