@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 import dovetail as dt
@@ -23,6 +24,7 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline import training_steps
 from dovetail.pipeline.sources import in_order, with_threads
 from dovetail.plans import EAGER
+from dovetail.runtime.torch_versions import is_step_watched
 
 # What is computed is that of plain training bit for bit on equally many threads.
 HERE = with_threads(parse_machine("here/cpu"), torch.get_num_threads())
@@ -229,11 +231,119 @@ def test_hooks_are_called_as_in_plain_training(planned):
     assert len(seen) == 2 and len(planned) == 1
 
 
-def test_an_error_of_a_step_is_that_of_torch(planned):
-    step = a_step(nn.Embedding(4, 3))
-    step(torch.tensor([0, 1]), torch.tensor([0, 1]))
-    with pytest.raises(IndexError):
-        step(torch.tensor([0, 9]), torch.tensor([0, 1]))
+def test_hooks_on_gradients_are_called_as_in_plain_training(planned):
+    model = nn.Linear(6, 3)
+    step = a_step(model)
+    step(*a_batch())
+    step(*a_batch())
+    model.weight.register_hook(torch.zeros_like)
+    step(*a_batch())
+    assert not model.weight.grad.any() and "hooks" in step.describe()
+
+
+def test_an_error_of_one_batch_is_that_of_torch_and_the_next_one_is_planned(planned):
+    model = nn.Embedding(4, 3)
+    plain = nn.Embedding(4, 3)
+    plain.load_state_dict(model.state_dict())
+    step, optimizer = a_step(model), torch.optim.SGD(plain.parameters(), lr=0.1)
+    labels = torch.tensor([0, 1])
+    for last in (1, 2, 9, 3, 1):
+        inputs = torch.tensor([0, last])
+        if last == 9:
+            with pytest.raises(IndexError):
+                step(inputs, labels)
+            continue
+        optimizer.zero_grad()
+        value = cross_entropy(plain(inputs), labels)
+        value.backward()
+        optimizer.step()
+        assert torch.equal(step(inputs, labels), value)
+    assert torch.equal(model.weight, plain.weight)
+    assert step.plan is not None and "a plan on" in step.describe()
+
+
+def test_an_error_that_only_a_plan_raises_ends_it(planned, monkeypatch):
+    step = a_step(nn.Linear(6, 3))
+    step(*a_batch())
+    ((_, known),) = step._of_kinds.items()
+
+    def fail(*_):
+        raise KeyError("weight_orig")
+
+    monkeypatch.setattr(known.own, "step", fail)
+    loss = step(*a_batch())
+    assert loss.isfinite() and "weight_orig" in step.describe() and step.plan is None
+
+
+@pytest.mark.parametrize("planned_calls", [0, 2])
+def test_an_update_that_raises_leaves_no_gradients_in_the_next_sum(planned, planned_calls):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = a_step(model, optimizer=optimizer)
+    for _ in range(planned_calls):
+        step(*a_batch())
+
+    def fail(*_):
+        raise OverflowError
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(OverflowError):
+        step(*a_batch())
+    hook.remove()
+    step(*a_batch())
+    (gradient,) = torch.autograd.grad(
+        cross_entropy(model(a_batch()[0]), a_batch()[1]), [model.weight]
+    )
+    assert torch.equal(model.weight.grad, gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+def test_a_parameter_that_stands_twice_in_a_group_has_its_gradient_once(planned):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), model.weight], lr=0.0)
+    step = a_step(model, optimizer=optimizer)
+    step(*a_batch())
+    expected = model.weight.grad.clone()
+    step(*a_batch())
+    assert torch.equal(model.weight.grad, expected) and len(planned) == 1
+
+
+def test_parameters_that_are_added_tied_or_replaced_train_as_in_plain_training(planned):
+    def trained(make_step):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = make_step(model, optimizer)
+        losses = [step(*a_batch()) for _ in range(2)]
+        model[1].weight = model[0].weight
+        losses += [step(*a_batch()) for _ in range(2)]
+        model[2] = nn.Linear(6, 3)
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.2})
+        losses += [step(*a_batch()) for _ in range(2)]
+        return losses, model.state_dict()
+
+    def plainly(model, optimizer):
+        def step(inputs, targets):
+            optimizer.zero_grad()
+            value = cross_entropy(model(inputs), targets)
+            value.backward()
+            optimizer.step()
+            return value.detach()
+
+        return step
+
+    ours = trained(lambda model, optimizer: a_step(model, optimizer=optimizer))
+    assert largest_difference(ours, trained(plainly)) == 0
+
+
+def test_values_of_the_loss_end_a_plan_too(planned):
+    model, loss = nn.Linear(6, 3), nn.CrossEntropyLoss()
+    step = a_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0))
+    step(*a_batch())
+    step(*a_batch())
+    loss.label_smoothing = 0.5
+    inputs, targets = a_batch()
+    assert torch.equal(step(inputs, targets), loss(model(inputs), targets))
 
 
 def test_a_plan_to_run_eager_runs_the_module_as_it_is(monkeypatch):
@@ -278,6 +388,25 @@ def test_fused_kernels_compute_what_the_optimizer_does_but_for_rounding(name):
     assert largest_difference(ours, plain) <= 1e-12
 
 
+def test_fused_updates_leave_hooks_and_steps_of_an_instances_own_their_gradients():
+    model, seen = nn.Linear(6, 3), []
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def look(*_):
+        seen.append([parameter.grad is not None for parameter in model.parameters()])
+
+    assert not is_step_watched(optimizer)
+    cross_entropy(model(a_batch()[0]), a_batch()[1]).backward()
+    step_fused(optimizer)
+    hook = register_optimizer_step_pre_hook(look)
+    step_fused(optimizer)
+    hook.remove()
+    optimizer.step = look
+    step_fused(optimizer)
+    assert seen == [[True, True]] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -294,6 +423,9 @@ def test_fused_kernels_compute_what_the_optimizer_does_but_for_rounding(name):
         ({"ema": 1.5}, "ema: is 1.5"),
         ({"frozen": True}, "model: has no parameter that requires gradients"),
         ({"budget": "soon"}, "budget"),
+        ({"machine": "here/1"}, "machine: is here/1; a step in a loop of your own runs on all"),
+        ({"objective": "pipeline", "micro_batches": 2}, "objective: is not for a step in a loop"),
+        ({"replicas": "auto"}, "replicas: is not for a step in a loop"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
@@ -314,5 +446,6 @@ def test_a_closed_step_and_one_within_autocast_are_refused():
     with torch.autocast("cpu"), pytest.raises(UsageError, match="give training_step its dtype"):
         step(*a_batch())
     step.close()
+    assert "closed" in step.describe()
     with pytest.raises(RunError, match="closed"):
         step(*a_batch())

@@ -38,7 +38,7 @@ from dovetail.runtime.torch_versions import (
     count_up,
     fused_adam,
     fused_sgd,
-    has_optimizer_hooks,
+    is_step_watched,
 )
 
 Lists = Sequence[Sequence[Tensor]]
@@ -148,7 +148,7 @@ def step_fused(optimizer: torch.optim.Optimizer) -> None:
     anew, so that whatever was changed or loaded since the last step counts.
     """
     updated: list[tuple[Tensor, Tensor]] = []  # parameter, gradient
-    for group in () if has_optimizer_hooks(optimizer) else optimizer.param_groups:
+    for group in () if is_step_watched(optimizer) else optimizer.param_groups:
         record = _record_of(optimizer, group)
         if record is None:
             continue
@@ -201,8 +201,9 @@ _OTHERWISE = (
 
 def _record_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optimizer | None:
     """The settings of a group as a record, or None for those that no record holds."""
-    record = _RECORDS.get(type(optimizer))
-    if record is None or any(group.get(name) for name in _OTHERWISE):
+    record, held = _RECORDS.get(type(optimizer)), group["params"]
+    # A parameter that is there twice is updated twice, one after the other.
+    if record is None or any(map(group.get, _OTHERWISE)) or len(set(held)) < len(held):
         return None
     settings = dict(group)
     if record in (Adam, AdamW):

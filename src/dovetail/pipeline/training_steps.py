@@ -18,6 +18,7 @@ plan, for which the log names the reason.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any
@@ -27,9 +28,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dovetail.errors import DovetailError, RunError, UsageError
+from dovetail.errors import RunError, UsageError
 from dovetail.executors import LoadedStep
 from dovetail.executors.shares import compiled_stages
+from dovetail.executors.workers import is_this_process
 from dovetail.frontends.capturing import capture_call, unwrap
 from dovetail.frontends.fused_updates import is_dense, step_fused
 from dovetail.frontends.plain import LossAndGradients
@@ -37,7 +39,7 @@ from dovetail.frontends.structures import flatten
 from dovetail.machine import Machine
 from dovetail.pipeline.optimizing import ModuleState, OpaqueArgumentError, key_of
 from dovetail.pipeline.planning import find_plan
-from dovetail.pipeline.requests import PlanRequest, with_fields_of
+from dovetail.pipeline.requests import PlanRequest, is_given, with_fields_of
 from dovetail.pipeline.sources import TellProgress, silent
 from dovetail.pipeline.using import run
 from dovetail.plans import EAGER, PLACED, Plan
@@ -112,7 +114,8 @@ def training_step(
     return TrainingStep(
         LossAndGradients(model, loss, accumulate, autocast),
         optimizer,
-        PlanRequest(None, machine, **options),
+        # Such a step leaves GPUs alone.
+        PlanRequest(None, "here/cpu" if machine == HERE else machine, **options),
         progress,
         clip=clip,
         clip_value=clip_value,
@@ -168,11 +171,17 @@ class TrainingStep:
         if closure is not None and closure.default is Parameter.empty:
             says = f"is {type(optimizer).__name__}, whose step calls the loss several times"
             raise UsageError("optimizer", says)
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for name in ("objective", "micro_batches", "replicas", "place", "stages"):
+            if is_given(name, getattr(request, name)):
+                raise UsageError(name, "is not for a step in a loop of your own; leave it out")
+        if not is_this_process(here := request.asked_machine):
+            says = f"is {here.name}; a step in a loop of your own runs on all cores as one device"
+            raise UsageError("machine", f"{says}: here/cpu")
+        own = set(map(id, module.parameters()))
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise UsageError("model", "has no parameter that requires gradients")
-        if others := sum(id(parameter) not in names for parameter in held):
+        if others := sum(id(parameter) not in own for parameter in held):
             says = f"holds {others} of {len(held)} parameters that are not the model's"
             raise UsageError("optimizer", f"{says}; make it of model.parameters()")
         if not any(parameter.requires_grad for parameter in held):
@@ -196,7 +205,7 @@ class TrainingStep:
         self._module, self._optimizer, self._scaler = module, optimizer, scaler
         self._clip, self._clip_value = clip, clip_value
         self._request, self._progress = request, progress
-        self._names, self._modules = names, list(module.modules())
+        self._modules = list(module.modules())
         # Kind of call -> its plan, or how often it has come.
         self._of_kinds: dict[Any, _Planned | int] = {}
         self._settings: dict[Any, int] = {}  # modes and trained parameters -> their number
@@ -217,26 +226,40 @@ class TrainingStep:
         if torch.is_autocast_enabled("cpu"):
             raise UsageError("autocast", "is on around the step; give training_step its dtype")
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        trained = [parameter for parameter in held if parameter.requires_grad]
+        # A parameter may stand twice in a group.
+        trained = [parameter for parameter in dict.fromkeys(held) if parameter.requires_grad]
         if not self._summed:
             self._optimizer.zero_grad()
-        scale = self._scaler.scale(torch.ones(())) if self._scaler is not None else None
+        scale = None
+        if self._scaler is not None:
+            # The scaler keeps its state on the device of what it scales first.
+            scale = self._scaler.scale(torch.ones((), device=held[0].device))
         planned = self._planned(args, kwargs, targets, scale, trained)
-        loss = None
+        loss, failure = None, ""
         if planned is not None and planned.own is not None:
             try:
                 loss, gradients = planned.own.step(
                     args, kwargs, targets, *(() if scale is None else (scale,))
                 )
-            except DovetailError as error:
-                # Plain training raises what is wrong in the words of torch. Else it goes on so.
-                self._run_plainly(f"a planned step failed: {error}")
+            except Exception as error:
+                failure = f"a planned step failed: {error}"
+                # That closed its run. Another stands ready, and draws on from where this one was.
+                failed, seed = planned.own, self._request.seed
+                failed.close()
+                with suppress(Exception):
+                    planned.own = run(planned.plan, failed.captured, seed=seed, in_place=True)
+                    planned.own.steps = failed.steps
+                planned = None
         with torch.enable_grad(), torch.inference_mode(False):
             if loss is None:
                 threads = planned.threads if planned is not None else 0
                 with op_threads(threads or torch.get_num_threads()):
                     loss, scaled = self._module.losses(args, kwargs, targets, scale)
                     scaled.backward()  # type: ignore[no-untyped-call]
+                # What is wrong with this batch was raised, in the words of torch, and the next one
+                # may be right. What only the plan cannot do ends it.
+                if failure:
+                    self._run_plainly(failure)
             else:
                 assert planned is not None, "it has run"
                 gradients = list(gradients)
@@ -264,6 +287,8 @@ class TrainingStep:
         """Apply the gradients that were summed so far, if there are any."""
         if not self._summed:
             return
+        # Whatever of the update raises, the next call begins a new sum.
+        compiles, self._compiles, self._summed = self._compiles, False, 0
         optimizer, scaler = self._optimizer, self._scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -277,16 +302,17 @@ class TrainingStep:
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
-        elif self._compiles:
+        elif compiles:
             step_fused(optimizer)
         else:
             optimizer.step()
         if self.ema is not None:
             self.ema.update_parameters(self._module.model)
-        self._summed = 0
 
     def describe(self) -> str:
         """One sentence: what computes loss and gradients, and how fast that was measured to be."""
+        if self._closed:
+            return "this training step is closed"
         if self._why_plain:
             return f"plain training runs: {self._why_plain}"
         if self.plan is None:
@@ -332,14 +358,19 @@ class TrainingStep:
         settings = (
             tuple([module.training for module in self._modules]),
             tuple(map(id, trained)),
+            # A plan names parameters, which another tensor may have replaced or tied.
+            tuple(map(id, self._module.parameters())),
         )
         kind = given_key, self._settings.setdefault(settings, len(self._settings))
         known = self._of_kinds.get(kind, 0)
+        has_hooks = any(map(has_parameter_hooks, trained))
+        hooked = "the model has hooks, which a plan does not call"
         if isinstance(known, _Planned):
-            if known.own is None or known.state.holds():
+            if known.own is None or (not has_hooks and known.state.holds()):
                 return known
-            if known.aliased is None:
-                self._run_plainly("each call changes values that the model holds in Python")
+            if has_hooks or known.aliased is None:
+                changes = "each call changes values that the model holds in Python"
+                self._run_plainly(hooked if has_hooks else changes)
                 return None
             _log.warning("values that the model holds in Python have changed; they end a plan")
             known.own.close()
@@ -351,27 +382,28 @@ class TrainingStep:
         tensors = (*trained, *flatten((args, kwargs, targets))[0])
         if unwrap(module.model) is not module.model:
             why = f"the model is in {type(module.model).__name__}, which works in backward passes"
-        elif any(map(has_parameter_hooks, trained)) or any(hook_tables(module)):
-            why = "the model has hooks, which a plan does not call"
+        elif has_hooks or any(hook_tables(module)):
+            why = hooked
         elif any(tensor.device.type != "cpu" for tensor in tensors):
             why = "its tensors are not all on the CPU"
-        elif not self._names.keys() >= set(map(id, trained)):
-            why = "the optimizer was given parameters that are not the model's"
         elif ModuleState(module).is_opaque:
             why = "what the model's parts hold in Python cannot be compared from call to call"
         if why:
             self._run_plainly(why)
             return None
-        # A plan to run the module as it is keeps the module, so each has one of its own.
-        module = LossAndGradients(
-            module.model,
-            module.loss,
-            module.accumulate,
-            module.dtype,
-            tuple(self._names[id(parameter)] for parameter in trained),
-        )
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         given = (args, kwargs, targets, *(() if scale is None else (scale,)))
         try:
+            if not names.keys() >= set(map(id, trained)):
+                raise UsageError("optimizer", "holds parameters that are not the model's")
+            # A plan to run the module as it is keeps the module, so each has one of its own.
+            module = LossAndGradients(
+                module.model,
+                module.loss,
+                module.accumulate,
+                module.dtype,
+                tuple(names[id(parameter)] for parameter in trained),
+            )
             captured = capture_call(module, given, {})
             if captured.plain is None:
                 self._run_plainly("the model writes over its inputs")
@@ -379,13 +411,14 @@ class TrainingStep:
             plan = find_plan(replace(self._request, step=captured), self._progress)
             if plan.interrupted:
                 raise KeyboardInterrupt
-            own = None if plan.way == EAGER else run(plan, captured, seed=plan.seed, in_place=True)
-        except DovetailError as error:
+            seed = self._request.seed
+            own = None if plan.way == EAGER else run(plan, captured, seed=seed, in_place=True)
+        except Exception as error:
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
             if self._plans:
-                why = str(error).strip().partition("\n")[0]
                 _log.warning("a further kind of call of the training step has no plan: %s", why)
             else:
-                self._run_plainly(str(error))
+                self._run_plainly(why)
             return None
         compiles = plan.way not in (PLACED, EAGER) or bool(compiled_stages(plan))
         threads = plan.machine.devices[0].op_threads if plan.way == EAGER else 0

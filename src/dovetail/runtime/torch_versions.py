@@ -70,6 +70,7 @@ __all__ = [
     "hook_tables",
     "in_kernel_invocation_manager",
     "is_compiled_module",
+    "is_step_watched",
     "is_traceable_wrapper_subclass",
     "named_store",
     "nccl_errors",
@@ -461,6 +462,20 @@ def has_parameter_hooks(parameter: Tensor) -> bool:
 def has_optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has hooks on its steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def is_step_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks, those on all optimizers among them, or a step that is not its class's see what
+    an optimizer's step is given. Schedulers wrap the step, only to count its calls."""
+    of_all: Any = importlib.import_module("torch.optim.optimizer")
+    own = vars(optimizer).get("step")
+    counted = getattr(own, "_wrapped_by_lr_sched", False)
+    return bool(
+        has_optimizer_hooks(optimizer)
+        or of_all._global_optimizer_pre_hooks
+        or of_all._global_optimizer_post_hooks
+        or (own is not None and not (counted and own.__wrapped__ is type(optimizer).step))
+    )
 
 
 # Calls of modules that go elsewhere, as `nn.Module.compile` has them go. Pickles and copies of a
