@@ -144,6 +144,118 @@ def test_the_same_call_in_another_mode_or_shape_is_decided_by_itself(in_order):
     assert modes == {False: PLACED, True: EAGER}
 
 
+class Holds(nn.Module):
+    """Two layers, and one value."""
+
+    def __init__(self, value=None):
+        super().__init__()
+        self.first, self.last, self.value = nn.Linear(3, 3), nn.Linear(3, 3), value
+
+    def forward(self, x, y=None):
+        return self.last(self.first(x)) + (0 if y is None else 2 * y)
+
+
+class Multiplies:
+    """A callable with a number in a slot."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+def test_gradients_are_needed_by_the_tensors_that_a_call_finds(in_order):
+    module, plain = seeded(Holds).requires_grad_(False), seeded(Holds).requires_grad_(False)
+    dt.optimize(module, quick=True)
+    x = torch.randn(2, 3)
+    assert_equal(module(x), plain(x))
+    assert ways_of(module) == [PLACED]
+    lent = {key: value.clone().requires_grad_() for key, value in plain.state_dict().items()}
+    torch.func.functional_call(module, lent, (x,)).sum().backward()
+    assert lent["last.weight"].grad is not None
+    module.last.weight = nn.Parameter(module.last.weight.detach().clone())
+    assert module(x).requires_grad
+    module.last = nn.Linear(3, 3)
+    for _ in range(2 * optimizing.DECIDED_AT_CALL):
+        assert module(x).requires_grad
+
+
+def test_tied_weights_that_are_untied_and_tensors_given_twice_are_seen(in_order):
+    module, plain = seeded(Holds), seeded(Holds)
+    for each in (module, plain):
+        each.last.weight = each.first.weight
+    dt.optimize(module, quick=True)
+    x, y = torch.randn(2, 2, 3)
+    with torch.no_grad():
+        assert_equal(module(x, y), plain(x, y))
+        assert_equal(module(x, x), plain(x, x))
+        assert len({key[1] for key in replaced_call(module)._seen}) == 2
+        for each in (module, plain):
+            each.last.weight = nn.Parameter(torch.eye(3))
+        for _ in range(2):
+            assert_equal(module(x, y), plain(x, y))
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (Multiplies(2.0), lambda module: setattr(module.value, "factor", 3.0)),
+        ({"a": 1}, lambda module: module.value.update(b=module.value.pop("a"))),
+        ([1], lambda module: module.value.__setitem__(0, True)),
+        (0.0, lambda module: setattr(module, "value", -0.0)),
+        (torch.ones(2), lambda module: setattr(module.value, "data", torch.zeros(2))),
+        (None, lambda module: setattr(type(module), "forward", lambda self, x: x)),
+    ],
+)
+def test_what_a_module_holds_is_seen_to_change(value, change, monkeypatch):
+    monkeypatch.setattr(Holds, "forward", Holds.forward)
+    module = Holds(value)
+    state = optimizing.ModuleState(module)
+    assert state.holds() and not state.is_opaque
+    change(module)
+    assert not state.holds()
+    for hidden in (bytearray(b"a"), torch.Generator(), torch.ones(1).numpy()):
+        assert optimizing.ModuleState(Holds([hidden])).is_opaque
+
+
+def test_results_agree_in_their_numbers_constants_and_need_of_gradients():
+    x = torch.ones(2)
+    assert optimizing.agree({"a": x, "b": 1}, {"a": x.clone(), "b": 1})
+    assert not optimizing.agree({"a": x, "b": 1}, {"a": x, "b": 2})
+    assert not optimizing.agree([x], [x.clone().requires_grad_()])
+
+
+def test_a_module_that_changes_often_or_was_forked_or_does_not_compile_runs_as_it_is(
+    in_order, monkeypatch, caplog
+):
+    module, plain = dt.optimize(seeded(Holds), quick=True), seeded(Holds)
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        module(x)
+        (planned,) = replaced_call(module)._decisions.values()
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizing.os, "getpid", lambda: -1)
+            patch.setattr(planned.step, "step", None)
+            assert_equal(module(x), plain(x))
+        for number in range(20):
+            module.value = number
+            assert_equal(module(x), plain(x))
+        assert ways_of(module) == [] and caplog.text.count("plans of it ended 3 times") == 1
+    assert "forked" in caplog.text
+
+    # Stands for an error of torch's.
+    module = dt.optimize(seeded(Holds))
+    decision = optimizing.CallDecision(COMPILED, lambda _: 1 // 0)
+    monkeypatch.setattr(optimizing.OptimizedCalls, "found", lambda *_: decision)
+    monkeypatch.setattr(optimizing, "compile_errors", lambda: (ZeroDivisionError,))
+    for _ in range(2):
+        assert_equal(module(x), plain(x))
+    assert ways_of(module) == [EAGER] and caplog.text.count("cannot compile it") == 1
+
+
 def test_calls_of_many_keys_run_as_they_are(monkeypatch, caplog):
     monkeypatch.setattr(optimizing, "DECIDED_AT_CALL", 1)
     monkeypatch.setattr(

@@ -15,18 +15,28 @@ import hashlib
 import inspect
 import json
 import logging
+import os
+import re
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from operator import is_
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import median
-from types import FunctionType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -45,7 +55,7 @@ from dovetail.executors.workers import is_this_process
 from dovetail.frontends import SGD, Captured, Program
 from dovetail.frontends.capturing import capture_call, unwrap
 from dovetail.frontends.program import PlainStep, Signature
-from dovetail.frontends.structures import flatten, is_plain_object
+from dovetail.frontends.structures import Mismatch, flatten, matched
 from dovetail.graph import Graph
 from dovetail.graph.source import Source
 from dovetail.machine import Machine, parse_machine
@@ -58,8 +68,10 @@ from dovetail.runtime.files import cache_folder, read_json, use_own_cache, write
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, ratios_of, seconds_of
 from dovetail.runtime.torch_versions import (
+    OpOverload,
     backend_of_graphs,
     calls_are_observed,
+    compile_errors,
     hook_tables,
     is_compiled_module,
     plain_call,
@@ -79,6 +91,9 @@ compiling a function after eight variants as well."""
 DECIDED_AT_CALL = 3
 """The first key is decided at its first call, and others at this one: an epoch's smaller last
 batch is not worth a budget that comes once in an epoch."""
+MOST_CHANGES = 3
+"""After so many plans that ended, since the module changed or they failed, no more are made: a
+module whose values change at each call would be decided again and again."""
 QUICK_SECONDS = 10.0
 """The longest budget of a quick decision, which compiles nothing."""
 GAIN = 0.02
@@ -118,8 +133,10 @@ def optimize(
     on. Calls that need gradients have the last two of these. Parameters, buffers, `state_dict`,
     modes, hooks and pickles are the module's own as before; copies of the module are plain ones.
     Where nothing else is faster, or can be done, the module runs as it is, and the log says why.
+    Random numbers that `torch.compile` draws, as for dropout, are others than those of the module
+    as it is.
 
-    Raises `ModelError` for what is no module, compiled already or lazy, and `UsageError`.
+    Raises `ModelError` for what is no module, compiled already, lazy or on a GPU, and `UsageError`.
     """
     name = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -132,6 +149,9 @@ def optimize(
     for key, value in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(value):
             raise ModelError(name, f"{key} has no shape yet; run the lazy module once before")
+        # `nn.DataParallel` would give its replicas the calls of the module itself.
+        if value.is_cuda:
+            raise ModelError(name, f"{key} is on a GPU; modules on the CPU can be optimized")
     if machine == HERE:
         machine = HERE_CPU
     resolved = parse_machine(machine) if isinstance(machine, str) else machine
@@ -192,14 +212,25 @@ class OptimizedCalls:
         self._decisions: dict[Any, CallDecision] = {}
         self._seen, self._decided = Counter[Any](), 0
         self._said = set[str]()
-        self._hooks, self._parameters = hook_tables(module), list(module.parameters())
+        self._look_at_parts()
         self._deciding = threading.Lock()
+        self._changes, self._process = 0, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the module is a plain one, also where its class pickles all attributes.
         return type(None), ()
 
+    def _look_at_parts(self) -> None:
+        """Note the tables of hooks and tensors of the parts that the module has now."""
+        parts = list(self.module.modules())
+        self._hooks = hook_tables(self.module)
+        self._of_parts = [table for part in parts for table in (part._parameters, part._buffers)]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A process that was forked since has none of the threads that plans and torch began.
+        if self._process not in (0, os.getpid()):
+            self._say("it runs as it is in a process that was forked from the one that decided")
+            return self._plain.call(*args, **kwargs)
         key = None if calls_are_observed() else self._key(args, kwargs)
         decision = self._plain if key is None else self._decisions.get(key)
         if decision is None:
@@ -208,7 +239,15 @@ class OptimizedCalls:
         if decision.way == EAGER or any(self._hooks):
             return self._plain.call(*args, **kwargs)
         if decision.state is None:
-            return decision.call(*args, **kwargs)
+            try:
+                return decision.call(*args, **kwargs)
+            except Exception as error:
+                # What the module itself raises is its user's to see.
+                if not isinstance(error, compile_errors()):
+                    raise
+                self._say(f"torch cannot compile it, so it runs as it is: {line_of(error)}")
+            self._decisions[key] = self._plain
+            return self._plain.call(*args, **kwargs)
         if decision.state.holds():
             try:
                 return decision.call(*args, **kwargs)
@@ -220,6 +259,8 @@ class OptimizedCalls:
         # The module has other tensors or values now, or the input is wrong, and the module's own
         # call raises the error that its user knows.
         self._decisions.pop(key, None)
+        self._seen.pop(key, None)
+        self._changes += 1
         if decision.step is not None:
             decision.step.close()
         return self._plain.call(*args, **kwargs)
@@ -228,17 +269,25 @@ class OptimizedCalls:
         """The key of a call; None if it has arguments that cannot be compared. Its first
         entry says whether the call needs gradients."""
         requiring: list[Tensor] = []
+        met: list[int] = []
         try:
-            given = key_of(args, requiring), key_of(kwargs, requiring)
+            given = key_of(args, requiring, met), key_of(kwargs, requiring, met)
         except OpaqueArgumentError:
             return None
+        # The tensors that the module has at this call, which may be lent to it.
         needs = torch.is_grad_enabled() and (
-            bool(requiring) or any(parameter.requires_grad for parameter in self._parameters)
+            bool(requiring)
+            or any(
+                tensor is not None and tensor.requires_grad
+                for table in self._of_parts
+                for tensor in table.values()
+            )
         )
         casts = torch.is_autocast_enabled("cpu")
         return (
             needs,
-            given,
+            # f(x, x) may be another graph than f(x, y).
+            (given, tuple(map(met.index, met)) if len(set(met)) < len(met) else ()),
             torch.is_inference_mode_enabled(),
             self.module.training,
             torch.get_autocast_dtype("cpu") if casts else None,
@@ -247,8 +296,15 @@ class OptimizedCalls:
 
     def decide(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision:
         """Decide how calls of this key run, if it is time to."""
-        if self._decided >= MOST_KEYS:
-            self._say(f"calls of more than {MOST_KEYS} keys run as they are")
+        why = ""
+        if any(self._hooks):
+            why = "it has hooks, and runs as it is while it has them"
+        elif self._changes >= MOST_CHANGES:
+            why = f"plans of it ended {MOST_CHANGES} times, so it runs as it is from now on"
+        elif len(self._decisions) >= MOST_KEYS:
+            why = f"calls of more than {MOST_KEYS} keys run as they are"
+        if why:
+            self._say(why)
             return self._plain
         if len(self._seen) < 16 * MOST_KEYS:
             self._seen[key] += 1
@@ -258,19 +314,29 @@ class OptimizedCalls:
             return self._plain
         module, decision = self.module, self._plain
         try:
-            self._hooks, self._parameters = hook_tables(module), list(module.parameters())
+            self._look_at_parts()
             if any(self._hooks):
                 return decision
+            # Other parts may need gradients.
+            key = self._key(args, kwargs)
             self._decided += 1
+            self._process = os.getpid()
             # What captures, compiles or copies the module sees it as it is.
             replace_call(module, None)
-            decision = self.found(key, args, kwargs)
+            found = self.found(key, args, kwargs)
+            if found.state is not None and not found.state.holds():
+                if found.step is not None:
+                    found.step.close()
+                raise UsageError("optimize", "it changed while its calls were decided")
+            decision = found
         # The user's program goes on whatever fails here. What its own code raises it raises again,
         # when the module is called as it is.
         except Exception as error:
             self._say(f"it runs as it is: {line_of(error)}")
         finally:
-            replace_call(module, self)
+            # Meanwhile its user may have compiled it, or optimized it otherwise.
+            if replaced_call(module) is None:
+                replace_call(module, self)
             self._deciding.release()
         if decision.state is not None:
             decision.state = ModuleState(module)
@@ -305,9 +371,12 @@ class OptimizedCalls:
             decision.call = self.compiled()
         if is_pure and decision.way != EAGER:
             planned = decision
-            decision = self.beside_plain(planned, args, kwargs, races=kept is None)
-            if planned.step is not None and decision is not planned:
-                planned.step.close()
+            decision = None
+            try:
+                decision = self.beside_plain(planned, args, kwargs, races=kept is None)
+            finally:
+                if planned.step is not None and decision is not planned:
+                    planned.step.close()
         if path is not None and kept is None:
             record = {"way": decision.way, "seconds": decision.seconds}
             with suppress(OSError, UnwritableError):
@@ -321,6 +390,7 @@ class OptimizedCalls:
         """(the faster of its plan and the user's own ways as planning measured them, whether calls
         neither write, draw nor leave anything); None if the module has no plan."""
         module, (machine, whole_seconds, quick) = self.module, self.settings
+        state = ModuleState(module)
         try:
             with torch.inference_mode(False):
                 step = capture_call(module, args, kwargs)
@@ -328,7 +398,7 @@ class OptimizedCalls:
             self._say(f"it has no plan: {error.line}")
             return None, False
         calls = [call for call in step.program.calls if call is not None]
-        is_opaque = ModuleState(module).is_opaque
+        is_opaque = state.is_opaque
         draws, writes = any(call.random for call in calls), any(call.in_place for call in calls)
         if draws or writes or step.plain is None or is_opaque:
             why = "its calls draw random numbers" if draws else "its calls write to its tensors"
@@ -350,8 +420,7 @@ class OptimizedCalls:
             # The tensors of the first call are the caller's to free.
             signature = replace(placed.captured.signature, inputs=(), targets=())
             placed.captured = replace(placed.captured, signature=signature)
-        seconds, state = dict(found.measured), ModuleState(module)
-        return CallDecision(PLACED, placed.step, seconds, placed, state), True
+        return CallDecision(PLACED, placed.step, dict(found.measured), placed, state), True
 
     def raced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], needs: bool, ends: float
@@ -460,7 +529,7 @@ class OptimizedCalls:
             parts = (
                 sorted(sources), repr(module), shapes, key, seconds, quick,
                 [(device.model, device.cores) for device in self.here.devices],
-                torch.get_num_threads(), torch.__version__, version("dovetail"),
+                torch.get_num_threads(), torch.__version__, version("dovetail"), has_compiler(),
             )  # fmt: skip
             digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
         # A class may be from no file, and its texts are the user's own code.
@@ -477,18 +546,22 @@ class OptimizedCalls:
 
 class ModuleState:
     """The Python values that the parts of a module hold, and those within these: lists, dicts and
-    attributes of plain objects.
+    attributes of objects; the numbers of tensors among them, and the code of the parts' classes.
 
     is_opaque   there are values that may change unseen, or too many
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.is_opaque = False
-        self._tables: list[tuple[Any, tuple[Any, ...]]] = []
+        self._tables: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
+        self._empty: list[dict[Any, Any]] = []
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._slots: list[tuple[Any, str, Any]] = []
+        self._versions: list[tuple[Tensor, int, int]] = []
         # Tensors that the module is given later are the plan's own business.
         self._tensors: list[tuple[dict[str, Any], list[Any]]] = []
+        kinds = {type(part) for part in module.modules()}
+        self._slots += [(kind, "forward", kind.forward) for kind in kinds]
         waiting: list[Any] = []
         seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for part in module.modules():
@@ -496,70 +569,145 @@ class ModuleState:
             self._tensors += [(table, list(table.values())) for table in tables if table]
             seen |= {id(part), *map(id, tables)}
             waiting.append(vars(part))
+        self._tied = self._ties()
         while waiting and not self.is_opaque:
             value = waiting.pop()
-            if id(value) in seen:
+            kind = type(value)
+            if kind in _LEAVES or id(value) in seen or isinstance(value, _FIXED):
                 continue
             seen.add(id(value))
-            if isinstance(value, Tensor):
-                if value.is_inference():
+            if kind is Tensor or kind is nn.Parameter:
+                if value.is_inference() or value.layout is not torch.strided or value.is_nested:
                     self.is_opaque = True
                 else:
-                    self._versions.append((value, value._version))
+                    self._versions.append((value, value._version, value.data_ptr()))
+                continue
+            if isinstance(value, dict) and not value:
+                self._empty.append(value)
             elif isinstance(value, dict):
-                self._tables.append((value, tuple(value.values())))
-                waiting += value.values()
-            elif isinstance(value, list | tuple | set | deque):
+                self._tables.append((value, tuple(value), tuple(value.values())))
+                waiting += (*value, *value.values())
+            elif isinstance(value, _WALKED[1:6]):
                 self._lists.append((value, tuple(value)))
                 waiting += value
-            elif isinstance(value, np.ndarray):
-                self.is_opaque = True
-            elif isinstance(value, nn.Module) or is_plain_object(value):
-                waiting.append(vars(value))
-            self.is_opaque |= len(self._tables) + len(self._lists) > _MOST_TABLES
+            elif isinstance(value, MethodType):
+                waiting.append(value.__self__)
+            elif isinstance(value, partial):
+                waiting += value.func, value.args, value.keywords
+            members = [
+                each.__name__
+                for base in kind.__mro__
+                for each in vars(base).values()
+                if isinstance(each, MemberDescriptorType)
+            ]
+            self._slots += [(value, name, getattr(value, name, None)) for name in members]
+            waiting += [held for _, _, held in self._slots[len(self._slots) - len(members) :]]
+            # Those of torch for hooks have none but when it is asked for.
+            if kind is not OrderedDict and hasattr(value, "__dict__"):
+                waiting.append(value.__dict__)
+            if isinstance(value, nn.Module):
+                self._slots.append((kind, "forward", kind.forward))
+            # An object of a class in C may be larger than what is seen of it.
+            pointers = 2 + len(members) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+            is_seen = isinstance(value, _WALKED) or kind.__basicsize__ <= pointers * _POINTER_BYTES
+            self.is_opaque |= not is_seen or isinstance(value, _HIDDEN)
+            looked_at = len(self._tables) + len(self._empty) + len(self._lists) + len(self._slots)
+            self.is_opaque |= looked_at > _MOST_TABLES
 
     def holds(self) -> bool:
         """True if the module has the same values still."""
         try:
-            for table, values in self._tables:
-                if tuple(table.values()) != values:
+            if any(self._empty):
+                return False
+            for table, keys, values in self._tables:
+                is_same = all(map(is_, table.values(), values)) and all(map(is_, table, keys))
+                if len(table) != len(keys) or not (
+                    is_same or (alike(tuple(table), keys) and alike(tuple(table.values()), values))
+                ):
                     return False
             for items, values in self._lists:
-                if tuple(items) != values:
+                is_same = len(items) == len(values) and all(map(is_, items, values))
+                if not is_same and not alike(tuple(items), values):
                     return False
-        # Values that cannot be compared, such as tensors, are others.
+            for value, name, held in self._slots:
+                if not alike(getattr(value, name, None), held):
+                    return False
+        # Another thread may change what is looked at.
         except Exception:
             return False
-        if any(tensor._version != number for tensor, number in self._versions):
-            return False
+        for tensor, number, place in self._versions:
+            if tensor._version != number or tensor.data_ptr() != place:
+                return False
+        is_changed = False
         for tensors, known in self._tensors:
             if not all(map(is_, tensors.values(), known)) or len(tensors) != len(known):
                 now = list(tensors.values())
                 if [type(value) for value in now] != [type(value) for value in known]:
                     return False
                 known[:] = now
+                is_changed = True
+        # A tensor in two places is one in a plan.
+        return not is_changed or self._ties() == self._tied
+
+    def _ties(self) -> list[int]:
+        """For each parameter and buffer, the first place at which the same stands."""
+        first: dict[int, int] = {}
+        tensors = [value for _, known in self._tensors for value in known]
+        return [first.setdefault(id(value), place) for place, value in enumerate(tensors)]
+
+
+_LEAVES = {
+    bool, int, float, complex, str, bytes, range, type(None), type(...), torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+}  # fmt: skip
+_WALKED = dict, list, tuple, set, frozenset, deque, MethodType, partial
+_HIDDEN = Tensor, np.ndarray, torch.Generator
+_POINTER_BYTES = object.__basicsize__ // 2
+_FIXED = (
+    type, FunctionType, BuiltinFunctionType, MethodDescriptorType, ModuleType, re.Pattern, PurePath,
+    np.generic, np.dtype, np.ufunc, ref, logging.Logger, inspect.Signature, fx.Graph, OpOverload,
+    OptimizedCalls,
+)  # fmt: skip
+"""What does not change, or whose changes are none of what a module computes. An `fx.Graph` becomes
+code, which its module's class holds."""
+
+
+def alike(value: Any, other: Any) -> bool:
+    """True for the same object, and for equal ones of a type whose values never change. 1, 1.0 and
+    True differ, and so do 0.0 and -0.0."""
+    if value is other:
         return True
+    kind = type(value)
+    if kind is not type(other):
+        return False
+    if kind is tuple or kind is torch.Size:
+        return len(value) == len(other) and all(map(alike, value, other))
+    if kind is MethodType:
+        return value.__self__ is other.__self__ and value.__func__ is other.__func__
+    return kind in _LEAVES and repr(value) == repr(other)
 
 
 class OpaqueArgumentError(Exception):
     """An argument of which no key can be made."""
 
 
-def key_of(value: Any, requiring: list[Tensor]) -> Any:
+def key_of(value: Any, requiring: list[Tensor], met: list[int] | None = None) -> Any:
     """What a plan holds constant of an argument, as a key. Tensors that require gradients are added
-    to `requiring`. Raises `OpaqueArgumentError`."""
+    to `requiring`, and the identities of all to `met`. Raises `OpaqueArgumentError`."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
-        if value.layout is not torch.strided or value.is_quantized:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             raise OpaqueArgumentError
+        if met is not None:
+            met.append(id(value))
         if value.requires_grad:
             requiring.append(value)
         lazy = value.is_neg(), value.is_conj()
         return value.shape, value.dtype, value.stride(), value.device, value.requires_grad, lazy
     if kind is tuple or kind is list:
-        return kind, *[key_of(each, requiring) for each in value]
+        return kind, *[key_of(each, requiring, met) for each in value]
     if kind is dict:
-        return kind, *value, *[key_of(each, requiring) for each in value.values()]
+        return kind, *value, *[key_of(each, requiring, met) for each in value.values()]
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     if kind is float:
         return kind, repr(value)
@@ -585,12 +733,16 @@ def sum_of_results(output: Any) -> Tensor:
 def agree(result: Any, wanted: Any) -> bool:
     """True if two results have the same structure, and tensors of the same shapes, dtypes and, but
     for rounding, numbers."""
-    (own, own_names, _), (tensors, names, _) = flatten(result), flatten(wanted)
-    if own_names != names or type(result) is not type(wanted):
+    tensors, _, template = flatten(wanted)
+    try:
+        own = matched(template, result)
+    except Mismatch:
         return False
     casts = torch.is_autocast_enabled("cpu")
     for value, other in zip(own, tensors, strict=True):
         if value.shape != other.shape or value.dtype != other.dtype:
+            return False
+        if torch.is_grad_enabled() and value.requires_grad != other.requires_grad:
             return False
         if not (value.is_floating_point() or value.is_complex()):
             if not torch.equal(value, other):

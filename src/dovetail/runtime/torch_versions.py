@@ -59,6 +59,7 @@ __all__ = [
     "broadcast",
     "calls_are_observed",
     "can_take_data_of",
+    "compile_errors",
     "count_not_finite",
     "count_up",
     "fused_adam",
@@ -534,6 +535,12 @@ def backend_of_graphs(compile_graph: Callable[[fx.GraphModule, Any], Any]) -> Ca
     return aot_autograd(fw_compiler=lambda *given: boxed(compile_graph(*given)))
 
 
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """What `torch.compile` raises where it fails at a function, and not the function itself."""
+    errors = sys.modules.get(f"{_DYNAMO}.exc")
+    return () if errors is None else (errors.TorchDynamoException,)
+
+
 def calls_are_observed() -> bool:
     """True while torch traces, compiles or transforms what is called, or a mode sees each op."""
     return bool(
@@ -542,6 +549,7 @@ def calls_are_observed() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch._C._get_tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 
