@@ -113,8 +113,7 @@ def find_plan(
     deadline = Deadline(
         request.whole_seconds, parts, began=working_clock() - before_seconds, clock=working_clock
     )
-    if before_seconds:
-        deadline.spent["capturing"] = before_seconds
+    deadline.spent["capturing"] = before_seconds
     limits = request.limits
     if np.isfinite(deadline.seconds):
         share = parts["searching"] / sum(parts.values())
@@ -174,7 +173,7 @@ def with_times(plan: Plan, deadline: Deadline, planning_seconds: float) -> Plan:
     if not np.isfinite(deadline.seconds):
         return plan
     taken, whole = deadline.clock() - deadline.began, format_seconds(deadline.seconds)
-    told = ", ".join(f"{name} {format_seconds(s)}" for name, s in deadline.spent.items())
+    told = ", ".join(f"{name} {format_seconds(s)}" for name, s in deadline.spent.items() if s)
     if planning_seconds - taken > 1:
         told += f"; besides {format_seconds(planning_seconds - taken)} for what is set up once"
     plan = plan.noted(f"of a budget of {whole} planning took {format_seconds(taken)}: {told}")
