@@ -15,4 +15,4 @@ def test_each_thing_that_is_done_is_a_line_once_a_second_has_passed(
         show("measuring ops", 0.2, None)
         show("planning", 0.5, 1.0)
     said = capsys.readouterr().err.splitlines()
-    assert [line.partition(" s  ")[2] for line in said] == ["measuring ops", "planning"][:lines]
+    assert [line.rpartition("  ")[2] for line in said] == ["measuring ops", "planning"][:lines]

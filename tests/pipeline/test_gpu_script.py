@@ -106,7 +106,7 @@ def largest(monkeypatch, tmp_path):
     monkeypatch.setenv(SWITCH, "python")  # a C++ runner would have to be built there first
     monkeypatch.setattr(
         "dovetail.pipeline.searching.costs_of",
-        lambda step, machine, _progress, _notes: analytic_costs(step.graph, machine),
+        lambda step, machine, *_: analytic_costs(step.graph, machine),
     )
     with benchmark_scripts("gpu", "largest") as scripts:
         yield scripts.largest

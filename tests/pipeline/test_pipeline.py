@@ -38,7 +38,7 @@ def op_seconds(monkeypatch):
     """Costs of `here` machines without measuring: name -> seconds an op, or what is raised."""
     given = {"here": 0.6, "here/2": 1.0}
 
-    def measured_costs(graph, _program, machine, _cache, progress, beside):
+    def measured_costs(graph, _program, machine, _cache, **_):
         seconds = given.get(machine.name, 1.0)
         if callable(seconds):
             seconds = seconds()
@@ -48,7 +48,7 @@ def op_seconds(monkeypatch):
 
     monkeypatch.setattr(sources, "measured_costs", measured_costs)
     monkeypatch.setattr(sources, "costs_in_step", lambda *_, **__: None)
-    monkeypatch.setattr(sources, "probed_machine", lambda machine, _cache, fresh, beside: machine)
+    monkeypatch.setattr(sources, "probed_machine", lambda machine, _cache, **_: machine)
     return given
 
 
