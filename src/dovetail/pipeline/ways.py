@@ -354,7 +354,7 @@ def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
     originals = duplicate(step.graph, plan.copies).copy_of < 0
     fastest = plan.compute_seconds[originals].min(axis=1, keepdims=True)
     single = in_order(step.graph, machine)
-    predicted = float(fastest.sum())
+    predicted = float(fastest[~step.graph.is_source].sum())
     seconds = plan.measured.get(own.way, predicted)
     replaced = replace(
         plan,
