@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "keras_networks.py"
 def found(tmp_path_factory):
     home = str(tmp_path_factory.mktemp("keras"))
     environment = os.environ | {"KERAS_BACKEND": "torch", "KERAS_HOME": home}
-    process = forked.start([SCRIPT], cwd=home, env=environment)
+    process = forked.start([SCRIPT], cwd=SCRIPT.parents[2], env=environment)
     out, errors = process.communicate()
     assert process.returncode == 0, errors
     return json.loads(out)
