@@ -72,6 +72,19 @@ def seeded(make):
     return make()
 
 
+def five_losses(module, call):
+    """Losses of five steps of training, in which the module is called so."""
+    torch.manual_seed(2)
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = call(torch.randn(7, 6))["out"].square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def ways_of(module):
     return [decision.way for decision in replaced_call(module)._decisions.values()]
 
@@ -276,17 +289,7 @@ def test_training_takes_the_steps_of_the_plain_module(way, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))
     module, plain = seeded(Scaled), seeded(Scaled)
     dt.optimize(module)
-    losses = []
-    for each in (module, plain):
-        torch.manual_seed(2)
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = each(torch.randn(7, 6))["out"].square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    assert losses[:5] == pytest.approx(losses[5:], rel=1e-6)
+    assert five_losses(module, module) == pytest.approx(five_losses(plain, plain), rel=1e-6)
     assert ways_of(module) == [way]
     assert_equal(module.state_dict(), plain.state_dict())
     assert int(module.norm.num_batches_tracked) == 5
@@ -374,17 +377,7 @@ def test_the_backend_of_torch_compile_runs_forward_and_backward_by_plans(in_orde
     backend = EntryPoint("dovetail", where, "torch_dynamo_backends").load()
     module, plain = seeded(Scaled), seeded(Scaled)
     compiled = torch.compile(module, backend=backend, options={"quick": True})
-    losses = []
-    for each, call in ((module, compiled), (plain, plain)):
-        torch.manual_seed(2)
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = call(torch.randn(7, 6))["out"].square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    assert losses[:5] == pytest.approx(losses[5:], rel=1e-5)
+    assert five_losses(module, compiled) == pytest.approx(five_losses(plain, plain), rel=1e-5)
     assert_equal(module.state_dict(), plain.state_dict())
     # A gradient that is nothing but rounding, of a bias before a normalisation, has no plan.
     assert "runs by placed" in caplog.text

@@ -79,6 +79,7 @@ def test_schedulers_count_the_updates(planned):
         warnings.simplefilter("error")
         step(*a_batch())
         schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
 def test_a_kind_of_call_that_comes_often_has_a_plan_of_its_own(planned, monkeypatch):

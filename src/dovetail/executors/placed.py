@@ -10,7 +10,8 @@ the steps.
 A step on all cores as one device is run by this process itself (`executors.workers`). Where others
 run it, this process copies on one thread and ends OpenMP's, so that none spins on their cores.
 Such a step can work in place: on the module's own parameters and buffers, on inputs as they are
-given, and its results are handed over as they are made. Nothing is copied then.
+given, and its results are handed over as they are made. Only what lies otherwise in memory than the
+step reads it is copied, and results that share memory with something else.
 
 This process reads and writes parameters only between steps, so that `state_dict` needs no help of
 the workers. Sources that live on GPUs are copied from the block when a plan is loaded, and into it
@@ -258,7 +259,7 @@ class PlacedNetwork(LoadedStep):
             for tensor in self._shared:
                 values[tensor] = values[tensor].clone()
             outputs = self.captured.program.outputs
-            # The caller may change the lists and tables that he is given.
+            # The caller may change the lists and tables that a step returns.
             if not _is_constant(outputs):
                 outputs = copy.deepcopy(outputs)
             handed: set[int] = set()
@@ -464,7 +465,7 @@ class PlacedNetwork(LoadedStep):
 
     def _follow(self) -> None:
         """Give the device the tensors that the module has now, where they are others than before,
-        lie elsewhere, or were written and have a copy there. Raises `UsageError`."""
+        lie elsewhere, or are read as a copy. Raises `UsageError`."""
         changed = [bound for bound in self._bound if bound.has_changed()]
         if not changed:
             return
@@ -481,19 +482,16 @@ class PlacedNetwork(LoadedStep):
     def _end(self, *, kill: bool) -> None:
         # In this process another thread may be in a step.
         with self._one_step if self.in_place else nullcontext():
-            self._end_processes(kill)
-
-    def _end_processes(self, kill: bool) -> None:
-        if self.bridge is not None:
-            self.bridge.close()
-            kill = kill or self.bridge.ranks.lost is not None
-        # Workers of a rank may wait for one that is lost, so that they are not lent any more.
-        if self._owns_workers or (kill and self.bridge is not None):
-            self.workers.close(kill=kill)
-        elif not self._closed and not self.workers.closed:
-            for process in self._processes:
-                process.post("unload", self._key)
-        self._release("it was closed")
+            if self.bridge is not None:
+                self.bridge.close()
+                kill = kill or self.bridge.ranks.lost is not None
+            # Workers of a rank may wait for one that is lost, so that they are not lent any more.
+            if self._owns_workers or (kill and self.bridge is not None):
+                self.workers.close(kill=kill)
+            elif not self._closed and not self.workers.closed:
+                for process in self._processes:
+                    process.post("unload", self._key)
+            self._release("it was closed")
 
     def _load(self) -> None:
         graph = self.captured.graph

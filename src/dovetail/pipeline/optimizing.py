@@ -357,7 +357,7 @@ class OptimizedCalls:
                 "optimize", f"a {type(module).__name__} runs its module in its own way"
             )
         path = self.record_path(key)
-        kept = None if path is None else read_record(path)
+        kept = None if path is None else read_record(path, self._plain.call)
         if kept is not None and kept.way == EAGER:
             return kept
         decision, is_pure = None, False
@@ -771,14 +771,14 @@ def medians_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {way: median(of_way) for way, of_way in seconds.items()}
 
 
-def read_record(path: Path) -> CallDecision | None:
-    """The way and the seconds of a decision that was kept, without its call; None if there is
+def read_record(path: Path, call: Callable[..., Any]) -> CallDecision | None:
+    """A decision that was kept, with the module's own call until its way is ready; None if there is
     none that can be read."""
     try:
         record = read_json(path)
         way, seconds = record["way"], record["seconds"]
         if way in (EAGER, COMPILED, PLACED):
-            return CallDecision(way, path.exists, {str(k): float(v) for k, v in seconds.items()})
+            return CallDecision(way, call, {str(k): float(v) for k, v in seconds.items()})
     except (FileFormatError, KeyError, TypeError, ValueError, AttributeError):
         pass
     return None

@@ -5,9 +5,8 @@
       ▼
     parameter.grad ─► summed over `accumulate` calls ─► unscaled, clipped ─► optimizer.step() ─► EMA
 
-Only loss and gradients are planned. The update stays what torch and its user make of it, so that
-rates, groups, schedules and loaded states need no word to us: nothing that changes between steps is
-a constant of the plan.
+Only loss and gradients are planned. The update is that of the user's optimizer, which reads its
+rates, groups and states at each step. So no number of the optimizer is a constant of the plan.
 
 A plan is of one kind of call: shapes, dtypes, modes of the modules, and which parameters require
 gradients. The first kind is planned in the first call. Another, such as that of the last smaller
