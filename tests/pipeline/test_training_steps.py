@@ -206,6 +206,30 @@ def test_values_in_python_that_change_end_a_plan(planned, caplog):
     assert "they end a plan" in caplog.text
 
 
+def test_a_value_that_a_model_sets_in_its_first_call_is_that_of_its_plan(planned):
+    class Setting(nn.Linear):
+        kind = None
+
+        def forward(self, x):
+            if self.kind is None:
+                self.kind = "classification"
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Setting(6, 3)
+    torch.manual_seed(0)
+    plain, step = nn.Linear(6, 3), a_step(model)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(4):
+        loss, (inputs, targets) = step(*a_batch()), a_batch()
+        optimizer.zero_grad()
+        value = cross_entropy(plain(inputs), targets)
+        value.backward()
+        optimizer.step()
+        assert torch.equal(loss, value)
+    assert len(planned) == 2 and step.plan is not None
+
+
 def test_a_model_that_counts_its_calls_in_python_is_trained_plainly(planned):
     class Counting(nn.Linear):
         calls = 0

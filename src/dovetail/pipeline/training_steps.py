@@ -209,6 +209,7 @@ class TrainingStep:
         self._of_kinds: dict[Any, _Planned | int] = {}
         self._settings: dict[Any, int] = {}  # modes and trained parameters -> their number
         self._plans = 0  # that were made
+        self._has_changed = False  # a call changed the model before its plan ran once
         self._summed = 0  # calls whose gradients are in `parameter.grad` and not yet applied
         self._compiles = False  # one of these ran compiled code
         self._why_plain = ""
@@ -233,7 +234,9 @@ class TrainingStep:
         if self._scaler is not None:
             # The scaler keeps its state on the device of what it scales first.
             scale = self._scaler.scale(torch.ones((), device=held[0].device))
-        planned = self._planned(args, kwargs, targets, scale, trained)
+        planned = None
+        if not self._why_plain:
+            planned = self._planned(args, kwargs, targets, scale, trained)
         loss, failure = None, ""
         if planned is not None and planned.own is not None:
             try:
@@ -344,8 +347,6 @@ class TrainingStep:
     ) -> _Planned | None:
         """The plan for calls of this kind, or None: it runs as plain training does. So does the
         call that is planned: what it changes of the model's Python values a plan would not."""
-        if self._why_plain:
-            return None
         requiring: list[Tensor] = []
         try:
             given_key = key_of((args, kwargs, targets), requiring)
@@ -367,13 +368,20 @@ class TrainingStep:
         if isinstance(known, _Planned):
             if known.own is None or (not has_hooks and known.state.holds()):
                 return known
-            if has_hooks or known.aliased is None:
+            never_ran = known.aliased is None
+            if has_hooks or (never_ran and self._has_changed):
                 changes = "each call changes values that the model holds in Python"
                 self._run_plainly(hooked if has_hooks else changes)
                 return None
-            _log.warning("values that the model holds in Python have changed; they end a plan")
+            if never_ran:
+                # Models of transformers set a value in their first call, and never again. The plan
+                # that knows it takes the place of this one.
+                self._has_changed, self._plans = True, self._plans - 1
+                self.plan = None if self.plan is known.plan else self.plan
+            else:
+                _log.warning("values that the model holds in Python have changed; they end a plan")
             known.own.close()
-            known = 0
+            known = OFTEN - 1 if never_ran else 0
         self._of_kinds[kind] = known + 1
         if self._plans and (known + 1 != OFTEN or self._plans >= MOST_PLANS):
             return None
