@@ -19,7 +19,7 @@ LAYERS = [
     {"errors", "interrupts", "methods"},
     {"runtime", "request_fields"},
     {"graph", "machine", "timeline", "training", "networks"},
-    {"frontends", "integrations"},
+    {"frontends"},
     {"transforms"},
     {"plans"},
     {"costs"},
@@ -28,7 +28,7 @@ LAYERS = [
     {"executors"},
     {"reports", "exports"},
     {"pipeline"},
-    {"cli"},
+    {"cli", "integrations"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

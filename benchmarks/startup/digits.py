@@ -1,6 +1,8 @@
-"""Digits: what is trained, by the command and plainly (`python digits.py`)."""
+"""Digits: what is trained, by the command and plainly (`python digits.py [most steps]`)."""
 
+import sys
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -22,11 +24,11 @@ def digits():
 def main() -> None:
     model, loss_of, make, (images, labels), (unseen, expected) = digits()
     optimizer = make(model.parameters())
-    for _ in range(EPOCHS):
-        for part in torch.randperm(len(images)).split(BATCH):
-            optimizer.zero_grad()
-            loss_of(model(images[part]), labels[part]).backward()
-            optimizer.step()
+    parts = (p for _ in range(EPOCHS) for p in torch.randperm(len(images)).split(BATCH))
+    for part in islice(parts, int(sys.argv[1]) if sys.argv[1:] else None):
+        optimizer.zero_grad()
+        loss_of(model(images[part]), labels[part]).backward()
+        optimizer.step()
     accuracy = (model(unseen).argmax(1) == expected).float().mean().item()
     print(f"accuracy {accuracy:.3f}")
 

@@ -5,8 +5,10 @@
 
 Each round runs every command once for each version of the package, in turn; a version is a folder
 with `src/`. The seconds are those of whole commands, from outside. `first commit` is the time from
-the start of `dovetail train` to the server's first commit, by the history that it writes. Each
-version has a cache of its own, which one round that does not count has filled.
+the start of `dovetail train` to the server's first commit, by the history that it writes; `first
+step plainly` is a plain program that ends after its first step. `plan` was planned before, and so
+was the first call of `dt.optimize`, in another process. Each version has a cache of its own, which
+one round that does not count has filled. --only takes the commands whose names hold its text.
 """
 
 import json
@@ -24,6 +26,7 @@ from harness import ROOT, keep_json, parser_of, say, table, with_range
 HERE = Path(__file__).resolve().parent
 EPOCHS = 20
 MODEL = "zoo:inception_v3?batch=1"
+PLAN = ("plan", MODEL, "--machine", "here/2", "--budget", "30s", "--out", "found.json")
 TRAIN = ("train", "digits:digits", "--epochs", str(EPOCHS), "--metric", "accuracy")
 
 
@@ -61,19 +64,26 @@ class Version:
         return {name: seconds, f"{name}: first commit": first_commit}
 
 
-def commands(version: Version) -> list[Callable[[], dict[str, float]]]:
-    """What a round runs, each -> name -> seconds."""
+Command = tuple[str, Callable[[], dict[str, float]]]
 
-    def one(name: str, *arguments: str) -> Callable[[], dict[str, float]]:
-        return lambda: {name: version.seconds_of(*arguments)}
+
+def commands(version: Version) -> list[Command]:
+    """(name, what runs it and returns name -> seconds) of all that a round runs."""
+
+    def one(name: str, *arguments: str, **program: tuple[str, ...]) -> Command:
+        return name, lambda: {name: version.seconds_of(*arguments, **program)}
 
     return [
         one("--help", "--help"),
         one("train --help", "train", "--help"),
         one("wrong command", "plan", "zoo:none"),
-        lambda: {"digits plainly": version.seconds_of(program=(str(HERE / "digits.py"),))},
-        lambda: version.training(2),
-        lambda: version.training(4),
+        one("import torch", program=("-c", "import torch")),
+        one("plan", *PLAN),
+        one("optimize", "60s", program=(str(HERE / "optimized.py"),)),
+        one("first step plainly", "1", program=(str(HERE / "digits.py"),)),
+        one("digits plainly", program=(str(HERE / "digits.py"),)),
+        ("train, 2 workers", lambda: version.training(2)),
+        ("train, 4 workers", lambda: version.training(4)),
         # A version whose plans do not keep their graph captures the model again.
         one("report", "report", "plan.json", "--out", "plan.html"),
         one("export", "export", "plan.json", "--to", "trace", "--out", "trace.json"),
@@ -82,7 +92,7 @@ def commands(version: Version) -> list[Callable[[], dict[str, float]]]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=5, out=None)
+    parser = parser_of(__doc__, rounds=5, out=None, only="")
     parser.add_argument("--version", action="append", help="NAME=TREE; by default now=this one")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +108,9 @@ def main() -> None:
             )  # fmt: skip
         for number in range(arguments.rounds + 1):
             for calls in zip(*map(commands, versions), strict=True):
-                for version, call in zip(versions, calls, strict=True):
+                for version, (name, call) in zip(versions, calls, strict=True):
+                    if not any(part in name for part in arguments.only.split(";")):
+                        continue
                     for name, seconds in _seconds(call).items():
                         if number:
                             found[version.name].setdefault(name, []).append(seconds)

@@ -70,6 +70,28 @@ def test_a_drawn_loop_is_that_of_plain_training(seed):
     assert equals_plain(drawn_loop(seed)) <= 1e-10, drawn_loop(seed)
 
 
+def test_a_loop_that_differentiates_by_itself_has_the_losses_and_gradients_of_the_plan(planned):
+    def trained(loss_of):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compute, losses = loss_of(model, optimizer), []
+        for seed in range(6):
+            x, classes = a_batch(seed=seed)
+            loss = compute(x.double(), classes)
+            # Every other sum is of two batches.
+            (loss / 3).backward()
+            if seed % 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model.state_dict()
+
+    plain = trained(lambda model, _: lambda x, y: cross_entropy(model(x), y))
+    own = trained(lambda model, optimizer: a_step(model, optimizer=optimizer).loss)
+    assert planned and largest_difference(own, plain) <= 1e-12
+
+
 def test_schedulers_count_the_updates(planned):
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,8 @@
-"""Trains by an update rule in the `Trainer` of Hugging Face's transformers.
+"""Trains by a plan, or by an update rule, in the `Trainer` of Hugging Face's transformers.
+
+    trainer.add_callback(PlanCallback(trainer))
+
+has loss and gradients computed the fastest way that is found on this machine.
 
     trainer = Trainer(model, args, train_dataset=...)
     trainer.add_callback(RuleCallback(trainer, "adag-agn", window=8))
@@ -15,12 +19,64 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dovetail.errors import MissingLibraryError, UsageError
+from dovetail.pipeline import TrainingStep, training_step
 from dovetail.training import Optimizer, Rule
 
 try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise MissingLibraryError("transformers", "pip install 'dovetail[transformers]'") from error
+
+
+class PlanCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Has a plan on this machine's cores compute the loss of a batch, and its gradients, while the
+    trainer trains. All else is the trainer's own: sums of batches, clipping, updates, rates,
+    evaluations, checkpoints.
+
+    trainer   whose model returns its loss, not yet trained
+    options   those of `dovetail.training_step` that are fields of `PlanRequest`, such as `budget`
+
+    `step` says what runs: `callback.step.describe()`. What has no plan trains as it does without
+    the callback, and the log says why.
+
+    Raises `UsageError` for a trainer that computes its loss by a function or a method of its own,
+    or that trains in several processes, in half precision or on a GPU.
+    """
+
+    def __init__(self, trainer: Trainer, **options: Any) -> None:
+        smooths = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+        is_own = type(trainer).compute_loss is not Trainer.compute_loss
+        for is_so, says in (
+            (smooths or is_own, "has a loss of its own; a plan takes the model's"),
+            (trainer.args.world_size > 1, "trains in several processes; a plan is of one"),
+            (trainer.args.bf16 or trainer.args.fp16, "trains in half precision"),
+            (trainer.args.device.type != "cpu", "trains on a GPU; use_cpu=True trains on the CPU"),
+        ):
+            if is_so:
+                raise UsageError("trainer", says)
+        self._trainer, self._compute = trainer, trainer.compute_loss
+        self.step: TrainingStep = training_step(
+            trainer.model, None, trainer.create_optimizer(), **options
+        )
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        vars(self._trainer)["compute_loss"] = self._loss
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del vars(self._trainer)["compute_loss"]
+
+    def _loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if not model.training or return_outputs:
+            return self._compute(model, inputs, return_outputs, num_items_in_batch)
+        if self._trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        return self.step.loss(**inputs)
 
 
 class RuleCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.function import once_differentiable
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dovetail.errors import RunError, UsageError
@@ -143,6 +144,22 @@ class _Planned:
     aliased: tuple[int, ...] | None = None
 
 
+class _Differentiated(torch.autograd.Function):
+    """A loss whose gradients are known already: its backward pass scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Any, *trained: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> Any:
+        if scale == 1:
+            return None, None, *ctx.gradients
+        return None, None, *(None if each is None else each * scale for each in ctx.gradients)
+
+
 class TrainingStep:
     """A training step for a loop of the user's own. `training_step` makes it.
 
@@ -213,77 +230,110 @@ class TrainingStep:
         self._summed = 0  # calls whose gradients are in `parameter.grad` and not yet applied
         self._compiles = False  # one of these ran compiled code
         self._why_plain = ""
+        self._failure = ""  # of a plan, in the call that runs
         self._closed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train on one batch; return the loss. See `training_step`."""
-        if self._closed:
-            raise RunError("this training step is closed; make another with training_step(...)")
-        targets: tuple[Any, ...] = ()
-        if self._module.loss is not None:
-            inputs, targets = args[:1], args[1:]
-            args = tuple(inputs[0]) if inputs and type(inputs[0]) in (tuple, list) else inputs
-        if torch.is_autocast_enabled("cpu"):
-            raise UsageError("autocast", "is on around the step; give training_step its dtype")
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        # A parameter may stand twice in a group.
-        trained = [parameter for parameter in dict.fromkeys(held) if parameter.requires_grad]
+        args, targets = self._split(args)
+        trained = self._trained()
         if not self._summed:
             self._optimizer.zero_grad()
         scale = None
         if self._scaler is not None:
             # The scaler keeps its state on the device of what it scales first.
-            scale = self._scaler.scale(torch.ones((), device=held[0].device))
-        planned = None
-        if not self._why_plain:
-            planned = self._planned(args, kwargs, targets, scale, trained)
-        loss, failure = None, ""
-        if planned is not None and planned.own is not None:
-            try:
-                loss, gradients = planned.own.step(
-                    args, kwargs, targets, *(() if scale is None else (scale,))
-                )
-            except Exception as error:
-                failure = f"a planned step failed: {error}"
-                # That closed its run. Another stands ready, and draws on from where this one was.
-                failed, seed = planned.own, self._request.seed
-                failed.close()
-                with suppress(Exception):
-                    planned.own = run(planned.plan, failed.captured, seed=seed, in_place=True)
-                    planned.own.steps = failed.steps
-                planned = None
+            scale = self._scaler.scale(torch.ones((), device=trained[0].device))
+        planned = self._planned(args, kwargs, targets, scale, trained)
+        found = self._by_plan(planned, args, kwargs, targets, scale)
         with torch.enable_grad(), torch.inference_mode(False):
-            if loss is None:
+            if found is None:
                 threads = planned.threads if planned is not None else 0
                 with op_threads(threads or torch.get_num_threads()):
                     loss, scaled = self._module.losses(args, kwargs, targets, scale)
                     scaled.backward()  # type: ignore[no-untyped-call]
-                # What is wrong with this batch was raised, in the words of torch, and the next one
-                # may be right. What only the plan cannot do ends it.
-                if failure:
-                    self._run_plainly(failure)
+                self._give_up_what_failed()
             else:
-                assert planned is not None, "it has run"
-                gradients = list(gradients)
-                if planned.aliased is None:
-                    given = flatten((args, kwargs, targets))[0]
-                    lasting = (*self._module.parameters(), *self._module.buffers(), *given)
-                    planned.aliased = _aliased(gradients, lasting)
-                for number in planned.aliased:
-                    gradients[number] = gradients[number].clone(
-                        memory_format=torch.contiguous_format
-                    )
+                loss, gradients = found
                 with torch.no_grad():
                     for parameter, gradient in zip(trained, gradients, strict=True):
                         if parameter.grad is None:
                             parameter.grad = gradient
                         elif gradient is not None:
                             parameter.grad.add_(gradient)
-            self._compiles = self._compiles or (planned is not None and planned.compiles)
+            compiles = found is not None and planned is not None and planned.compiles
+            self._compiles = self._compiles or compiles
             self._summed += 1
             if self._summed >= self._module.accumulate:
                 self.update()
         return loss
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of one batch, for a loop that differentiates, clips and updates by itself. Its
+        backward pass adds the gradients, which the plan has computed already, to `parameter.grad`.
+        Nothing else of this step is used."""
+        args, targets = self._split(args)
+        trained = self._trained()
+        planned = self._planned(args, kwargs, targets, None, trained)
+        found = self._by_plan(planned, args, kwargs, targets, None)
+        if found is not None:
+            loss: Tensor = _Differentiated.apply(*found, *trained)  # type: ignore[no-untyped-call]
+            return loss
+        loss = self._module.losses(args, kwargs, targets, None)[1]
+        self._give_up_what_failed()
+        return loss
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The model's arguments by position, and the loss's after the output."""
+        if self._closed:
+            raise RunError("this training step is closed; make another with training_step(...)")
+        if torch.is_autocast_enabled("cpu"):
+            raise UsageError("autocast", "is on around the step; give training_step its dtype")
+        if self._module.loss is None:
+            return args, ()
+        inputs, targets = args[:1], args[1:]
+        return tuple(inputs[0]) if inputs and type(inputs[0]) in (tuple, list) else inputs, targets
+
+    def _trained(self) -> list[Tensor]:
+        """The parameters that are trained, in the optimizer's order."""
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        # A parameter may stand twice in a group.
+        return [parameter for parameter in dict.fromkeys(held) if parameter.requires_grad]
+
+    def _by_plan(
+        self, planned: _Planned | None, args: Any, kwargs: Any, targets: Any, scale: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]] | None:
+        """The loss, and the gradient of each trained parameter, by a plan. None if none does it: it
+        runs as plain training does."""
+        if planned is None or planned.own is None:
+            return None
+        try:
+            loss, found = planned.own.step(
+                args, kwargs, targets, *(() if scale is None else (scale,))
+            )
+        except Exception as error:
+            self._failure = f"a planned step failed: {error}"
+            # That closed its run. Another stands ready, and draws on from where this one was.
+            failed, seed = planned.own, self._request.seed
+            failed.close()
+            with suppress(Exception):
+                planned.own = run(planned.plan, failed.captured, seed=seed, in_place=True)
+                planned.own.steps = failed.steps
+            return None
+        gradients = list(found)
+        if planned.aliased is None:
+            given = flatten((args, kwargs, targets))[0]
+            lasting = (*self._module.parameters(), *self._module.buffers(), *given)
+            planned.aliased = _aliased(gradients, lasting)
+        for number in planned.aliased:
+            gradients[number] = gradients[number].clone(memory_format=torch.contiguous_format)
+        return loss, gradients
+
+    def _give_up_what_failed(self) -> None:
+        """End a plan that failed at what plain training has done since. What is wrong with a batch
+        plain training raises in the words of torch, and the next one may be right."""
+        failure, self._failure = self._failure, ""
+        if failure:
+            self._run_plainly(failure)
 
     def update(self) -> None:
         """Apply the gradients that were summed so far, if there are any."""
@@ -347,13 +397,14 @@ class TrainingStep:
     ) -> _Planned | None:
         """The plan for calls of this kind, or None: it runs as plain training does. So does the
         call that is planned: what it changes of the model's Python values a plan would not."""
+        self._failure = ""
         requiring: list[Tensor] = []
         try:
             given_key = key_of((args, kwargs, targets), requiring)
         except OpaqueArgumentError:
             return None
         # A graph has no place for the gradients of inputs.
-        if requiring:
+        if requiring or self._why_plain:
             return None
         settings = (
             tuple([module.training for module in self._modules]),
