@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import tomllib
+from collections import OrderedDict
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -381,3 +382,51 @@ def test_the_backend_of_torch_compile_runs_forward_and_backward_by_plans(in_orde
     assert_equal(module.state_dict(), plain.state_dict())
     # A gradient that is nothing but rounding, of a bias before a normalisation, has no plan.
     assert "runs by placed" in caplog.text
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_what_a_module_holds_is_seen_to_change_with_the_runner_and_without(is_native, monkeypatch):
+    if is_native and optimizing.native_runner() is None:
+        pytest.skip("no C++ runner was built")
+    if not is_native:
+        monkeypatch.setattr(optimizing, "native_runner", lambda: None)
+
+    def module():
+        made = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+        made.table = OrderedDict(a=1, b=[1.0, 2.0])
+        made.scale, made.own = 0.5, {"x": (1, 2)}
+        return made
+
+    def a_parameter():
+        return nn.Parameter(torch.ones(1))
+
+    def moved(each):
+        each.table.move_to_end("a")
+
+    changes = {
+        "a number": lambda each: setattr(each, "scale", 0.25),
+        "its type": lambda each: each.own.update(x=(1, 2.0)),
+        "an order": moved,
+        "an entry of a list": lambda each: each.table["b"].append(3.0),
+        "a table": lambda each: each.own.update(y=1),
+        "a mode": lambda each: each[1].eval(),
+        "a new name": lambda each: setattr(each, "other", 0.5),
+        "a hook": lambda each: each[0].register_forward_hook(lambda *_: None),
+        "a first parameter": lambda each: each[1].register_parameter("extra", a_parameter()),
+        "a first buffer": lambda each: each[0].register_buffer("extra", torch.ones(1)),
+    }  # fmt: skip
+    for name, change in changes.items():
+        each = module()
+        state = optimizing.ModuleState(each)
+        assert not state.is_opaque and state.holds() and state.holds(), name
+        change(each)
+        assert not state.holds(), name
+    each = module()
+    state = optimizing.ModuleState(each)
+    # Equal values are no change, and neither are other tensors in the same places.
+    each.scale = float("0.5")
+    each[0].weight = nn.Parameter(torch.ones(4, 4))
+    assert state.holds() and state.holds()
+    # A tensor in two places is one.
+    each[2].weight = each[0].bias
+    assert not state.holds()

@@ -24,6 +24,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from operator import is_
 from pathlib import Path, PurePath
 from statistics import median
@@ -65,7 +66,7 @@ from dovetail.pipeline.using import run
 from dovetail.plans import COMPILED, EAGER, PLACED
 from dovetail.request_fields import read_seconds
 from dovetail.runtime.files import cache_folder, read_json, use_own_cache, write_atomically
-from dovetail.runtime.native import has_compiler
+from dovetail.runtime.native import has_compiler, native_runner
 from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, ratios_of, seconds_of
 from dovetail.runtime.torch_versions import (
     OpOverload,
@@ -111,7 +112,7 @@ PLANNING_SHARE = 0.8
 _AGREES, _AGREES_IN_HALF = 1e-3, 3e-2
 """The results of a plan may differ from the module's by this share of the largest number; in
 float16, bfloat16 and under autocast by the second one."""
-_MOST_TABLES = 4000
+_MOST_TABLES = 20_000
 """A module whose parts hold more tables of Python values has no plan: looking at them before each
 call would take longer than a plan can win."""
 
@@ -554,8 +555,8 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.is_opaque = False
         self._tables: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
-        self._empty: list[dict[Any, Any]] = []
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._empty: list[Any] = []  # of all of these
         self._slots: list[tuple[Any, str, Any]] = []
         self._versions: list[tuple[Tensor, int, int]] = []
         # Tensors that the module is given later are the plan's own business.
@@ -567,6 +568,7 @@ class ModuleState:
         for part in module.modules():
             tables = part._parameters, part._buffers
             self._tensors += [(table, list(table.values())) for table in tables if table]
+            self._empty += [table for table in tables if not table]
             seen |= {id(part), *map(id, tables)}
             waiting.append(vars(part))
         self._tied = self._ties()
@@ -582,13 +584,18 @@ class ModuleState:
                 else:
                     self._versions.append((value, value._version, value.data_ptr()))
                 continue
-            if isinstance(value, dict) and not value:
+            if isinstance(value, (dict, *_WALKED[1:6])) and not value:
                 self._empty.append(value)
             elif isinstance(value, dict):
                 self._tables.append((value, tuple(value), tuple(value.values())))
                 waiting += (*value, *value.values())
+                if kind is not dict:
+                    # It may have another order than C sees.
+                    self._lists.append((value, tuple(value)))
             elif isinstance(value, _WALKED[1:6]):
-                self._lists.append((value, tuple(value)))
+                # What a tuple holds stays the same objects.
+                if kind is not tuple and kind is not frozenset:
+                    self._lists.append((value, tuple(value)))
                 waiting += value
             elif isinstance(value, MethodType):
                 waiting.append(value.__self__)
@@ -611,13 +618,23 @@ class ModuleState:
             pointers = 2 + len(members) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
             is_seen = isinstance(value, _WALKED) or kind.__basicsize__ <= pointers * _POINTER_BYTES
             self.is_opaque |= not is_seen or isinstance(value, _HIDDEN)
-            looked_at = len(self._tables) + len(self._empty) + len(self._lists) + len(self._slots)
+            looked_at = sum(map(len, (self._tables, self._empty, self._lists, self._slots)))
             self.is_opaque |= looked_at > _MOST_TABLES
+        self._dicts = [table for table, _, _ in self._tables]
+        self._dicts += [table for table, _ in self._tensors]
+        self._entries = self._taken()
+        self._runner = native_runner()
+
+    def _taken(self) -> list[tuple[Any, ...]]:
+        """(key, value, key, value, ...) of each table."""
+        return [tuple(chain.from_iterable(dict.items(table))) for table in self._dicts]
 
     def holds(self) -> bool:
         """True if the module has the same values still."""
         try:
-            if any(self._empty):
+            if self._runner is not None and self._runner.hold(self._dicts, self._entries):
+                return self._has_like_parts()
+            if not (self._has_like_parts() and self._has_like_tensors()):
                 return False
             for table, keys, values in self._tables:
                 is_same = all(map(is_, table.values(), values)) and all(map(is_, table, keys))
@@ -625,19 +642,34 @@ class ModuleState:
                     is_same or (alike(tuple(table), keys) and alike(tuple(table.values()), values))
                 ):
                     return False
-            for items, values in self._lists:
-                is_same = len(items) == len(values) and all(map(is_, items, values))
-                if not is_same and not alike(tuple(items), values):
-                    return False
-            for value, name, held in self._slots:
-                if not alike(getattr(value, name, None), held):
-                    return False
+            if self._runner is not None:
+                # The next time equal values are the same ones.
+                self._entries = self._taken()
         # Another thread may change what is looked at.
         except Exception:
             return False
-        for tensor, number, place in self._versions:
-            if tensor._version != number or tensor.data_ptr() != place:
+        return True
+
+    def _has_like_parts(self) -> bool:
+        """True if lists, and attributes in slots, hold what is alike, and nobody wrote to a tensor
+        that is none of the module's own."""
+        if any(self._empty):
+            return False
+        for items, values in self._lists:
+            is_same = len(items) == len(values) and all(map(is_, items, values))
+            if not is_same and not alike(tuple(items), values):
                 return False
+        for value, name, held in self._slots:
+            if not alike(getattr(value, name, None), held):
+                return False
+        return all(
+            tensor._version == number and tensor.data_ptr() == place
+            for tensor, number, place in self._versions
+        )
+
+    def _has_like_tensors(self) -> bool:
+        """True if the parameters and buffers, which may be others by now, are as many, of the same
+        types, and tied as they were."""
         is_changed = False
         for tensors, known in self._tensors:
             if not all(map(is_, tensors.values(), known)) or len(tensors) != len(known):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -299,6 +300,12 @@ class TrainingStep:
         # A parameter may stand twice in a group.
         return [parameter for parameter in dict.fromkeys(held) if parameter.requires_grad]
 
+    def _parameters(self) -> dict[Tensor, None]:
+        """The parameters in the model's order. `module.parameters()` takes as long as some
+        steps."""
+        places = chain.from_iterable([part._parameters.values() for part in self._modules])
+        return dict.fromkeys(place for place in places if place is not None)
+
     def _by_plan(
         self, planned: _Planned | None, args: Any, kwargs: Any, targets: Any, scale: Tensor | None
     ) -> tuple[Tensor, list[Tensor | None]] | None:
@@ -346,7 +353,10 @@ class TrainingStep:
             scaler.unscale_(optimizer)
         # A norm is summed in the model's order, as in loops that clip `model.parameters()`.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = [p for p in self._module.parameters() if id(p) in held]
+        parameters = [p for p in self._parameters() if id(p) in held]
+        if len(parameters) < len(held):  # the model has other parts since
+            self._modules = list(self._module.modules())
+            parameters = [p for p in self._parameters() if id(p) in held]
         if self._clip is not None:
             nn.utils.clip_grad_norm_(parameters, self._clip)
         if self._clip_value is not None:
@@ -410,7 +420,7 @@ class TrainingStep:
             tuple([module.training for module in self._modules]),
             tuple(map(id, trained)),
             # A plan names parameters, which another tensor may have replaced or tied.
-            tuple(map(id, self._module.parameters())),
+            tuple(map(id, self._parameters())),
         )
         kind = given_key, self._settings.setdefault(settings, len(self._settings))
         known = self._of_kinds.get(kind, 0)
@@ -432,6 +442,7 @@ class TrainingStep:
             else:
                 _log.warning("values that the model holds in Python have changed; they end a plan")
             known.own.close()
+            self._modules = list(self._module.modules())
             known = OFTEN - 1 if never_ran else 0
         self._of_kinds[kind] = known + 1
         if self._plans and (known + 1 != OFTEN or self._plans >= MOST_PLANS):

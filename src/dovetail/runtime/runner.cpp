@@ -742,10 +742,29 @@ class Runner {
   std::vector<at::Tensor> values_;
 };
 
+// True if each dict holds these keys and values, the same objects in the same order: the list has a
+// tuple (key, value, key, value, ...) for each. A Python loop would take as long as some calls.
+bool hold(const py::list& dicts, const py::list& known) {
+  for (Py_ssize_t place = 0; place < PyList_GET_SIZE(dicts.ptr()); place++) {
+    PyObject* entries = PyList_GET_ITEM(known.ptr(), place);
+    PyObject *dict = PyList_GET_ITEM(dicts.ptr(), place), *key = nullptr, *value = nullptr;
+    if (2 * PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(entries)) {
+      return false;
+    }
+    for (Py_ssize_t at = 0, entry = 0; PyDict_Next(dict, &at, &key, &value); entry += 2) {
+      if (key != PyTuple_GET_ITEM(entries, entry) || value != PyTuple_GET_ITEM(entries, entry + 1)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(dovetail_runner, module) {
   using torch::wrap_pybind_function;
+  module.def("hold", &hold);
   module.def("use_waiting", [](int64_t wait, int64_t set, int64_t copy_and_set) {
     wait_for = reinterpret_cast<Wait>(wait);
     publish = reinterpret_cast<Publish>(set);
