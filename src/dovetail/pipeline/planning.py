@@ -49,8 +49,9 @@ LEAST_SECONDS = 0.2
 """A search has at least so long, also where measuring has taken the whole budget."""
 FOUND_BEFORE = "found before, and kept in the cache; --again searches on from it"
 FOUND_NO_BETTER = "searched again: nothing better than this was found"
-SEGMENTS_SHARE = 0.5
-"""The share of `--compile-budget` that segments may take. `torch.compile` has the rest."""
+NOT_REACHED = "not reached within"
+SEGMENTS_SHARE = 2 / 3
+"""The share of the time for compiling segments that the plan's have, where it has a rival."""
 HOPELESS = 1.5
 """A plan for all cores as one device is not compiled and measured beside a plan on several devices
 if it is predicted, op by op, to take this many times as long."""
@@ -180,7 +181,7 @@ def with_times(plan: Plan, deadline: Deadline, planning_seconds: float) -> Plan:
     if not deadline.missed:
         return plan
     missed = ", ".join(dict.fromkeys(deadline.missed))
-    first = f"not reached within {whole}: {missed}; --again goes on from here"
+    first = f"{NOT_REACHED} {whole}: {missed}; --again goes on from here"
     return replace(plan, notes=(first, *plan.notes))
 
 
@@ -245,24 +246,10 @@ def _measured(
     if not isinstance(step, Captured) or whole is None:
         return plan
     deadline = request.deadline or Deadline()
-    limit_seconds, pair = request.compile_seconds, Segmented(plan, plan)
-    if limit_seconds and plan.objective == "step":
-        with deadline.phase("compiling") as part:
-            limit_seconds = part.within(limit_seconds)
-            began, share = clock(), SEGMENTS_SHARE * limit_seconds
-            if limit_seconds < LEAST_COMPILE_SECONDS:
-                share = 0.0
-            else:
-                limits = shares(request)[AS_COMPILED]
-                pair = with_compiled(plan, asked, share, progress, limits=limits)
-            limit_seconds -= min(clock() - began, share)
-        if not share or any(LATE_SEGMENTS in note for note in pair.by_ops.notes):
-            deadline.missed.append("some compiled segments")
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))
     rivals: dict[str, Segmented] = {}
-    is_hopeless = rival is not None and rival.value > HOPELESS * pair.compiled.value
-    if replaces and not asked.stages and rival is not None and not is_hopeless:
+    if replaces and not asked.stages and rival is not None:
         if not shared:
             rival = replace(
                 rival,
@@ -272,12 +259,29 @@ def _measured(
                 found_seconds=plan.found_seconds,
             )
         rivals[name] = Segmented(rival, rival)
-        if limit_seconds >= LEAST_COMPILE_SECONDS:
-            with deadline.phase("compiling"):
-                began, share = clock(), SEGMENTS_SHARE * limit_seconds
-                tell = prefixed(f"{name}: ", progress)
-                rivals[name] = with_segments(rival, step, compile_seconds=share, progress=tell)
-                limit_seconds -= min(clock() - began, share)
+
+    def in_segments(limit_seconds: float) -> tuple[Segmented, dict[str, Segmented]]:
+        """The plan and its rivals, with segments that are compiled within so many seconds."""
+        pair, found, began = Segmented(plan, plan), dict(rivals), clock()
+        share = limit_seconds * (SEGMENTS_SHARE if rivals else 1.0)
+        if plan.objective == "step":
+            has_time = limit_seconds >= LEAST_COMPILE_SECONDS
+            if has_time:
+                limits = shares(request)[AS_COMPILED]
+                pair = with_compiled(plan, asked, share, progress, limits=limits)
+            if not has_time or any(LATE_SEGMENTS in note for note in pair.by_ops.notes):
+                deadline.missed.append("some compiled segments")
+        left_seconds = limit_seconds - (clock() - began)
+        for other, (rival, _) in rivals.items():
+            if rival.value > HOPELESS * pair.compiled.value:
+                del found[other]
+            elif left_seconds >= LEAST_COMPILE_SECONDS:
+                tell = prefixed(f"{other}: ", progress)
+                found[other] = with_segments(
+                    rival, step, compile_seconds=left_seconds, progress=tell
+                )
+        return pair, found
+
     if deadline.is_over and replaces:
         deadline.missed.append("the comparison with the module as it is")
     # The user's own ways have all cores, or the first GPU.
@@ -287,11 +291,14 @@ def _measured(
     else:
         on_one = len(plan.machine.devices) == 1
         machine = plan.machine if on_one else parse_machine(HERE_CPU)
+    with deadline.phase("compiling") as part:
+        limit_seconds = part.within(request.compile_seconds)
     return fastest_way(
-        pair,
+        Segmented(plan, plan),
         step,
         machine,
         rivals=rivals,
+        in_segments=in_segments if request.compile_seconds else None,
         whole=whole,
         replaces=replaces,
         compile_seconds=limit_seconds,

@@ -66,6 +66,9 @@ longer than its later ones, of 2 to 4 ms."""
 LEAST_COMPILE_SECONDS, _LEAST_SECONDS = 1.0, 0.5
 """In less time than `LEAST_COMPILE_SECONDS` nothing is compiled, so that nothing is started for it.
 A race that begins late has `_LEAST_SECONDS` more: one round tells less than two."""
+OWN_SHARE = 0.9
+"""The share of the time for compiling that `torch.compile` may take before segments do: nobody may
+be slower with us than with it."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
 
@@ -99,6 +102,7 @@ def fastest_way(
     machine: Machine,
     *,
     rivals: Mapping[str, Segmented] | None = None,
+    in_segments: Callable[[float], tuple[Segmented, Mapping[str, Segmented]]] | None = None,
     whole: Plan | None = None,
     replaces: bool,
     compile_seconds: float,
@@ -113,6 +117,8 @@ def fastest_way(
     rivals           the same of other plans, by name: for `machine`, where `plans` use several
                      devices, or of the whole batch, where these share it. One is returned if it is
                      faster and `replaces`
+    in_segments      returns plans and rivals with segments compiled within so many seconds, from
+                     what `torch.compile`, which comes first, has left of the limit
     whole            a plan of `step`, where `plans` are of parts of its batch; None: they are of it
     compile_seconds  limit of all compilations together; 0: nothing is compiled
     deadline         of the comparison
@@ -137,12 +143,8 @@ def fastest_way(
 
     # At the same time there are the plan, with and without segments, the eager step, and the step
     # compiled for up to two numbers of threads, or in two modes.
-    placed: dict[_Way, Plan] = {}
-    for name, pair in {PLACED: plans, **(rivals or {})}.items():
-        for segmented, candidate in enumerate(pair):
-            if all(candidate is not other for other in placed.values()):
-                placed[_Way(name, segmented=bool(segmented))] = candidate
-    held = 1 + len(placed) + (2 if compile_seconds else 0)
+    placed = _placed_ways(plans, rivals or {})
+    held = 1 + len(placed) * (1 if in_segments is None else 2) + (2 if compile_seconds else 0)
     needed = sum(plan.peak_memory_bytes) * held
     (own_device,) = machine.devices
     free = own_device.memory_bytes if own_device.torch_device else available_bytes()
@@ -180,16 +182,14 @@ def fastest_way(
                 return plan.noted(f"eager was not measured: {_cause_of(error)}")
             counts = dict.fromkeys((cores, threads))
             networks = {_Way(EAGER, count): eager for count in counts}
-            seconds, notes = _measured(
-                stack,
-                networks,
-                placed,
-                step,
-                machine,
-                compile_seconds,
-                progress,
-                deadline=deadline,
-            )
+            with deadline.phase("compiling"):
+                began, share = clock(), 1.0 if in_segments is None else OWN_SHARE
+                limit_seconds = share * compile_seconds
+                notes = _compile(stack, networks, step, machine, limit_seconds, progress, deadline)
+                if in_segments is not None:
+                    plans, others = in_segments(compile_seconds - (clock() - began))
+                    placed, (plan, _) = _placed_ways(plans, others), plans
+            seconds = _in_turns(stack, networks, placed, step, progress, deadline)
     except KeyboardInterrupt:
         return replace(uncompared("interrupted"), interrupted=True)
     # The user is told what failed, and told again when the plan runs.
@@ -266,26 +266,34 @@ def gain_of(
     )
 
 
-def _measured(
+def _placed_ways(plans: Segmented, rivals: Mapping[str, Segmented]) -> dict[_Way, Plan]:
+    """Each plan once: op by op, and with compiled segments if there are any."""
+    placed: dict[_Way, Plan] = {}
+    for name, pair in {PLACED: plans, **rivals}.items():
+        for segmented, candidate in enumerate(pair):
+            if all(candidate is not other for other in placed.values()):
+                placed[_Way(name, segmented=bool(segmented))] = candidate
+    return placed
+
+
+def _compile(
     stack: ExitStack,
-    eager: Mapping[_Way, PlainNetwork],
-    placed_ways: Mapping[_Way, Plan],
+    networks: dict[_Way, PlainNetwork],
     step: Captured,
     machine: Machine,
     compile_seconds: float,
     progress: TellProgress,
-    *,
     deadline: Deadline,
-) -> tuple[dict[_Way, tuple[float, ...]], list[str]]:
-    """(way -> [rounds] seconds of a step, what could not be compiled).
+) -> list[str]:
+    """Add the step compiled as its user would; return what could not be, each in a sentence.
 
-    stack   ends what is started here
-    eager   the module as it is, at work, by its numbers of threads
+    stack      ends what is started here
+    networks   the module as it is, at work, by its numbers of threads
     """
     # On a GPU the mode that is most often the faster one comes first, within one limit.
     on_gpu = bool(machine.devices[0].torch_device)
     modes = (REDUCED, COMPILED) if on_gpu else (COMPILED,)
-    wanted = [_Way(mode, way.threads) for mode in modes for way in eager]
+    wanted = [_Way(mode, way.threads) for mode in modes for way in networks]
     notes: list[str] = []
     if not compile_seconds:
         wanted, notes = [], [f"{COMPILED} was not measured, as asked"]
@@ -296,32 +304,43 @@ def _measured(
         note = f"{COMPILED} was not measured: there is no C++ compiler (g++ or clang++)"
         wanted, notes = [], [note]
     # One is compiled after the other, since a compilation uses all cores for a part of its time.
-    networks, began = dict(eager), clock()
-    with deadline.phase("compiling"):
-        for number, way in enumerate(wanted):
-            own = with_threads(machine, way.threads)
-            network = PlainNetwork(step, own, mode=MODES[way.way], apart=True)
-            stack.callback(network.close)
-            try:
-                network.send_first()
-                has_begun = False
-                while not has_begun and clock() - began < compile_seconds:
-                    spent = (clock() - began) / compile_seconds
-                    progress(f"compiling {way}", spent, None)
-                    has_begun = network.has_begun(_LOOK_SECONDS)
-            except RunError as error:
-                notes.append(f"{way} failed: {_cause_of(error)}")
-                continue
-            if not has_begun:
-                network.close()
-                late = " and ".join(map(str, wanted[number:]))
-                notes.append(
-                    f"not compiled within {format_seconds(compile_seconds)}, so not measured: "
-                    f"{late}; torch keeps what it has compiled so far"
-                )
-                deadline.missed.append(late)
-                break
-            networks[way] = network
+    began = clock()
+    for number, way in enumerate(wanted):
+        own = with_threads(machine, way.threads)
+        network = PlainNetwork(step, own, mode=MODES[way.way], apart=True)
+        stack.callback(network.close)
+        try:
+            network.send_first()
+            has_begun = False
+            while not has_begun and clock() - began < compile_seconds:
+                spent = (clock() - began) / compile_seconds
+                progress(f"compiling {way}", spent, None)
+                has_begun = network.has_begun(_LOOK_SECONDS)
+        except RunError as error:
+            notes.append(f"{way} failed: {_cause_of(error)}")
+            continue
+        if not has_begun:
+            network.close()
+            late = " and ".join(map(str, wanted[number:]))
+            notes.append(
+                f"not compiled within {format_seconds(compile_seconds)}, so not measured: "
+                f"{late}; torch keeps what it has compiled so far"
+            )
+            deadline.missed.append(late)
+            break
+        networks[way] = network
+    return notes
+
+
+def _in_turns(
+    stack: ExitStack,
+    networks: Mapping[_Way, PlainNetwork],
+    placed_ways: Mapping[_Way, Plan],
+    step: Captured,
+    progress: TellProgress,
+    deadline: Deadline,
+) -> dict[_Way, tuple[float, ...]]:
+    """Way -> [rounds] seconds of a step. `stack` ends what is started here."""
     timers: dict[str, Timer] = {
         str(way): _timer(network.step_seconds, partial(network.set_threads, way.threads))
         for way, network in networks.items()
@@ -342,7 +361,7 @@ def _measured(
         lambda done: progress("measuring ways to run the step", done, None),
         calls=1,
     )
-    return {way: seconds[str(way)] for way in (*networks, *placed_ways)}, notes
+    return {way: seconds[str(way)] for way in (*networks, *placed_ways)}
 
 
 def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
