@@ -145,3 +145,32 @@ def test_weights_that_are_written_through_data_count_also_where_a_copy_is_read()
         torch.testing.assert_close(placed.step(X), model(X), check_stride=False)
         model.weight.data.mul_(2.0)
         torch.testing.assert_close(placed.step(X), model(X), check_stride=False)
+
+
+def test_a_weight_that_is_read_as_a_copy_is_each_steps_own_where_it_is_returned():
+    class Shows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x)), self.first.weight
+
+    torch.manual_seed(1)
+    model = Shows()
+    x = X.float()
+    step = Form(channels_last=True).apply(capture(model, x))
+    plan = replace(in_order(step.graph, MACHINE), transforms=step.transforms)
+    with run(plan, step, in_place=True) as placed:
+        before, shown = placed.step(x)
+        wanted, weight = (each.detach().clone() for each in model(x))
+        torch.testing.assert_close(before, wanted, rtol=1e-4, atol=1e-5)
+        for context in (torch.inference_mode, torch.no_grad):
+            with context():
+                model.first.weight.data.mul_(2)
+                model.last.weight.data.add_(1)
+                model.last.bias = nn.Parameter(model.last.bias + 1)
+                model.first.weight = nn.Parameter(model.first.weight.clone())
+                found, wanted = placed.step(x), model(x)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, check_stride=False)
+        assert torch.equal(shown, weight)

@@ -5,6 +5,7 @@ import json
 import pickle
 import tomllib
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -268,6 +269,32 @@ def test_a_module_that_changes_often_or_was_forked_or_does_not_compile_runs_as_i
     for _ in range(2):
         assert_equal(module(x), plain(x))
     assert ways_of(module) == [EAGER] and caplog.text.count("cannot compile it") == 1
+
+
+def test_torchs_compilation_is_measured_again_here_where_it_is_close_to_a_plan(
+    in_order, monkeypatch
+):
+    plan_of, measured = optimizing.plan, {EAGER: 3.0, COMPILED: 1.1, PLACED: 1.0}
+
+    def plan(*args, **options):
+        return replace(plan_of(*args, **options), measured=measured)
+
+    def in_turns(timers, *_, **__):
+        return {way: [here[way]] * 3 for way in timers}
+
+    monkeypatch.setattr(optimizing, "plan", plan)
+    monkeypatch.setattr(optimizing, "in_turns", in_turns)
+    monkeypatch.setattr(optimizing.OptimizedCalls, "record_path", lambda *_: None)
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))
+    x, plain = torch.randn(5, 6), seeded(Scaled).eval()
+    for of_compiled, own, way in ((1.1, 0.8, COMPILED), (1.1, 1.2, PLACED), (2.0, 0.8, PLACED)):
+        measured[COMPILED], here = of_compiled, {EAGER: 3.0, COMPILED: own, PLACED: 1.0}
+        module = dt.optimize(seeded(Scaled).eval())
+        with torch.no_grad():
+            for _ in range(2):
+                assert_equal(module(x), plain(x))
+        assert ways_of(module) == [way]
 
 
 def test_calls_of_many_keys_run_as_they_are(monkeypatch, caplog):

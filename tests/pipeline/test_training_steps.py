@@ -90,6 +90,12 @@ def test_a_loop_that_differentiates_by_itself_has_the_losses_and_gradients_of_th
     plain = trained(lambda model, _: lambda x, y: cross_entropy(model(x), y))
     own = trained(lambda model, optimizer: a_step(model, optimizer=optimizer).loss)
     assert planned and largest_difference(own, plain) <= 1e-12
+    step = a_step(nn.Linear(6, 3))
+    step.loss(*a_batch())
+    loss = step.loss(*a_batch())
+    loss.backward()
+    with pytest.raises(RuntimeError, match="compute it again"):
+        loss.backward()
 
 
 def test_schedulers_count_the_updates(planned):

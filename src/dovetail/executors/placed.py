@@ -61,7 +61,7 @@ from dovetail.frontends.instructions import (
 )
 from dovetail.frontends.interpret import held_values, source_value
 from dovetail.frontends.plain import ordinary_result
-from dovetail.frontends.program import Call, Captured, Ref
+from dovetail.frontends.program import Call, Captured, Ref, distinct_refs
 from dovetail.frontends.runners import distinct
 from dovetail.frontends.structures import substitute
 from dovetail.graph import EVERYWHERE
@@ -440,6 +440,7 @@ class PlacedNetwork(LoadedStep):
         captured, graph = self.captured, self.captured.graph
         module, held = captured.module, held_values(captured, self._seed)
         parts = dict(module.named_modules())
+        returned = {int(graph.storages[ref]) for ref in distinct_refs(captured.program.outputs)}
         for op, source in enumerate(captured.program.sources):
             if source is None or source.role == "input":
                 continue
@@ -458,7 +459,8 @@ class PlacedNetwork(LoadedStep):
             if is_written and value.stride() != strides:
                 says = "is written by the step and lies otherwise in memory than it was captured"
                 raise UsageError(source.name, says)
-            bound = _BoundTensor(tensor, source.name, table, name, value, strides)
+            is_returned = int(graph.storages[tensor]) in returned
+            bound = _BoundTensor(tensor, source.name, table, name, value, strides, is_returned)
             self._bound.append(bound)
             self.sources[tensor] = bound.laid()
         return dict(held)
@@ -467,6 +469,9 @@ class PlacedNetwork(LoadedStep):
         """Give the device the tensors that the module has now, where they are others than before,
         lie elsewhere, or are read as a copy. Raises `UsageError`."""
         changed = [bound for bound in self._bound if bound.has_changed()]
+        for bound in self._bound:
+            if bound.parts and bound not in changed:
+                bound.parts[0].copy_(bound.parts[1])
         if not changed:
             return
         graph = self.captured.graph
@@ -668,9 +673,12 @@ class _BoundTensor:
     table     of the submodule that holds it, under the key `name`
     value     the tensor that was bound
     strides   in which the step reads it
+    is_returned   the step returns it, or a view of it
     address   of the value in memory
     is_copy   the step reads a copy, as the value lies otherwise. It is made for each step: what is
               written through `data` leaves no sign
+    parts     of a copy that is written over for each step: where it is written to, and what is
+              written. (): there is none, or each step has one of its own, as it is returned
     """
 
     tensor: int
@@ -679,8 +687,10 @@ class _BoundTensor:
     name: str
     value: Tensor
     strides: tuple[int, ...]
+    is_returned: bool
     address: int = 0
     is_copy: bool = False
+    parts: tuple[Tensor, ...] = ()
 
     def current(self) -> Tensor:
         """The tensor that the module has now. Raises `UsageError` if it has none."""
@@ -690,16 +700,22 @@ class _BoundTensor:
         return value
 
     def has_changed(self) -> bool:
-        """True if the module has another tensor, or the same elsewhere, or a copy is read."""
+        """True if the module has another tensor, or the same elsewhere, or a new copy is read."""
         value = self.table.get(self.name)
-        return self.is_copy or value is not self.value or value.data_ptr() != self.address
+        is_fresh = self.is_copy and not self.parts
+        return is_fresh or value is not self.value or value.data_ptr() != self.address
 
     def laid(self) -> Tensor:
         """The module's tensor now, or a copy that lies as the step reads it. It counts as seen."""
         value = self.value = self.current()
-        self.address = value.data_ptr()
-        laid = _laid(value.detach(), self.strides)
+        self.address, self.parts = value.data_ptr(), ()
+        # Else a copy that is made in inference mode could be written over there alone.
+        with torch.inference_mode(False):
+            own = value.detach()
+            laid = _laid(own, self.strides)
         self.is_copy = laid.data_ptr() != self.address
+        if self.is_copy and not self.is_returned:
+            self.parts = distinct(laid, self.strides), distinct(own, self.strides)
         return laid
 
 

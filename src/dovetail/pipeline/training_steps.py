@@ -95,6 +95,7 @@ def training_step(
     The optimizer is the user's own. Groups, rates, schedulers, `load_state_dict` and checkpoints
     work on it, on `model` and on `scaler` as in any loop, at any time between two calls. What the
     optimizer holds is trained and clipped; gradients stay in `parameter.grad` until the next call.
+    A loop that does all this by itself takes `step.loss(inputs, targets)` in place of its loss.
 
     clip, clip_value   limit of the gradients' norm, or of each element
     accumulate         calls whose gradients are summed for one update, each loss divided by it.
@@ -146,7 +147,8 @@ class _Planned:
 
 
 class _Differentiated(torch.autograd.Function):
-    """A loss whose gradients are known already: its backward pass scales them."""
+    """A loss whose gradients are known already. Its backward pass hands them over, so there is one:
+    kept, they would be copied, and held twice."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: Any, *trained: Tensor) -> Tensor:
@@ -156,9 +158,12 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> Any:
-        if scale == 1:
-            return None, None, *ctx.gradients
-        return None, None, *(None if each is None else each * scale for each in ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this loss were taken already; compute it again")
+        if scale != 1:
+            gradients = [None if each is None else each * scale for each in gradients]
+        return None, None, *gradients
 
 
 class TrainingStep:
@@ -270,8 +275,8 @@ class TrainingStep:
 
     def loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one batch, for a loop that differentiates, clips and updates by itself. Its
-        backward pass adds the gradients, which the plan has computed already, to `parameter.grad`.
-        Nothing else of this step is used."""
+        backward pass, of which there is one, adds the gradients, which the plan has computed
+        already, to `parameter.grad`. Nothing else of this step is used."""
         args, targets = self._split(args)
         trained = self._trained()
         planned = self._planned(args, kwargs, targets, None, trained)
