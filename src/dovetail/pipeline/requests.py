@@ -229,8 +229,8 @@ class PlanRequest:
     )
     compile_budget: str | float = option(
         "60s",
-        "Limit of compiling within the budget: 60s, 2m. Segments take up to half of it, "
-        "torch.compile the rest. 0s: nothing is compiled",
+        "Limit of compiling within the budget: 60s, 2m. torch.compile takes up to two thirds of "
+        "it, segments the rest. 0s: nothing is compiled",
         variable="DOVETAIL_COMPILE_BUDGET",
     )
     method: "Placer | None" = None

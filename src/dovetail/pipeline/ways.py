@@ -66,9 +66,9 @@ longer than its later ones, of 2 to 4 ms."""
 LEAST_COMPILE_SECONDS, _LEAST_SECONDS = 1.0, 0.5
 """In less time than `LEAST_COMPILE_SECONDS` nothing is compiled, so that nothing is started for it.
 A race that begins late has `_LEAST_SECONDS` more: one round tells less than two."""
-OWN_SHARE = 0.9
+OWN_SHARE = 2 / 3
 """The share of the time for compiling that `torch.compile` may take before segments do: nobody may
-be slower with us than with it."""
+be slower with us than with it, but of small ops it may compile for minutes."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
 
