@@ -159,12 +159,10 @@ def timed(loop: Callable[[], object]) -> float:
 
 
 def memory(name: str, way: str, budget: str) -> dict[str, int]:
-    """The most bytes that the process held in 20 steps, over what it held before.
-
-    Ours plans before, in another loop, so that what planning held is given back or known."""
+    """The most bytes that the process held in 20 steps, over what it held before the first one. The
+    plan was found before, by another process; what its capture leaves counts as ours."""
     loop = Loop(name, "training", way, budget)
     gc.collect()
-    # What is planned is planned in another process, and is found again.
     before = status_bytes("VmRSS")
     for _ in range(3):
         loop()

@@ -174,3 +174,17 @@ def test_a_weight_that_is_read_as_a_copy_is_each_steps_own_where_it_is_returned(
                 found, wanted = placed.step(x), model(x)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, check_stride=False)
         assert torch.equal(shown, weight)
+
+
+def test_a_weight_that_is_turned_where_it_lies_counts():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 1)).double()
+    for form in (Form(), Form(channels_last=True)):
+        step = form.apply(capture(model, X))
+        plan = replace(in_order(step.graph, MACHINE), transforms=step.transforms)
+        with run(plan, step, in_place=True) as placed, torch.no_grad():
+            for _ in range(2):
+                model[0].weight.data = model[0].weight.data.transpose(2, 3)
+                model[1].weight.data = model[1].weight.data.transpose(0, 1)
+                for _ in range(2):
+                    found = placed.step(X)
+                    torch.testing.assert_close(found, model(X), check_stride=False)

@@ -73,6 +73,14 @@ def test_a_trainer_that_computes_its_own_loss_is_refused(tmp_path):
     for trainer in (a_trainer(tmp_path, Own), a_trainer(tmp_path, label_smoothing_factor=0.1)):
         with pytest.raises(UsageError, match="has a loss of its own"):
             PlanCallback(trainer)
+    patched = a_trainer(tmp_path)
+    patched.compute_loss = lambda *_, **__: None
+    with pytest.raises(UsageError, match="has a loss of its own"):
+        PlanCallback(patched)
+    trainer = a_trainer(tmp_path)
+    trainer.model_init = lambda: trainer.model
+    with pytest.raises(UsageError, match=r"makes its model in train"):
+        PlanCallback(trainer)
     with pytest.raises(UsageError, match="half precision"):
         PlanCallback(a_trainer(tmp_path, bf16=True))
 

@@ -96,6 +96,8 @@ def test_a_loop_that_differentiates_by_itself_has_the_losses_and_gradients_of_th
     loss.backward()
     with pytest.raises(RuntimeError, match="compute it again"):
         loss.backward()
+    with pytest.raises(UsageError, match="divides its sums"):
+        a_step(nn.Linear(6, 3), accumulate=2).loss(*a_batch())
 
 
 def test_schedulers_count_the_updates(planned):

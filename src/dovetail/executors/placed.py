@@ -470,8 +470,8 @@ class PlacedNetwork(LoadedStep):
         lie elsewhere, or are read as a copy. Raises `UsageError`."""
         changed = [bound for bound in self._bound if bound.has_changed()]
         for bound in self._bound:
-            if bound.parts and bound not in changed:
-                bound.parts[0].copy_(bound.parts[1])
+            if bound.target is not None and bound not in changed:
+                bound.target.copy_(distinct(bound.value.detach(), bound.strides))
         if not changed:
             return
         graph = self.captured.graph
@@ -677,8 +677,9 @@ class _BoundTensor:
     address   of the value in memory
     is_copy   the step reads a copy, as the value lies otherwise. It is made for each step: what is
               written through `data` leaves no sign
-    parts     of a copy that is written over for each step: where it is written to, and what is
-              written. (): there is none, or each step has one of its own, as it is returned
+    layout    (shape, strides) of the value
+    target    what is written over for each step, of a copy; None: there is none, or each step has
+              one of its own, as it is returned
     """
 
     tensor: int
@@ -690,7 +691,8 @@ class _BoundTensor:
     is_returned: bool
     address: int = 0
     is_copy: bool = False
-    parts: tuple[Tensor, ...] = ()
+    layout: tuple[Any, ...] = ()
+    target: Tensor | None = None
 
     def current(self) -> Tensor:
         """The tensor that the module has now. Raises `UsageError` if it has none."""
@@ -702,20 +704,24 @@ class _BoundTensor:
     def has_changed(self) -> bool:
         """True if the module has another tensor, or the same elsewhere, or a new copy is read."""
         value = self.table.get(self.name)
-        is_fresh = self.is_copy and not self.parts
-        return is_fresh or value is not self.value or value.data_ptr() != self.address
+        return (
+            (self.is_copy and self.target is None)
+            or value is not self.value
+            or value.data_ptr() != self.address
+            or (value.shape, value.stride()) != self.layout
+        )
 
     def laid(self) -> Tensor:
         """The module's tensor now, or a copy that lies as the step reads it. It counts as seen."""
         value = self.value = self.current()
-        self.address, self.parts = value.data_ptr(), ()
+        self.address, self.layout = value.data_ptr(), (value.shape, value.stride())
         # Else a copy that is made in inference mode could be written over there alone.
         with torch.inference_mode(False):
             own = value.detach()
             laid = _laid(own, self.strides)
-        self.is_copy = laid.data_ptr() != self.address
+        self.is_copy, self.target = laid.data_ptr() != self.address, None
         if self.is_copy and not self.is_returned:
-            self.parts = distinct(laid, self.strides), distinct(own, self.strides)
+            self.target = distinct(laid, self.strides)
         return laid
 
 

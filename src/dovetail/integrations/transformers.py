@@ -28,6 +28,11 @@ except ImportError as error:
     raise MissingLibraryError("transformers", "pip install 'dovetail[transformers]'") from error
 
 
+def loss_in(outputs: Any) -> Any:
+    """The loss in what a model returns, where `Trainer` looks for it."""
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+
 class PlanCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Has a plan on this machine's cores compute the loss of a batch, and its gradients, while the
     trainer trains. All else is the trainer's own: sums of batches, clipping, updates, rates,
@@ -45,9 +50,10 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, trainer: Trainer, **options: Any) -> None:
         smooths = trainer.label_smoother is not None or trainer.compute_loss_func is not None
-        is_own = type(trainer).compute_loss is not Trainer.compute_loss
+        is_own = getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss
         for is_so, says in (
             (smooths or is_own, "has a loss of its own; a plan takes the model's"),
+            (trainer.model_init is not None, "makes its model in train(); give it the model"),
             (trainer.args.world_size > 1, "trains in several processes; a plan is of one"),
             (trainer.args.bf16 or trainer.args.fp16, "trains in half precision"),
             (trainer.args.device.type != "cpu", "trains on a GPU; use_cpu=True trains on the CPU"),
@@ -56,14 +62,17 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 raise UsageError("trainer", says)
         self._trainer, self._compute = trainer, trainer.compute_loss
         self.step: TrainingStep = training_step(
-            trainer.model, None, trainer.create_optimizer(), **options
+            trainer.model, loss_in, trainer.create_optimizer(), **options
         )
+        self._model = trainer.model
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer.model is not self._model:
+            raise UsageError("trainer", "has another model than when the callback was made")
         vars(self._trainer)["compute_loss"] = self._loss
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        del vars(self._trainer)["compute_loss"]
+        vars(self._trainer).pop("compute_loss", None)
 
     def _loss(
         self,

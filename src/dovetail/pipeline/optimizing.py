@@ -61,7 +61,7 @@ from dovetail.frontends.structures import Mismatch, flatten, matched
 from dovetail.graph import Graph
 from dovetail.graph.source import Source
 from dovetail.machine import Machine, parse_machine
-from dovetail.pipeline.planning import NOT_REACHED, plan
+from dovetail.pipeline.planning import FOUND_BEFORE, NOT_REACHED, plan
 from dovetail.pipeline.sources import with_threads
 from dovetail.pipeline.using import run
 from dovetail.plans import COMPILED, EAGER, PLACED
@@ -111,12 +111,12 @@ LEAST_SECONDS = 5.0
 """With less left of a budget, nothing is compiled: the processes take about this long to begin."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
-PLANNING_SHARE = 0.9
+PLANNING_SHARE = 0.85
 """The share of a budget that planning has. Capturing and the comparison here have the rest."""
 _AGREES, _AGREES_IN_HALF = 1e-3, 3e-2
 """The results of a plan may differ from the module's by this share of the largest number; in
 float16, bfloat16 and under autocast by the second one."""
-_MOST_TABLES = 20_000
+_MOST_TABLES, _MOST_IN_PYTHON = 20_000, 4000
 """A module whose parts hold more tables of Python values has no plan: looking at them before each
 call would take longer than a plan can win."""
 
@@ -422,13 +422,17 @@ class OptimizedCalls:
             )
             if found.notes and found.notes[0].startswith(NOT_REACHED):
                 self._say(f"{found.notes[0].partition(';')[0]}; a longer budget reaches more")
+            measured = dict(found.measured)
+            if FOUND_BEFORE in found.notes:
+                # Torch may have to compile it again, for as long as it takes.
+                measured.pop(COMPILED, None)
             if found.way != PLACED:
-                return CallDecision(found.way, self._plain.call, dict(found.measured)), True
+                return CallDecision(found.way, self._plain.call, measured), True
             placed = run(found, step, in_place=True)
             # The tensors of the first call are the caller's to free.
             signature = replace(placed.captured.signature, inputs=(), targets=())
             placed.captured = replace(placed.captured, signature=signature)
-        return CallDecision(PLACED, placed.step, dict(found.measured), placed, state), True
+        return CallDecision(PLACED, placed.step, measured, placed, state), True
 
     def raced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], needs: bool, ends: float
@@ -521,8 +525,9 @@ class OptimizedCalls:
         is_close = seconds.get(COMPILED, inf) < CLOSE * seconds.get(PLACED, 0.0)
         if decision.way == PLACED and is_close and ends - clock() > LEAST_SECONDS:
             compiled = self.compiled()
-            # What it needs was compiled while the call was planned.
-            with suppress(*compile_errors()):
+            # What it needs was compiled while the call was planned. Its failure is no reason to
+            # lose the plan.
+            with suppress(Exception):
                 if agree(compiled(*args, **kwargs), wanted):
                     calls[COMPILED] = compiled
         timers: dict[str, Timer] = {
@@ -582,12 +587,15 @@ class ModuleState:
         self._versions: list[tuple[Tensor, int, int]] = []
         # Tensors that the module is given later are the plan's own business.
         self._tensors: list[tuple[dict[str, Any], list[Any]]] = []
+        self._runner = native_runner()
+        most = _MOST_IN_PYTHON if self._runner is None else _MOST_TABLES
         kinds = {type(part) for part in module.modules()}
         self._slots += [(kind, "forward", kind.forward) for kind in kinds]
         waiting: list[Any] = []
         seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for part in module.modules():
-            tables = part._parameters, part._buffers
+            tables = [t for t in (part._parameters, part._buffers) if isinstance(t, dict)]
+            self.is_opaque |= len(tables) < 2  # of TorchScript
             self._tensors += [(table, list(table.values())) for table in tables if table]
             self._empty += [table for table in tables if not table]
             seen |= {id(part), *map(id, tables)}
@@ -640,11 +648,10 @@ class ModuleState:
             is_seen = isinstance(value, _WALKED) or kind.__basicsize__ <= pointers * _POINTER_BYTES
             self.is_opaque |= not is_seen or isinstance(value, _HIDDEN)
             looked_at = sum(map(len, (self._tables, self._empty, self._lists, self._slots)))
-            self.is_opaque |= looked_at > _MOST_TABLES
+            self.is_opaque |= looked_at > most
         self._dicts = [table for table, _, _ in self._tables]
         self._dicts += [table for table, _ in self._tensors]
         self._entries = self._taken()
-        self._runner = native_runner()
 
     def _taken(self) -> list[tuple[Any, ...]]:
         """(key, value, key, value, ...) of each table."""
@@ -655,6 +662,7 @@ class ModuleState:
         try:
             if self._runner is not None and self._runner.hold(self._dicts, self._entries):
                 return self._has_like_parts()
+            entries = self._taken() if self._runner is not None else []
             if not (self._has_like_parts() and self._has_like_tensors()):
                 return False
             for table, keys, values in self._tables:
@@ -663,9 +671,8 @@ class ModuleState:
                     is_same or (alike(tuple(table), keys) and alike(tuple(table.values()), values))
                 ):
                     return False
-            if self._runner is not None:
-                # The next time equal values are the same ones.
-                self._entries = self._taken()
+            # The next time equal values are the same ones.
+            self._entries = entries
         # Another thread may change what is looked at.
         except Exception:
             return False

@@ -249,7 +249,8 @@ def _measured(
     replaces = request.placer == "auto" and not (request.pins or request.caps)
     name, rival = (str(WHOLE), whole) if shared else (HERE, tried.plan(HERE))
     rivals: dict[str, Segmented] = {}
-    if replaces and not asked.stages and rival is not None:
+    is_hopeless = rival is not None and rival.value > HOPELESS * plan.value
+    if replaces and not asked.stages and rival is not None and not is_hopeless:
         if not shared:
             rival = replace(
                 rival,
@@ -271,7 +272,7 @@ def _measured(
                 pair = with_compiled(plan, asked, share, progress, limits=limits)
             if not has_time or any(LATE_SEGMENTS in note for note in pair.by_ops.notes):
                 deadline.missed.append("some compiled segments")
-        left_seconds = limit_seconds - (clock() - began)
+        left_seconds = limit_seconds - min(clock() - began, share)
         for other, (rival, _) in rivals.items():
             if rival.value > HOPELESS * pair.compiled.value:
                 del found[other]

@@ -248,25 +248,28 @@ class TrainingStep:
         scale = None
         if self._scaler is not None:
             # The scaler keeps its state on the device of what it scales first.
-            scale = self._scaler.scale(torch.ones((), device=trained[0].device))
-        planned = self._planned(args, kwargs, targets, scale, trained)
-        found = self._by_plan(planned, args, kwargs, targets, scale)
+            device = self._optimizer.param_groups[0]["params"][0].device
+            scale = self._scaler.scale(torch.ones((), device=device))
+        planned = None
+        if not self._why_plain:
+            planned = self._planned(args, kwargs, targets, scale, trained)
+        computed = self._by_plan(planned, args, kwargs, targets, scale)
         with torch.enable_grad(), torch.inference_mode(False):
-            if found is None:
+            if computed is None:
                 threads = planned.threads if planned is not None else 0
                 with op_threads(threads or torch.get_num_threads()):
                     loss, scaled = self._module.losses(args, kwargs, targets, scale)
                     scaled.backward()  # type: ignore[no-untyped-call]
                 self._give_up_what_failed()
             else:
-                loss, gradients = found
+                loss, gradients = computed
                 with torch.no_grad():
                     for parameter, gradient in zip(trained, gradients, strict=True):
                         if parameter.grad is None:
                             parameter.grad = gradient
                         elif gradient is not None:
                             parameter.grad.add_(gradient)
-            compiles = found is not None and planned is not None and planned.compiles
+            compiles = computed is not None and planned is not None and planned.compiles
             self._compiles = self._compiles or compiles
             self._summed += 1
             if self._summed >= self._module.accumulate:
@@ -277,12 +280,19 @@ class TrainingStep:
         """The loss of one batch, for a loop that differentiates, clips and updates by itself. Its
         backward pass, of which there is one, adds the gradients, which the plan has computed
         already, to `parameter.grad`. Nothing else of this step is used."""
+        if self._module.accumulate > 1:
+            says = (
+                "is of a step that updates; a loop that differentiates by itself divides its sums"
+            )
+            raise UsageError("accumulate", says)
         args, targets = self._split(args)
         trained = self._trained()
-        planned = self._planned(args, kwargs, targets, None, trained)
-        found = self._by_plan(planned, args, kwargs, targets, None)
-        if found is not None:
-            loss: Tensor = _Differentiated.apply(*found, *trained)  # type: ignore[no-untyped-call]
+        planned = None
+        if not self._why_plain:
+            planned = self._planned(args, kwargs, targets, None, trained)
+        computed = self._by_plan(planned, args, kwargs, targets, None)
+        if computed is not None:
+            loss: Tensor = _Differentiated.apply(*computed, *trained)  # type: ignore[no-untyped-call]
             return loss
         loss = self._module.losses(args, kwargs, targets, None)[1]
         self._give_up_what_failed()
@@ -316,10 +326,11 @@ class TrainingStep:
     ) -> tuple[Tensor, list[Tensor | None]] | None:
         """The loss, and the gradient of each trained parameter, by a plan. None if none does it: it
         runs as plain training does."""
+        self._failure = ""
         if planned is None or planned.own is None:
             return None
         try:
-            loss, found = planned.own.step(
+            loss, computed = planned.own.step(
                 args, kwargs, targets, *(() if scale is None else (scale,))
             )
         except Exception as error:
@@ -331,7 +342,7 @@ class TrainingStep:
                 planned.own = run(planned.plan, failed.captured, seed=seed, in_place=True)
                 planned.own.steps = failed.steps
             return None
-        gradients = list(found)
+        gradients = list(computed)
         if planned.aliased is None:
             given = flatten((args, kwargs, targets))[0]
             lasting = (*self._module.parameters(), *self._module.buffers(), *given)
@@ -412,22 +423,15 @@ class TrainingStep:
     ) -> _Planned | None:
         """The plan for calls of this kind, or None: it runs as plain training does. So does the
         call that is planned: what it changes of the model's Python values a plan would not."""
-        self._failure = ""
         requiring: list[Tensor] = []
         try:
             given_key = key_of((args, kwargs, targets), requiring)
         except OpaqueArgumentError:
             return None
         # A graph has no place for the gradients of inputs.
-        if requiring or self._why_plain:
+        if requiring:
             return None
-        settings = (
-            tuple([module.training for module in self._modules]),
-            tuple(map(id, trained)),
-            # A plan names parameters, which another tensor may have replaced or tied.
-            tuple(map(id, self._parameters())),
-        )
-        kind = given_key, self._settings.setdefault(settings, len(self._settings))
+        kind = self._kind(given_key, scale, trained)
         known = self._of_kinds.get(kind, 0)
         has_hooks = any(map(has_parameter_hooks, trained))
         hooked = "the model has hooks, which a plan does not call"
@@ -448,6 +452,7 @@ class TrainingStep:
                 _log.warning("values that the model holds in Python have changed; they end a plan")
             known.own.close()
             self._modules = list(self._module.modules())
+            kind = self._kind(given_key, scale, trained)
             known = OFTEN - 1 if never_ran else 0
         self._of_kinds[kind] = known + 1
         if self._plans and (known + 1 != OFTEN or self._plans >= MOST_PLANS):
@@ -502,6 +507,17 @@ class TrainingStep:
         self.plan = self.plan or plan
         _log.info("%s", self.describe())
         return None
+
+    def _kind(self, given_key: Any, scale: Tensor | None, trained: list[Tensor]) -> Any:
+        """What a plan holds constant of a call: its arguments' key, and the model's settings."""
+        settings = (
+            scale is None,
+            tuple([module.training for module in self._modules]),
+            tuple(map(id, trained)),
+            # A plan names parameters, which another tensor may have replaced or tied.
+            tuple(map(id, self._parameters())),
+        )
+        return given_key, self._settings.setdefault(settings, len(self._settings))
 
     def _run_plainly(self, why: str) -> None:
         """Run plain training from now on, and tell why, in one line."""

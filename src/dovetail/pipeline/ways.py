@@ -144,7 +144,8 @@ def fastest_way(
     # At the same time there are the plan, with and without segments, the eager step, and the step
     # compiled for up to two numbers of threads, or in two modes.
     placed = _placed_ways(plans, rivals or {})
-    held = 1 + len(placed) * (1 if in_segments is None else 2) + (2 if compile_seconds else 0)
+    has_segments = in_segments is not None and has_compiler()
+    held = 1 + len(placed) * (2 if has_segments else 1) + (2 if compile_seconds else 0)
     needed = sum(plan.peak_memory_bytes) * held
     (own_device,) = machine.devices
     free = own_device.memory_bytes if own_device.torch_device else available_bytes()
