@@ -675,11 +675,11 @@ class _BoundTensor:
     strides   in which the step reads it
     is_returned   the step returns it, or a view of it
     address   of the value in memory
-    is_copy   the step reads a copy, as the value lies otherwise. It is made for each step: what is
-              written through `data` leaves no sign
+    is_copy   the step reads a copy, as the value lies otherwise. Its numbers are copied for each
+              step, because a write through `data` leaves no sign
     layout    (shape, strides) of the value
-    target    what is written over for each step, of a copy; None: there is none, or each step has
-              one of its own, as it is returned
+    target    the part of the copy that is written over for each step; None if there is no copy, or
+              if the step returns it: then each step makes a new one
     """
 
     tensor: int

@@ -1,10 +1,9 @@
 """Trains by a plan, or by an update rule, in the `Trainer` of Hugging Face's transformers.
 
-    trainer.add_callback(PlanCallback(trainer))
-
-has loss and gradients computed the fastest way that is found on this machine.
-
     trainer = Trainer(model, args, train_dataset=...)
+    trainer.add_callback(PlanCallback(trainer))
+    trainer.train()                       # a plan computes the loss and its gradients
+
     trainer.add_callback(RuleCallback(trainer, "adag-agn", window=8))
     trainer.train()                       # torchrun --nproc-per-node 2 script.py
 

@@ -827,7 +827,8 @@ def median_step(network: LoadedStep) -> float:
 
 
 def gains(seconds: Mapping[str, Sequence[float]], way: str) -> bool:
-    """True if the way is faster than the module as it is by `GAIN`, in most rounds and in all."""
+    """True if the way is faster than the module as it is by `GAIN`, by the median of the rounds'
+    ratios and by the ratio of the medians."""
     medians = medians_of(seconds)
     ratios = ratios_of(seconds[way], seconds[EAGER])
     return max(median(ratios), medians[way] / medians[EAGER]) < 1 - GAIN

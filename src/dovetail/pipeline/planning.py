@@ -263,7 +263,7 @@ def _measured(
 
     def in_segments(limit_seconds: float) -> tuple[Segmented, dict[str, Segmented]]:
         """The plan and its rivals, with segments that are compiled within so many seconds."""
-        pair, found, began = Segmented(plan, plan), dict(rivals), clock()
+        pair, pairs, began = Segmented(plan, plan), dict(rivals), clock()
         share = limit_seconds * (SEGMENTS_SHARE if rivals else 1.0)
         if plan.objective == "step":
             has_time = limit_seconds >= LEAST_COMPILE_SECONDS
@@ -275,13 +275,13 @@ def _measured(
         left_seconds = limit_seconds - min(clock() - began, share)
         for other, (rival, _) in rivals.items():
             if rival.value > HOPELESS * pair.compiled.value:
-                del found[other]
+                del pairs[other]
             elif left_seconds >= LEAST_COMPILE_SECONDS:
                 tell = prefixed(f"{other}: ", progress)
-                found[other] = with_segments(
+                pairs[other] = with_segments(
                     rival, step, compile_seconds=left_seconds, progress=tell
                 )
-        return pair, found
+        return pair, pairs
 
     if deadline.is_over and replaces:
         deadline.missed.append("the comparison with the module as it is")

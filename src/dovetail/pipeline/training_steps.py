@@ -147,8 +147,7 @@ class _Planned:
 
 
 class _Differentiated(torch.autograd.Function):
-    """A loss whose gradients are known already. Its backward pass hands them over, so there is one:
-    kept, they would be copied, and held twice."""
+    """A loss whose gradients a plan has computed already. Its backward pass hands them over."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: Any, *trained: Tensor) -> Tensor:
@@ -158,6 +157,7 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> Any:
+        # Autograd takes a gradient that nobody else holds as it is, and copies any other one.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this loss were taken already; compute it again")
