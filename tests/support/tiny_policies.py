@@ -1,5 +1,9 @@
 """A policy that is nothing but a table, for tests of what trains policies."""
 
+import os
+import time
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import nn
@@ -53,3 +57,20 @@ class Table(Policy):
     def _taken(log_probs, devices, free):
         rows = torch.arange(len(log_probs))
         return log_probs[rows, devices] * free
+
+
+class Meeting(Table):
+    """A table of which no controller draws before `controllers` of them want to."""
+
+    name = "meeting"
+
+    def __init__(self, groups, devices, controllers, folder):
+        super().__init__(groups, devices)
+        self.config |= {"controllers": controllers, "folder": folder}
+
+    def draw(self, view, batch, generator):
+        folder = Path(self.config["folder"])
+        folder.joinpath(f"{os.getpid()}").touch()
+        while len(list(folder.iterdir())) < self.config["controllers"]:
+            time.sleep(0.01)
+        return super().draw(view, batch, generator)

@@ -167,13 +167,15 @@ def test_the_first_rank_keeps_and_resumes_the_run(trained):
 
 
 def test_controllers_of_ranks_learn_one_policy_and_all_ranks_return_it(tmp_path):
+    tmp_path.joinpath("meeting").mkdir()
     found = results(
         """
         from dovetail.placers.learned.learner import parameters_of
         from dovetail.placers.learned.learning import learn
         from tests.support.learned_problems import random_task
-        from tests.support.tiny_policies import REINFORCE, Table
-        task, policy, told = random_task(1, 6), Table(6, 2), []
+        from tests.support.tiny_policies import Meeting, REINFORCE
+        # One controller may have drawn all trials before the other has started.
+        task, policy, told = random_task(1, 6), Meeting(6, 2, 2, meeting), []
         try:
             learn([task], policy, REINFORCE, trials=8, controllers=2, backend="ranks")
         except DovetailError as error:
@@ -189,6 +191,7 @@ def test_controllers_of_ranks_learn_one_policy_and_all_ranks_return_it(tmp_path)
         ]))
         """,
         folder=str(tmp_path / "run"),
+        meeting=str(tmp_path / "meeting"),
     )
     first, second = found
     assert first[0].startswith("folder: all ranks write down what they try there")
