@@ -68,12 +68,13 @@ def held_values(captured: Captured, seed: int = 0) -> dict[str, Tensor]:
 
     Raises `ModelError` if the module is fake and cannot be built.
     """
-    module = captured.module
-    if any(map(is_fake, (*module.parameters(), *module.buffers()))):
-        if captured.make is None:
+    if captured.make is None:
+        module = captured.module
+        if any(map(is_fake, (*module.parameters(), *module.buffers()))):
             raise ModelError(
                 captured.source.model, "its weights are fake; capture a module with real ones"
             )
+    else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = captured.make()

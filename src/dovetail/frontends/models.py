@@ -9,15 +9,17 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.errors import FileFormatError, ModelError, UnknownNetworkError, UsageError
 from dovetail.frontends.capturing import capture, capture_call
-from dovetail.frontends.optimizers import Optimizer
-from dovetail.frontends.program import Captured, Ref
+from dovetail.frontends.keeping import keep, key_of, reopened
+from dovetail.frontends.optimizers import Optimizer, format_optimizer
+from dovetail.frontends.program import Captured, PlainStep, Ref
 from dovetail.frontends.structures import substitute
 from dovetail.frontends.transformers_configs import (
     PREFIX,
@@ -26,7 +28,7 @@ from dovetail.frontends.transformers_configs import (
     own_loss,
 )
 from dovetail.networks import NETWORKS, Network, Option
-from dovetail.networks.records import load_sizes
+from dovetail.networks.records import Examples, load_sizes
 from dovetail.runtime.files import check_archive
 from dovetail.runtime.functions import call_function, names_function, refused
 from dovetail.runtime.torch_versions import dynamo_later, new_fake_mode, open_archive, pytree
@@ -212,19 +214,7 @@ def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
     """
     function, _, phase = model.partition("?phase=")
     if model.startswith("zoo:"):
-        network, options = parse_zoo(model)
-        full = network.defaults | options
-
-        def make() -> nn.Module:
-            return network.modules(**full).train(train is not None)
-
-        try:
-            with dynamo_later(), new_fake_mode():
-                module, (inputs, targets) = make(), network.examples(**full)
-        except (RuntimeError, ValueError, ArithmeticError) as error:
-            raise ModelError(model, f"cannot be built: {error}") from error
-        captured = capture(module, *inputs, targets=targets, loss=network.loss, train=train)
-        captured = replace(captured, make=make, examples=lambda: network.examples(**full))
+        captured = _resolve_zoo(model, train)
     elif model.startswith(PREFIX):
         captured = _resolve_transformers(model, train)
     elif model.endswith(".pt2"):
@@ -280,6 +270,7 @@ def resolve_phases(model: str) -> dict[str, Captured]:
     }
 
 
+Made = TypeVar("Made")
 REPEATS = ("layers", "steps", "cells", "stacks", "nodes", "neighbours", "experts", "active")
 """Options of the zoo that say how often a network repeats some of its ops."""
 MOST_REPEATS, MOST_SIZE = 2**14, 2**31 - 1
@@ -359,6 +350,36 @@ def describe_network(name: str) -> tuple[list[tuple[str, object]], dict[str, Opt
     if sizes := load_sizes().get(network.name):
         facts["parameter_bytes"] = sizes.parameter_bytes
     return list(facts.items()), network.defaults
+
+
+def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
+    """Capture a network of the zoo, of which nothing is built where it was captured before."""
+    network, options = parse_zoo(model)
+    full = network.defaults | options
+    mode = cache(new_fake_mode)
+
+    def in_fakes(function: Callable[[], Made]) -> Made:
+        try:
+            with dynamo_later(), mode():
+                return function()
+        except (RuntimeError, ValueError, ArithmeticError) as error:
+            raise ModelError(model, f"cannot be built: {error}") from error
+
+    def make() -> nn.Module:
+        return network.modules(**full).train(train is not None)
+
+    def examples() -> Examples:
+        return network.examples(**full)
+
+    fakes = cache(partial(in_fakes, make))
+    key, plain = key_of(model, train and format_optimizer(train)), PlainStep(network.loss, train)
+    captured = reopened(key, fakes, plain, make, examples)
+    if captured is None:
+        inputs, targets = in_fakes(examples)
+        captured = capture(fakes(), *inputs, targets=targets, loss=network.loss, train=train)
+        captured = replace(captured, module_of=fakes, make=make, examples=examples)
+        captured = keep(captured, key)
+    return captured
 
 
 def _resolve_transformers(model: str, train: Optimizer | None) -> Captured:

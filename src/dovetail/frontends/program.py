@@ -274,7 +274,8 @@ class PlainStep:
 class Captured:
     """A captured step: graph, program and source, and the module they were captured from.
 
-    module     the module that was captured, with real or fake weights
+    module_of  returns the module that was captured, with real or fake weights, and the same one
+               each time; that of a step that was kept as data is built when it is asked for
     signature  how a step is called, with the example tensors
     make       builds the module with real weights, if the module's are fake; or None
     examples   draws real (inputs, targets), if the example tensors are fake; or None
@@ -283,12 +284,13 @@ class Captured:
     fused_steps   the most time steps of a recurrent layer for which torch has a fused kernel; 0:
                there is none
     transforms what made this step of the one that was captured, in order
+    kept_under what the step is kept under in the cache, see `keeping`; "": it is not
     """
 
     graph: Graph
     program: Program
     source: Source
-    module: torch.nn.Module
+    module_of: Callable[[], torch.nn.Module]
     signature: Signature
     make: Callable[[], torch.nn.Module] | None = None
     examples: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None = None
@@ -296,6 +298,12 @@ class Captured:
     plain: PlainStep | None = None
     fused_steps: int = 0
     transforms: tuple[Transform, ...] = ()
+    kept_under: str = ""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module that was captured."""
+        return self.module_of()
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

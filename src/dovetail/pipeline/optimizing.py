@@ -458,7 +458,7 @@ class OptimizedCalls:
             graph=graph,
             program=Program((), (), -1, ()),
             source=Source(type(module).__name__, "", (), torch.__version__),
-            module=module,
+            module_of=lambda: module,
             signature=Signature.of(module, args, kwargs, ()),
             plain=PlainStep(sum_of_results, SGD(1e-9), dtype)
             if needs

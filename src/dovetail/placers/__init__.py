@@ -30,9 +30,3 @@ __all__ = [
     "permitted",
     "place",
 ]
-
-# What `auto` runs is imported here, so that no search with a budget of seconds pays for it. The
-# learned methods, and torch with them, are imported by who uses them.
-for _method in PLACERS.values():
-    if _method.role:
-        _method.load()

@@ -22,6 +22,7 @@ from dovetail.graph.convexity import find_return
 from dovetail.graph.copies import names_in_one
 from dovetail.graph.grouping import numbered
 from dovetail.machine import Link, Machine
+from dovetail.methods import PLACERS
 from dovetail.plans import capacities_of
 from dovetail.simulator.loads import LoadModel, load_model
 from dovetail.timeline import Timeline
@@ -212,6 +213,16 @@ class PlacementProblem:
         return np.ascontiguousarray(placement[..., self.groups.of_op])
 
 
+@cache
+def _import_searches() -> None:
+    """Import what `auto` runs, so that no search with a budget of seconds pays for it, nor anybody
+    who opens a plan that was found. The learned methods, and torch with them, are imported by who
+    uses them."""
+    for method in PLACERS.values():
+        if method.role:
+            method.load()
+
+
 def make_problem(
     graph: Graph,
     machine: Machine,
@@ -242,6 +253,7 @@ def make_problem(
     Raises `PinError` (a pin matches nothing, or contradicts another pin), `UnknownDeviceError`,
     `NoDeviceError` (an op that no device may run) and `CostError`.
     """
+    _import_searches()
     costs.check(graph)
     # Group -> the device that a pin puts it on, and that pin.
     pinned: dict[int, tuple[int, str]] = {}

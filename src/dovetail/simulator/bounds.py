@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import maximum_flow
 
@@ -475,7 +474,9 @@ def load_balance_prices(
     counts, first = np.bincount(type_of), np.array([type_of.index(t) for t in range(len(index))])
     rows = seconds[burdens][:, first]
     finite = np.isfinite(rows)
-    if not (rows[finite] > 0).any():
+    # Like devices with room for everything have equal prices, and no programme says better.
+    alike = len(counts) == 1 and float(capacities[first[0]]) >= float(sizes.sum())
+    if alike or not (rows[finite] > 0).any():
         return equal
     # Seconds and bytes are scaled to at most 1, because they differ by many orders of magnitude.
     most_seconds = float(np.where(finite, rows, 0).max(axis=1).sum())
@@ -520,6 +521,9 @@ def _duals(
     objective = np.zeros(time + 1)
     objective[-1] = 1.0
     available = np.concatenate([np.zeros(types), (counts * room)[tight]])
+    # Most machines need no programme, and the import takes a third of a second.
+    from scipy.optimize import linprog
+
     solution = linprog(  # type: ignore[call-overload]  # sparse matrices are fine, stubs differ
         objective, A_ub=limits, b_ub=available, A_eq=shares, b_eq=np.ones(count)
     )

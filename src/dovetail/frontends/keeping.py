@@ -1,0 +1,257 @@
+"""Keeps captured steps in the cache as data, so that nothing is captured twice.
+
+    CACHE/captures/KEY.json.gz    graph, calls, sources and signature of a step, and no weights
+
+Kept is a step of which all that its capture follows from is known: `key_of` puts it into the key,
+with the text of all of our own code. That is so for the networks of the zoo, whose code is ours. A
+step of a user's code has no such key, and is captured each time. A record holds names of calls and
+JSON arguments, no pickles; a step that cannot be said so is not kept, and a record that is damaged,
+or that another user can write, counts as missing.
+"""
+
+import gzip
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import cache
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.errors import DovetailError
+from dovetail.frontends.program import (
+    Call,
+    Captured,
+    PlainStep,
+    Program,
+    Ref,
+    Signature,
+    SourceValue,
+    dtype_of,
+)
+from dovetail.frontends.structures import TensorSlot
+from dovetail.graph.files import graph_from, graph_to_dict
+from dovetail.graph.source import Source
+from dovetail.runtime.files import cache_folder, is_own, write_atomically
+from dovetail.runtime.torch_versions import OpOverload
+
+_OURS = "dovetail.frontends."
+_OF_CALL = ("results", "random", "in_place", "draws_of")
+_OF_SIGNATURE = ("positional", "names", "target_names", "parts")
+_OF_PLAIN = ("training", "gradients", "differentiates")
+
+
+def key_of(*parts: Any) -> str:
+    """What a step is kept under that is captured of these parts, by our code, now."""
+    backends = torch.backends
+    return json.dumps([
+        _code(), torch.__version__, platform.python_version(), backends.cpu.get_cpu_capability(),
+        backends.mkldnn.enabled, backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
+        torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu")), parts,
+    ])  # fmt: skip
+
+
+@cache
+def _code() -> str:
+    """The digest of the text of our own modules."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "captures" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json.gz"
+
+
+def keep(step: Captured, key: str) -> Captured:
+    """Keep the step, if it can be said as data. A disk that is full or cannot be written is no
+    reason to lose it. Return it, kept under the key or not at all."""
+    program, signature, plain = step.program, step.signature, step.plain
+    if plain is None:
+        return step
+    try:
+        record = {
+            "graph": graph_to_dict(step.graph),
+            "calls": [call and _listed(call) for call in program.calls],
+            "sources": [source and _listed_source(source) for source in program.sources],
+            "loss": program.loss,
+            "outputs": _to_json(program.outputs),
+            "aliases": program.aliases,
+            "source": asdict(step.source),
+            "signature": {
+                "arguments": _to_json(signature.arguments),
+                "target_structure": _to_json(signature.target_structure),
+                "inputs": [_laid(value) for value in signature.inputs],
+                "targets": [_laid(value) for value in signature.targets],
+                **{name: getattr(signature, name) for name in _OF_SIGNATURE},
+            },
+            "plain": {name: getattr(plain, name) for name in _OF_PLAIN},
+            "autocast": _to_json(plain.autocast),
+            "notes": step.notes,
+            "fused_steps": step.fused_steps,
+        }
+    except _UnsaidError:
+        return step
+    path = _path(key)
+    with suppress(DovetailError, OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        data = json.dumps(record, separators=(",", ":")).encode()
+        write_atomically(path, gzip.compress(data, 1, mtime=0))
+        path.chmod(0o600)
+        return replace(step, kept_under=key)
+    return step
+
+
+def reopened(
+    key: str,
+    module_of: Callable[[], nn.Module],
+    plain: PlainStep,
+    make: Callable[[], nn.Module] | None,
+    examples: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None,
+) -> Captured | None:
+    """The step that is kept under the key; None if there is none that can be used.
+
+    module_of   builds its module, of fakes
+    plain       loss and optimizer of the step
+    """
+    path = _path(key)
+    if not is_own(path):
+        return None
+    # A file of another form raises any of these, and is captured anew.
+    with suppress(OSError, EOFError, DovetailError, KeyError, TypeError, ValueError, AttributeError):
+        record = json.loads(gzip.decompress(path.read_bytes()))
+        said, source = record["signature"], record["source"]
+        calls = (call and _call(*call) for call in record["calls"])
+        sources = (each and SourceValue(*each) for each in record["sources"])
+        return Captured(
+            graph_from(record["graph"], str(path)),
+            Program(
+                tuple(calls), tuple(sources), record["loss"], _from_json(record["outputs"]),
+                record["aliases"],
+            ),
+            Source(**{name: _tuples(value) for name, value in source.items()}),
+            module_of,
+            Signature(
+                arguments=_from_json(said["arguments"]),
+                target_structure=_from_json(said["target_structure"]),
+                inputs=tuple(_meta(*value) for value in said["inputs"]),
+                targets=tuple(_meta(*value) for value in said["targets"]),
+                **{name: _tuples(said[name]) for name in _OF_SIGNATURE},
+            ),
+            make,
+            examples,
+            notes=tuple(record["notes"]),
+            plain=replace(
+                plain,
+                autocast=_from_json(record["autocast"]),
+                **{name: _tuples(value) for name, value in record["plain"].items()},
+            ),
+            fused_steps=record["fused_steps"],
+            kept_under=key,
+        )  # fmt: skip
+    return None
+
+
+class _UnsaidError(Exception):
+    """A value that has no form as data."""
+
+
+def _listed(call: Call) -> list[Any]:
+    if isinstance(call.target, OpOverload):
+        target = str(call.target)
+    else:
+        module, name = call.target.__module__, getattr(call.target, "__qualname__", "")
+        target = f"{module}:{name}"
+        if not module.startswith(_OURS) or _target(target) is not call.target:
+            raise _UnsaidError
+    rest = [getattr(call, name) for name in _OF_CALL]
+    return [target, _to_json(call.args), _to_json(call.kwargs), *rest]
+
+
+def _call(target: str, args: Any, kwargs: Any, results: list[int], *rest: Any) -> Call:
+    return Call(_target(target), _from_json(args), _from_json(kwargs), tuple(results), *rest)
+
+
+@cache
+def _target(name: str) -> Any:
+    """The operator of this name, or the function of ours."""
+    module, is_ours, function = name.partition(":")
+    if is_ours and module.startswith(_OURS):
+        return getattr(import_module(module), function)
+    return attrgetter(name)(torch.ops)
+
+
+def _listed_source(source: SourceValue) -> list[Any]:
+    if source.value is not None:
+        raise _UnsaidError
+    return [source.role, source.name, source.fill]
+
+
+def _laid(value: Tensor) -> list[Any]:
+    if value.device.type not in ("cpu", "meta"):
+        raise _UnsaidError
+    return [list(value.shape), list(value.stride()), dtype_of(value), value.requires_grad]
+
+
+def _meta(shape: list[int], strides: list[int], dtype: str, needs_gradient: bool) -> Tensor:
+    # A fake tensor would need imports that take longer than all of the rest.
+    value = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
+    return value.requires_grad_(needs_gradient)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def _to_json(value: Any) -> Any:
+    """Arguments and structures as JSON; objects of one key say what JSON has no form for."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is list:
+        return [_to_json(each) for each in value]
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": [_to_json(each) for each in value]}
+    if type(value) is dict and all(type(name) is str for name in value):
+        return {"dict": {name: _to_json(each) for name, each in value.items()}}
+    if isinstance(value, Ref):
+        return {"tensor": value.tensor}
+    if isinstance(value, TensorSlot):
+        return {"slot": value.index}
+    if isinstance(value, _OF_TORCH):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise _UnsaidError
+
+
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda held: tuple(map(_from_json, held)),
+    "dict": lambda held: {name: _from_json(value) for name, value in held.items()},
+    "tensor": Ref,
+    "slot": TensorSlot,
+    "torch": lambda name: getattr(torch, name),
+    "device": torch.device,
+}
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(each) for each in value]
+    if isinstance(value, dict):
+        ((kind, held),) = value.items()
+        return _MADE[kind](held)
+    return value
+
+
+def _tuples(value: Any) -> Any:
+    """The value with its lists as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
