@@ -43,6 +43,9 @@ from dovetail.runtime.files import cache_folder, is_own, write_atomically
 from dovetail.runtime.torch_versions import OpOverload
 
 _OURS = "dovetail.frontends."
+_OF_DAMAGE = (
+    OSError, EOFError, DovetailError, LookupError, TypeError, ValueError, AttributeError,
+)  # fmt: skip
 _OF_CALL = ("results", "random", "in_place", "draws_of")
 _OF_SIGNATURE = ("positional", "names", "target_names", "parts")
 _OF_PLAIN = ("training", "gradients", "differentiates")
@@ -50,10 +53,11 @@ _OF_PLAIN = ("training", "gradients", "differentiates")
 
 def key_of(*parts: Any) -> str:
     """What a step is kept under that is captured of these parts, by our code, now."""
-    backends = torch.backends
+    cuda: Any = torch.backends.cuda
     return json.dumps([
-        _code(), torch.__version__, platform.python_version(), backends.cpu.get_cpu_capability(),
-        backends.mkldnn.enabled, backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(),
+        _code(), torch.__version__, platform.python_version(),
+        torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled,
+        cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
         torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu")), parts,
     ])  # fmt: skip
@@ -126,8 +130,8 @@ def reopened(
     path = _path(key)
     if not is_own(path):
         return None
-    # A file of another form raises any of these, and is captured anew.
-    with suppress(OSError, EOFError, DovetailError, KeyError, TypeError, ValueError, AttributeError):
+    # A file of another form is captured anew.
+    with suppress(*_OF_DAMAGE):
         record = json.loads(gzip.decompress(path.read_bytes()))
         said, source = record["signature"], record["source"]
         calls = (call and _call(*call) for call in record["calls"])

@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -31,9 +32,26 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/utils/python_arg_parser.h>
+
+// The three things that are wanted of torch/csrc/jit/python/pybind_utils.h and of
+// torch/csrc/utils/python_arg_parser.h. To read these takes a compiler twice as long as all else.
+// Where a torch has another form of them, the linker does not find it, and Python's runner serves.
+namespace torch {
+TORCH_PYTHON_API bool should_allow_numbers_as_tensors(const std::string& name);
+namespace jit {
+TORCH_PYTHON_API c10::IValue toIValue(
+    pybind11::handle value, const c10::TypePtr& type, std::optional<int32_t> N);
+class TORCH_PYTHON_API ToIValueAllowNumbersAsTensors {
+  bool old_;
+
+ public:
+  ToIValueAllowNumbersAsTensors(bool enable);
+  ~ToIValueAllowNumbersAsTensors();
+};
+}  // namespace jit
+}  // namespace torch
 
 namespace {
 
@@ -189,7 +207,7 @@ struct Seeded {
 };
 
 void call(Instruction& instruction, Pass& pass) {
-  torch::jit::Stack stack(instruction.arguments);
+  std::vector<c10::IValue> stack(instruction.arguments);
   int copied = -1;
   for (const Fill& fill : instruction.fills) {
     const at::Tensor& value = pass.values[fill.slot];
@@ -531,6 +549,33 @@ void run_lanes(Instruction& instruction, Pass& pass) {
 
 // ---- What Python sees ----
 
+// The arguments of a call, in the order of its operator's schema. Raises pybind11's cast_error, and
+// std::runtime_error for arguments that the schema does not have or that it lacks.
+std::vector<c10::IValue> filled(
+    const c10::FunctionSchema& schema, const py::tuple& arguments, const py::dict& keywords) {
+  std::vector<c10::IValue> stack;
+  size_t given = 0;
+  for (const c10::Argument& argument : schema.arguments()) {
+    py::object value;
+    if (stack.size() < arguments.size() && !argument.kwarg_only()) {
+      value = arguments[stack.size()];
+    } else if (keywords.contains(argument.name())) {
+      value = keywords[argument.name().c_str()];
+    } else if (argument.default_value()) {
+      stack.push_back(*argument.default_value());
+      continue;
+    } else {
+      throw std::runtime_error(schema.name() + " lacks " + argument.name());
+    }
+    stack.push_back(torch::jit::toIValue(value, argument.real_type(), argument.N()));
+    given++;
+  }
+  if (given != arguments.size() + keywords.size()) {
+    throw std::runtime_error(schema.name() + " has other arguments");
+  }
+  return stack;
+}
+
 class Stream {
  public:
   void add_call(
@@ -543,9 +588,7 @@ class Stream {
     // Where Python may pass a number for a tensor, it may here.
     std::string base = name.substr(name.rfind(':') + 1);
     torch::jit::ToIValueAllowNumbersAsTensors numbers(torch::should_allow_numbers_as_tensors(base));
-    torch::jit::Stack stack = torch::jit::createStackForSchema(
-        schema, torch::jit::tuple_slice(arguments), py::reinterpret_borrow<py::kwargs>(keywords),
-        std::nullopt);
+    std::vector<c10::IValue> stack = filled(schema, arguments, keywords);
     // Nothing fails from here on, so an instruction is added whole or not at all.
     Instruction& added = add(Kind::Call, tag, frees);
     added.op = op;
