@@ -368,6 +368,29 @@ def test_another_process_begins_with_what_was_decided(tmp_path, monkeypatch):
         assert json.loads(path.read_text())["way"] == PLACED
 
 
+def test_what_was_decided_is_searched_on_from_and_decided_anew(tmp_path, monkeypatch):
+    asked, find = [], optimizing.plan
+
+    def plan(*arguments, **options):
+        asked.append(options["again"])
+        return find(*arguments, **options)
+
+    monkeypatch.setattr(optimizing, "plan", plan)
+    x = torch.randn(2, 6)
+    with torch.no_grad():
+        module = dt.optimize(seeded(Scaled).eval(), quick=True)
+        module(x)
+        (path,) = (tmp_path / "ways").iterdir()
+        path.write_text(json.dumps({"way": EAGER, "seconds": {}}))
+        again = dt.optimize(seeded(Scaled).eval(), quick=True, again=True)
+        assert_equal(again(x), plain_call(again)(x))
+        assert dt.optimize(module, quick=True, again=True) is module
+        module(x)
+    assert asked == [False, True, True]
+    assert ways_of(again) == ways_of(module) == [PLACED]
+    assert json.loads(path.read_text())["way"] == PLACED
+
+
 def test_a_module_is_optimized_once_and_what_is_no_plain_module_is_refused():
     module = nn.Linear(2, 2)
     calls = replaced_call(dt.optimize(dt.optimize(module)))

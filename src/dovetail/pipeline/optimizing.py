@@ -126,12 +126,14 @@ def optimize(
     machine: str | Machine = HERE,
     budget: str | float = "60s",
     quick: bool = False,
+    again: bool = False,
 ) -> nn.Module:
     """Return the same module, whose calls from now on go the fastest way that is found.
 
     machine   on which calls are planned: the cores of this process
     budget    limit of deciding about a call, in seconds ("60s", "2m")
     quick     decide within 10 s, and compile nothing
+    again     search on from what was decided before, in this process or another, and measure anew
 
     A call is decided when its shapes, dtypes, other arguments and modes are new. Its plan on this
     machine, `torch.compile` and the module as it is are measured, and the fastest runs from then
@@ -165,8 +167,8 @@ def optimize(
         raise UsageError("machine", says + HERE)
     seconds = read_seconds("budget", str(budget))
     settings = machine, min(seconds, QUICK_SECONDS) if quick else seconds, quick
-    if call is None or call.settings != settings:
-        replace_call(model, OptimizedCalls(model, *settings))
+    if call is None or again or call.settings != settings:
+        replace_call(model, OptimizedCalls(model, *settings, again=again))
     return model
 
 
@@ -208,9 +210,15 @@ class OptimizedCalls:
     """
 
     def __init__(
-        self, module: nn.Module, machine: str | Machine, seconds: float, quick: bool
+        self,
+        module: nn.Module,
+        machine: str | Machine,
+        seconds: float,
+        quick: bool,
+        *,
+        again: bool = False,
     ) -> None:
-        self.module, self.settings = module, (machine, seconds, quick)
+        self.module, self.settings, self._again = module, (machine, seconds, quick), again
         self.here = parse_machine(machine) if isinstance(machine, str) else machine
         self._plain = CallDecision(EAGER, plain_call(module))
         self._compiled: Callable[..., Any] | None = None
@@ -362,7 +370,7 @@ class OptimizedCalls:
                 "optimize", f"a {type(module).__name__} runs its module in its own way"
             )
         path = self.record_path(key)
-        kept = None if path is None else read_record(path, self._plain.call)
+        kept = None if path is None or self._again else read_record(path, self._plain.call)
         if kept is not None and kept.way == EAGER:
             return kept
         decision, is_pure = None, False
@@ -419,9 +427,10 @@ class OptimizedCalls:
                 # The same text each time, by which the plan is found again.
                 budget=f"{PLANNING_SHARE * whole_seconds:.3g}s",
                 quick=quick,
+                again=self._again,
             )
             if found.notes and found.notes[0].startswith(NOT_REACHED):
-                self._say(f"{found.notes[0].partition(';')[0]}; a longer budget reaches more")
+                self._say(f"{found.notes[0].partition(';')[0]}; again=True, or a longer budget, reaches more")
             measured = dict(found.measured)
             if FOUND_BEFORE in found.notes:
                 # Torch may have to compile it again, for as long as it takes.
