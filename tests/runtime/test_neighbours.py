@@ -199,3 +199,18 @@ def test_holding_openmp_back_leaves_the_number_of_threads_as_it_was():
     assert (torch.get_num_threads(), found) == (before, [before])
     release()
     assert threading.active_count() == running
+
+
+def test_pauses_that_follow_closely_are_read_once(world, monkeypatch):
+    read = []
+    monkeypatch.setattr(neighbours, "busy_seconds", lambda _cores: read.append(1) or world["busy"])
+    found = Neighbours((0,))
+    for _ in range(100):
+        pass_on(world, now=1e-4)
+        found.pause()
+    assert len(read) < 5
+    # What others do between pause and resumption does not count, but for the last milliseconds.
+    pass_on(world, now=1.0, busy=1.0)
+    found.resume()
+    pass_on(world, now=1.0, busy=0.5)
+    assert found.look() == pytest.approx(0.5, abs=0.01)

@@ -22,6 +22,8 @@ WINDOW_SECONDS = 0.25
 time the count is right to about a tenth of a core."""
 SPIN_SECONDS = 1e-3
 """A wait spins this long on a core that nobody else wants; most hand-overs take less."""
+CLOSE_SECONDS = 0.005
+"""Pauses that begin within this time of each other count as one: a small share of a look."""
 GAP_SECONDS = 0.02
 """After a pause of this length others may have had the cores with good reason: the user's program
 between two steps, or what a plan is measured beside in turns."""
@@ -77,8 +79,10 @@ class Neighbours:
             self._before = self._sample()
 
     def pause(self) -> None:
-        """From now on until `resume`, other programs' work does not count."""
-        self._paused = self._sample()
+        """From now on until `resume`, other programs' work does not count. Of pauses that follow
+        closely the first one's reading serves for all, as it takes some 50 us."""
+        if self._paused is None or clock() - self._paused[0] > CLOSE_SECONDS:
+            self._paused = self._sample()
 
     def resume(self) -> None:
         """Count on from `pause`; without one, from now on."""
@@ -174,7 +178,7 @@ class Spinning:
         if self._paused < math.inf:
             return
         self._paused = clock()
-        # It takes some 50 us to read what others do, which is spent only where there are pauses.
+        # What others do is read only where there are pauses.
         if self._has_pauses:
             self._neighbours.pause()
 
