@@ -59,6 +59,7 @@ def key_of(*parts: Any) -> str:
         torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled,
         cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
+        str(torch.get_default_device()),
         torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu")), parts,
     ])  # fmt: skip
 
