@@ -430,7 +430,8 @@ class OptimizedCalls:
                 again=self._again,
             )
             if found.notes and found.notes[0].startswith(NOT_REACHED):
-                self._say(f"{found.notes[0].partition(';')[0]}; again=True, or a longer budget, reaches more")
+                missed = found.notes[0].partition(";")[0]
+                self._say(f"{missed}; again=True, or a longer budget, reaches more")
             measured = dict(found.measured)
             if FOUND_BEFORE in found.notes:
                 # Torch may have to compile it again, for as long as it takes.
