@@ -19,7 +19,7 @@ try:
 except ImportError:
     try:
         # The same under the name that it had before, in a package of its own.
-        from pytorch_lightning.strategies import DDPStrategy
+        from pytorch_lightning.strategies import DDPStrategy  # type: ignore[assignment,unused-ignore]
     except ImportError as error:
         raise MissingLibraryError("lightning", "pip install 'dovetail[lightning]'") from error
 
