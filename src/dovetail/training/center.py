@@ -126,11 +126,7 @@ class Center:
     """
 
     def __init__(
-        self,
-        theta: Vector,
-        rule: Rule,
-        shards: int = 1,
-        watched: NDArray[np.int64] | None = None,
+        self, theta: Vector, rule: Rule, shards: int = 1, watched: NDArray[np.int64] | None = None
     ) -> None:
         assert theta.ndim == 1
         assert theta.flags.c_contiguous

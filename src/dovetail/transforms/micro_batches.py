@@ -139,10 +139,7 @@ def micro_batched(
 
 
 def changes_of(
-    graph: Graph,
-    micro_batches: int,
-    stages: NDArray[np.integer],
-    recompute: NDArray[np.bool_],
+    graph: Graph, micro_batches: int, stages: NDArray[np.integer], recompute: NDArray[np.bool_]
 ) -> bytes:
     """Return a key that is equal for stages with which `micro_batched` makes equal graphs."""
     copies = _MicroBatches(Replica(graph), micro_batches, stages, recompute)

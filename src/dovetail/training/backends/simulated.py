@@ -330,12 +330,7 @@ class SimulatedTransport:
         port = WorkerPort(partial(self._answer, worker), outbox=worker.outbox)
         sequence = self.serving.join(index, port)
         worker.work = work(
-            job,
-            self.assignment.rule,
-            learner,
-            index,
-            sequence=sequence,
-            clock=worker.clock,
+            job, self.assignment.rule, learner, index, sequence=sequence, clock=worker.clock
         )
         self._advance(worker, None)
 
