@@ -280,11 +280,18 @@ def _has_earlier_target(
 
 @inlined
 def _add_hop(model: LoadModel, net: int, source: int, destination: int, loads: Float64) -> None:
-    sends, size_bytes = model.net_sends[net], model.net_bytes[net]
-    seconds = sends * model.latency_seconds[source, destination]
-    seconds += size_bytes * model.seconds_per_byte[source, destination]
+    seconds = price(model, net, source, destination)
     loads[source] += seconds
     loads[destination] += seconds
+
+
+@inlined
+def price(model: LoadModel, net: int, source: int, destination: int) -> float:
+    """Return the seconds of one hop of a net; 0 if there is no link."""
+    return float(
+        model.net_sends[net] * model.latency_seconds[source, destination]
+        + model.net_bytes[net] * model.seconds_per_byte[source, destination]
+    )
 
 
 def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> Float64:
