@@ -260,7 +260,6 @@ def _writes(node: fx.Node) -> bool:
 # tensors there, and a step would run on the values that an earlier step had left.
 
 
-Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
 _MEMORY = (np.ndarray, bytearray, array)
 """Types that hold plain memory, which tensors may share."""
