@@ -23,7 +23,7 @@ from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.networks import NETWORKS
 from dovetail.networks.records import Options
-from dovetail.plans import normalise, tower_placement, tower_seconds
+from dovetail.plans import normalise, tower_placement
 from dovetail.simulator import Simulator
 from dovetail.training import (
     Assignment,
@@ -110,7 +110,7 @@ def simulate_towers(graph: Graph, machine: Machine, *, synchronous: bool) -> dic
     simulator = Simulator(towers, machine, analytic_costs(towers, machine), ranked=True)
     timeline = simulator.timeline(tower_placement(towers, machine))
     if synchronous:
-        seconds = float(tower_seconds(timeline, towers, REPLICAS).mean())
+        seconds = timeline.step_seconds
     else:
         seconds = asynchronous_seconds(tower_world(graph, machine), REPLICAS)
     reason = out_of_memory(machine, timeline.peak_memory_bytes, simulator.capacities)

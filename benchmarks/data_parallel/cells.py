@@ -127,13 +127,13 @@ def _result(cell: Cell, task: Task, outcome: Outcome, wall_seconds: float) -> Re
     last = figures(outcome.theta, task.sizes, task.test_inputs, task.test_labels)
     evaluations = outcome.evaluations or (Evaluation(0, 0, 0.0, last),)
     stale, _ = analysis.staleness(outcome.rows, cell.workers)
-    reached = analysis.seconds_to(evaluations, cell.target) if cell.target else None
+    reached = [e.seconds for e in evaluations if e.figures["accuracy"] >= (cell.target or math.inf)]
     return Result(
         accuracy=last["accuracy"],
         best=max(evaluation.figures["accuracy"] for evaluation in evaluations),
         loss=last["loss"],
         seconds=outcome.seconds,
-        target_seconds=math.nan if reached is None else reached,
+        target_seconds=reached[0] if reached else math.nan,
         staleness_mean=stale.mean,
         staleness_p95=stale.p95,
         commits=outcome.clock,

@@ -18,8 +18,9 @@ from experiments import (
 )
 from experiments import table as cells_of_table
 from harness import table
+from momentum import implicit_momentum
 
-from dovetail.training import StepTimes, analysis
+from dovetail.training import StepTimes
 
 NAMES = {
     "downpour": "DOWNPOUR",
@@ -167,8 +168,7 @@ def _differs_in(cell: Cell, name: str, value: float) -> bool:
 def table_of_momentum(replicas: int = 4000, steps: int = 80) -> str:
     found = {
         kind: [
-            analysis.implicit_momentum(n, StepTimes(kind), replicas=replicas, steps=steps)
-            for n in WORKERS
+            implicit_momentum(n, StepTimes(kind), replicas=replicas, steps=steps) for n in WORKERS
         ]
         for kind in ("exponential", "jitter", "lognormal")
     }

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from dovetail.errors import GraphError, InvalidError, ReplicationError, UsageError
 from dovetail.graph import Phase, colocate, group, layered, load_graph, save_graph
-from dovetail.graph.copies import AVERAGE, tower_count, towers_of, update_towers_of
+from dovetail.graph.copies import AVERAGE, tower_count, towers_of
 from dovetail.transforms import replicate
 from tests.support.builders import Op, graph_of, source
+from tests.support.towers import update_towers_of
 
 
 def step(*more, optimizer_reads=(), control=(), **fields):

@@ -32,16 +32,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dovetail.errors import StreamRaceError
 from dovetail.runtime.cuda import cuda_maker, reach_gpus_by
 from dovetail.runtime.ranks import RankPlace, interface_of
-from dovetail.runtime.torch_versions import (
-    TorchDispatchMode,
-    gloo_group,
-    pytree,
-    storage_reference,
-)
+from dovetail.runtime.torch_versions import TorchDispatchMode, gloo_group, pytree
 
 MODEL, MEMORY_BYTES = "test", 1 << 33
 """What the hardware of each GPU that the CPU plays is called, and how much memory it says it has.
@@ -57,6 +53,12 @@ _WAITS_FOR_RESULT = (
 """Ops for which the host waits, as what they return depends on numbers."""
 _NEVER = (0, 0)
 """(stream, its clock) of a work that every other one starts after."""
+
+
+def _storage_reference(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """A function that says whether the storage is still there, and does not keep it."""
+    reference = StorageWeakRef(storage)
+    return lambda: not reference.expired()
 
 
 @dataclass(eq=False)
@@ -297,7 +299,7 @@ class PlayedCuda:
         if memory is None or not memory.alive():
             if memory is not None:
                 self._note_freed(memory)
-            memory = _Memory(storage_reference(storage), owner, "the host", _NEVER)
+            memory = _Memory(_storage_reference(storage), owner, "the host", _NEVER)
             self._memory[key] = memory
         return memory
 

@@ -5,14 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from dovetail.training.analysis import (
-    fit_momentum,
-    implicit_momentum,
-    seconds_to,
-    staleness,
-    temporal_efficiency,
-)
-from dovetail.training.records import Evaluation, Row
+from benchmarks.data_parallel.momentum import fit_momentum, implicit_momentum
+from dovetail.training.analysis import staleness, temporal_efficiency
+from dovetail.training.history import History
+from dovetail.training.records import Evaluation, Outcome, Row
 from dovetail.training.step_times import StepTimes
 
 
@@ -78,10 +74,11 @@ def test_temporal_efficiency_is_the_ratio_of_the_areas_up_to_the_shorter_time():
 
 
 def test_the_time_to_a_target_is_the_first_evaluation_there():
-    seen = [
+    seen = tuple(
         Evaluation(i, i, float(i), {"accuracy": value})
         for i, value in enumerate((0.1, 0.97, 0.96, 0.99))
-    ]
-    assert seconds_to(seen, 0.97) == 1.0
-    assert seconds_to(seen, 0.98) == 3.0
-    assert seconds_to(seen, 1.0) is None
+    )
+    history = History(Outcome(np.zeros(0), 0, 0, 0.0, evaluations=seen))
+    assert history.seconds_to("accuracy", 0.97) == 1.0
+    assert history.seconds_to("accuracy", 0.98) == 3.0
+    assert history.seconds_to("accuracy", 1.0) is None

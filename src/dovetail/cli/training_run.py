@@ -54,12 +54,7 @@ RECENT = 50
 all n workers are means over n times as many."""
 MOST_REFUSALS = 5
 """The first refused commits, as many as this, get a line each. The history has all of them."""
-STATES = {
-    "joined": "working",
-    "restarted": "restarted",
-    "lost": "lost",
-    "left": "done",
-}
+STATES = {"joined": "working", "restarted": "restarted", "lost": "lost", "left": "done"}
 """Maps a kind of event to the state of a worker after it, as the table shows it."""
 HAPPENED = {
     "server_restarted": "was restarted",

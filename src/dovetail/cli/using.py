@@ -112,12 +112,11 @@ def run(  # noqa: PLR0917  one argument an option
                 "others_cores": measurement.others_cores,
             }
         )
+    elif is_placed:
+        show(run_table(predicted, measurement.step_seconds, measurement.timeline))
+        show_limits(opened, captured.graph, measurement.timeline)
     else:
-        if is_placed:
-            show(run_table(predicted, measurement.step_seconds, measurement.timeline))
-            show_limits(opened, captured.graph, measurement.timeline)
-        else:
-            show(run_table(seconds, measurement.step_seconds))
+        show(run_table(seconds, measurement.step_seconds))
     if disturbance := pipeline.disturbance_of(opened, seconds, measurement):
         say(disturbance)
     if missing := pipeline.uncompiled(opened, captured):

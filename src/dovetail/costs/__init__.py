@@ -22,15 +22,11 @@ __all__ = [
     "probed_machine",
     "stage_rates",
 ]
-_MEASURING = {
-    "measured_costs": "dovetail.costs.measured",
-    "probed_machine": "dovetail.costs.measured",
-}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the measuring modules when they are first used, because they import torch, which takes
+    """Import the measuring module when it is first used, because it imports torch, which takes
     seconds."""
-    if name not in _MEASURING:
+    if name not in ("measured_costs", "probed_machine"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MEASURING[name]), name)
+    return getattr(import_module("dovetail.costs.measured"), name)

@@ -36,13 +36,7 @@ from dovetail.costs.messages import (
     timed_passes,
 )
 from dovetail.costs.records import Costs
-from dovetail.errors import (
-    CostError,
-    MachineError,
-    ModelError,
-    ProcessDiedError,
-    ProcessError,
-)
+from dovetail.errors import CostError, MachineError, ModelError, ProcessDiedError, ProcessError
 from dovetail.frontends import Captured, Program
 from dovetail.frontends.checks import CHECK
 from dovetail.frontends.instructions import RunOp

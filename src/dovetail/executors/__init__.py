@@ -5,12 +5,4 @@ from dovetail.executors.placed import PlacedNetwork, run
 from dovetail.executors.plain import MODES, PlainNetwork
 from dovetail.executors.workers import Workers
 
-__all__ = [
-    "MODES",
-    "LoadedStep",
-    "Measurement",
-    "PlacedNetwork",
-    "PlainNetwork",
-    "Workers",
-    "run",
-]
+__all__ = ["MODES", "LoadedStep", "Measurement", "PlacedNetwork", "PlainNetwork", "Workers", "run"]

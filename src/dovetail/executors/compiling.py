@@ -38,13 +38,7 @@ from dovetail.frontends.runners import runner_kind
 from dovetail.machine import Device
 from dovetail.machine.gpu_rates import GpuTimer
 from dovetail.runtime.cuda import MakeCuda, cuda_here, cuda_maker, reach_gpus_by
-from dovetail.runtime.files import (
-    compiled_folder,
-    is_own,
-    own_cache,
-    read_json,
-    write_atomically,
-)
+from dovetail.runtime.files import compiled_folder, is_own, own_cache, read_json, write_atomically
 from dovetail.runtime.native import has_compiler
 from dovetail.runtime.processes import Worker, launch, ready
 from dovetail.runtime.setup import set_up

@@ -43,12 +43,7 @@ from torch import Tensor
 from dovetail.errors import PeerLostError, UsageError
 from dovetail.executors.gpus.peers import PeerPair
 from dovetail.executors.rank_checkpoints import RankCheckpoints
-from dovetail.executors.shares import (
-    Share,
-    Shares,
-    share_out,
-    strides_at,
-)
+from dovetail.executors.shares import Share, Shares, share_out, strides_at
 from dovetail.executors.timelines import progress_of
 from dovetail.executors.workers import Workers
 from dovetail.frontends.instructions import (

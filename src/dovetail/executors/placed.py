@@ -45,20 +45,11 @@ from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.gpus.worker import LoadGpus
 from dovetail.executors.hosts import Bridge, HostPart
 from dovetail.executors.loaded import LoadedStep, StateName, check_fits
-from dovetail.executors.shares import (
-    Share,
-    most_bytes,
-    share_out,
-    tensor_at,
-)
+from dovetail.executors.shares import Share, most_bytes, share_out, tensor_at
 from dovetail.executors.timelines import progress_of, timeline_of
 from dovetail.executors.worker import Failed, Load
 from dovetail.executors.workers import DeviceWorker, Workers
-from dovetail.frontends.instructions import (
-    AwaitFlag,
-    BlockSlot,
-    SendTensor,
-)
+from dovetail.frontends.instructions import AwaitFlag, BlockSlot, SendTensor
 from dovetail.frontends.interpret import held_values, source_value
 from dovetail.frontends.plain import ordinary_result
 from dovetail.frontends.program import Call, Captured, Ref, distinct_refs

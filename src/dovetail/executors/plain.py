@@ -26,13 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.errors import (
-    ProcessDiedError,
-    ProcessError,
-    UsageError,
-    WorkerDiedError,
-    WorkerError,
-)
+from dovetail.errors import ProcessDiedError, ProcessError, UsageError, WorkerDiedError, WorkerError
 from dovetail.executors.loaded import LoadedStep, StateName, check_steps, seconds_of_call
 from dovetail.executors.workers import LocalWorker, check_here, is_this_process
 from dovetail.frontends.interpret import seed_for, source_value

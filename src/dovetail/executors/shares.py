@@ -120,10 +120,7 @@ class Shares:
 
 
 def share_out(
-    plan: Plan,
-    graph: Graph,
-    program: Program | None = None,
-    ranks: Sequence[int] | None = None,
+    plan: Plan, graph: Graph, program: Program | None = None, ranks: Sequence[int] | None = None
 ) -> Shares:
     """The shares of a plan, which must be one that `plans.check` accepts. Nothing runs compiled
     without the step's program.

@@ -10,7 +10,6 @@ with Workers(machine) as workers:
 import os
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -246,12 +245,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(kill=error is not None)
 
 

@@ -243,10 +243,7 @@ def check_glue(
 
 
 def _follow(
-    graph: Graph,
-    homes: Mapping[str, int],
-    main: int,
-    run: Callable[[int, Mapping[int, int]], int],
+    graph: Graph, homes: Mapping[str, int], main: int, run: Callable[[int, Mapping[int, int]], int]
 ) -> None:
     """Follow every tensor as hooks at the listed modules would move it.
 
@@ -372,11 +369,7 @@ class _Needs:
         return before != (len(self.ties), tuple(self.roots), int(self.main.sum()))
 
     def _run(
-        self,
-        places: NDArray[np.int32],
-        heads: Mapping[int, int],
-        op: int,
-        reads: Mapping[int, int],
+        self, places: NDArray[np.int32], heads: Mapping[int, int], op: int, reads: Mapping[int, int]
     ) -> int:
         """The place of an op of a split module, which is tied to what it reads.
 

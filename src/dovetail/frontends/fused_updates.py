@@ -34,12 +34,7 @@ from dovetail.frontends.optimizers import (
 )
 from dovetail.frontends.program import Call
 from dovetail.runtime.rmsprop import fused_rmsprop
-from dovetail.runtime.torch_versions import (
-    count_up,
-    fused_adam,
-    fused_sgd,
-    is_step_watched,
-)
+from dovetail.runtime.torch_versions import count_up, fused_adam, fused_sgd, is_step_watched
 
 Lists = Sequence[Sequence[Tensor]]
 """[tensors of an update, parameters] the tensors of several updates: parameters, gradients, and

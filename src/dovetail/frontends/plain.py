@@ -110,12 +110,7 @@ class PlainModule:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        signature: Signature,
-        step: PlainStep,
-        *,
-        mode: str = "",
+        self, module: nn.Module, signature: Signature, step: PlainStep, *, mode: str = ""
     ) -> None:
         self.module, self.loss = module, step.loss
         self._signature = signature

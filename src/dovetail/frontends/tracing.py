@@ -45,13 +45,7 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends import recurrent
-from dovetail.frontends.checks import (
-    CHECK,
-    LossTracingError,
-    Questions,
-    TracingError,
-    settled,
-)
+from dovetail.frontends.checks import CHECK, LossTracingError, Questions, TracingError, settled
 from dovetail.frontends.leftovers import clear_caches
 from dovetail.frontends.optimizers import SCALE
 from dovetail.frontends.plain import loss_of
@@ -71,13 +65,7 @@ from dovetail.frontends.recording import (
     storage_of,
     tensors_of,
 )
-from dovetail.frontends.structures import (
-    TensorSlot,
-    constants,
-    fill,
-    flatten,
-    is_plain_object,
-)
+from dovetail.frontends.structures import TensorSlot, constants, fill, flatten, is_plain_object
 from dovetail.graph import LOSS_MODULE, Phase
 from dovetail.runtime.torch_versions import (
     FAKE_TENSOR_LOGGER,
@@ -272,7 +260,6 @@ def _writes(node: fx.Node) -> bool:
 # tensors there, and a step would run on the values that an earlier step had left.
 
 
-Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
 _MEMORY = (np.ndarray, bytearray, array)
 """Types that hold plain memory, which tensors may share."""

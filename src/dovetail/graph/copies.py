@@ -31,7 +31,6 @@ ADD = "aten.add"
 """The kind of an op that may sum gradients of several stages."""
 # More digits than these are no tower's number, and Python refuses to convert very many.
 _OF_TOWER = re.compile(r"tower\.([0-9]{1,9})/")
-_UPDATE_OF_TOWER = re.compile(r".*/tower\.([0-9]{1,9})$", re.DOTALL)
 _OF_MICRO_BATCH = re.compile(r"^micro\.[0-9]+/")
 _COPY = re.compile(r"(.*)/copy\.\d+$", re.DOTALL)
 
@@ -44,20 +43,9 @@ def tower_count(graph: Graph) -> int:
 def towers_of(graph: Graph) -> Int32:
     """Return [ops] the tower that has the op or input for itself; -1: all towers share it, as they
     share updates."""
-    return _numbers(graph, _OF_TOWER)
-
-
-def update_towers_of(graph: Graph) -> Int32:
-    """Return [ops] the tower whose gradient an asynchronous update uses; -1 for other ops."""
-    towers = _numbers(graph, _UPDATE_OF_TOWER)
-    towers[graph.phases != Phase.UPDATE] = -1
-    return towers
-
-
-def _numbers(graph: Graph, pattern: re.Pattern[str]) -> Int32:
     if AVERAGE not in graph.kinds:
         return np.full(len(graph), -1, dtype=np.int32)
-    matches = map(pattern.match, graph.names)
+    matches = map(_OF_TOWER.match, graph.names)
     return np.array([int(match[1]) if match else -1 for match in matches], dtype=np.int32)
 
 

@@ -2,12 +2,7 @@
 
 from dovetail.machine.files import load_machine, save_machine
 from dovetail.machine.local import check_local, local_machine, names_here
-from dovetail.machine.presets import (
-    PAPER_MACHINES,
-    PRESETS,
-    emulated_dtypes,
-    parse_machine,
-)
+from dovetail.machine.presets import PAPER_MACHINES, PRESETS, emulated_dtypes, parse_machine
 from dovetail.machine.records import Device, Link, Machine
 
 __all__ = [

@@ -63,10 +63,7 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "host"):
             raise MachineError(f"device {self.name!r}: kind is {self.kind!r}, not cpu, gpu or host")
-        rates = {
-            "memory_bytes": self.memory_bytes,
-            "op_overhead_seconds": self.op_overhead_seconds,
-        }
+        rates = {"memory_bytes": self.memory_bytes, "op_overhead_seconds": self.op_overhead_seconds}
         if self.kind != "host":
             rates["bandwidth_bytes_per_second"] = self.bandwidth_bytes_per_second
             rates |= {f"flops_per_second.{k}": v for k, v in self.flops_per_second.items()}

@@ -32,9 +32,7 @@ class Squeeze(nn.Sequential):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(
-            nn.ReLU(),
-            nn.Conv2d(inputs, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs, eps=EPS),
+            nn.ReLU(), nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs, eps=EPS)
         )
 
 

@@ -430,10 +430,7 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
     requests = {name: replace(options, step=step, whole=()) for name, step in steps.items()}
     problems = {
         name: problem_of(
-            requests[name],
-            machine,
-            costs[name],
-            GroupLevels(groups_of(step, units[name]), ()),
+            requests[name], machine, costs[name], GroupLevels(groups_of(step, units[name]), ())
         )
         for name, step in steps.items()
     }

@@ -28,12 +28,7 @@ from dovetail.timeline import Timeline
 
 
 def run(
-    plan: Plan,
-    step: Captured,
-    *,
-    seed: int = 0,
-    ranks: Ranks | None = None,
-    in_place: bool = False,
+    plan: Plan, step: Captured, *, seed: int = 0, ranks: Ranks | None = None, in_place: bool = False
 ) -> LoadedStep:
     """The step at work as the plan has it: a context manager with `step`, `measure`, `state_dict`.
 

@@ -766,7 +766,7 @@ def best_chain(
 
     # The stages of the best chain are found by following the origins down from everything.
     value, ideal, tops = float(table.values[-1, state]), len(lattice.parents) - 1, []
-    free, devices = [list(members) for members in kinds.members], []
+    free = [list(members) for members in kinds.members]
     kinds_used = []
     while ideal:
         kind, origin = int(table.kinds[ideal, state]), int(table.origins[ideal, state])
@@ -777,8 +777,7 @@ def best_chain(
         state = int(befores[table.values[origin, befores].argmin()])
         ideal = origin
     # Stages are numbered from the bottom and take the devices of their kind in machine order.
-    for kind in reversed(kinds_used):
-        devices.append(free[kind].pop(0))
+    devices = [free[kind].pop(0) for kind in reversed(kinds_used)]
     stages = np.zeros(len(lattice.ranks), np.int32)
     # Tops go down. Each marks a whole ideal; later ones mark its lower part anew.
     for stage, top in enumerate(tops):

@@ -367,11 +367,7 @@ def possible_hops(
 
 
 def add_hop(
-    master: Master,
-    source: int,
-    targets: Sequence[int],
-    sources: set[int],
-    destinations: set[int],
+    master: Master, source: int, targets: Sequence[int], sources: set[int], destinations: set[int]
 ) -> cp_model.IntVar | None:
     """Return a new literal that must be true if `source` is on one of `sources` and a target is on
     one of `destinations`; None if that cannot be. A source of -1 is always on one of `sources`.
@@ -1075,12 +1071,7 @@ PATIENCE_POLLS = 40
 """After a Ctrl-C the main thread waits this many polls for the solver to stop."""
 
 
-def exact(
-    problem: PlacementProblem,
-    budget: Budget,
-    *,
-    enumerate_after: int = 0,
-) -> GroupPlacement:
+def exact(problem: PlacementProblem, budget: Budget, *, enumerate_after: int = 0) -> GroupPlacement:
     """Return the best placement, proven if the budget allows it; otherwise the best so far.
 
     enumerate_after   rounds of CP-SAT before every placement may be evaluated instead

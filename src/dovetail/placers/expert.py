@@ -30,8 +30,7 @@ from dovetail.placers.budget import Budget
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 _LAYER = re.compile(
-    r"(?:^|\.)((?:\w*_)?(?:lstms?|grus?|rnns?|cells?|layers?))[._]?(\d+)(?=\.|$)",
-    re.IGNORECASE,
+    r"(?:^|\.)((?:\w*_)?(?:lstms?|grus?|rnns?|cells?|layers?))[._]?(\d+)(?=\.|$)", re.IGNORECASE
 )
 """Finds an indexed layer in a module's path: "lstm.0", "encoder_layers.3", "cell_1"."""
 _ATTENTION = re.compile(r"attention|memory", re.IGNORECASE)

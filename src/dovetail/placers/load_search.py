@@ -40,6 +40,7 @@ from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator import LoadModel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 from dovetail.simulator.kernel import copy
+from dovetail.simulator.loads import price
 
 # ── Random draws in kernels: xorshift64*, whose state is an array of one number ──────────────────
 #
@@ -421,15 +422,6 @@ def add_hop(
         seconds = sign * price(model, net, host, device)
         walk.loads[host] += seconds
         walk.loads[device] += seconds
-
-
-@inlined
-def price(model: LoadModel, net: int, source: int, destination: int) -> float:
-    """Return the seconds of one hop of a net; 0 if there is no link."""
-    return float(
-        model.net_sends[net] * model.latency_seconds[source, destination]
-        + model.net_bytes[net] * model.seconds_per_byte[source, destination]
-    )
 
 
 @inlined

@@ -1209,8 +1209,8 @@ def _every_cut(problem: PipelineProblem, budget: Budget) -> list[PipelineCut] | 
             options = (False, True) if problem.recompute else (False,)
             for schedule in problem.schedules:
                 if schedule != "interleaved":
-                    for again in itertools.product(options, repeat=count):
-                        cuts.append(PipelineCut(schedule, of_op, order, again))
+                    repeated = itertools.product(options, repeat=count)
+                    cuts += [PipelineCut(schedule, of_op, order, again) for again in repeated]
     return None if len(cuts) > MOST_TRIED else cuts
 
 

@@ -29,7 +29,7 @@ from dovetail.plans.rules import (
     normalise,
     stages_of,
 )
-from dovetail.plans.towers import tower_placement, tower_seconds
+from dovetail.plans.towers import tower_placement
 
 __all__ = [
     "COMPILED",
@@ -58,5 +58,4 @@ __all__ = [
     "save_plan",
     "stages_of",
     "tower_placement",
-    "tower_seconds",
 ]

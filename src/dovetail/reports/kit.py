@@ -30,12 +30,7 @@ from rich.table import Table as RichTable
 from dovetail.runtime.files import write_atomically
 from dovetail.units import printable
 
-TERMINAL_STYLES = {
-    "chosen": "bold green",
-    "none": "dim",
-    "over": "bold red",
-    "total": "bold",
-}
+TERMINAL_STYLES = {"chosen": "bold green", "none": "dim", "over": "bold red", "total": "bold"}
 """Maps the marks of a table's rows, which are classes of the style sheet, to styles of rich."""
 
 Card = tuple[str, str, str]

@@ -35,12 +35,7 @@ from dovetail.reports.schedules import (
     sequential_of,
     stages_text,
 )
-from dovetail.schedulers.results import (
-    ScheduleCandidate,
-    Scheduled,
-    Schedules,
-    SearchEffort,
-)
+from dovetail.schedulers.results import ScheduleCandidate, Scheduled, Schedules, SearchEffort
 from dovetail.units import format_bytes, format_count, format_seconds
 
 MOST_DRAWN = 10_000

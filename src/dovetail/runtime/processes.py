@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from dovetail.errors import ProcessDiedError, ProcessError
@@ -204,12 +203,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(kill=error is not None)
 
     def _end_stopped(self) -> None:

@@ -722,17 +722,6 @@ def fake_twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         return mode.from_tensor(tensor)
 
 
-# Storages.
-
-
-def storage_reference(storage: torch.UntypedStorage) -> Callable[[], bool]:
-    """A function that says whether the storage is still there, and does not keep it."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    return lambda: not reference.expired()
-
-
 # Groups of ranks. `torch.distributed` does not say which of its names are public.
 
 

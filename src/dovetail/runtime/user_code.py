@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from dovetail.errors import DovetailError, UserCodeError
@@ -47,12 +46,7 @@ class UserCode:
     def __enter__(self) -> None:
         _inside.blocks += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _inside.blocks -= 1
         if error is None or isinstance(error, DovetailError | KeyboardInterrupt | GeneratorExit):
             return

@@ -16,6 +16,7 @@ ops are not themselves a state. Exact without a window. O(sum over states of 2^s
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 from dovetail.schedulers.records import (
     BlockSchedule,
@@ -25,7 +26,7 @@ from dovetail.schedulers.records import (
     members,
     subsets_of,
 )
-from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
+from dovetail.schedulers.states import MOST_STATES, BlockState, best_schedule, states_of
 
 
 def dos(
@@ -36,22 +37,7 @@ def dos(
     Ties: the first ending that `endings_of` yields. Raises `TooManyStatesError`.
     """
     states = states_of(block, window, most)
-    stages = list(dict.fromkeys(e for state in states for e in endings_of(state, window)))
-    timings = dict(zip(stages, timer(stages), strict=True))
-    seconds = {stage: timing.seconds for stage, timing in timings.items()}
-    best: dict[OpSet, float] = {0: 0.0}
-    last: dict[OpSet, OpSet] = {}
-    transitions = 0
-    # States come smaller sets first, so the rest of a state after any ending has its best by now.
-    for ops, sinks in states:
-        least, chosen = float("inf"), 0
-        for ending in endings_of(BlockState(ops, sinks), window):
-            transitions += 1
-            total = best[ops ^ ending] + seconds[ending]
-            if total < least:
-                least, chosen = total, ending
-        best[ops], last[ops] = least, chosen
-    return trace(block, last, timings, (len(states), transitions))
+    return best_schedule(block, timer, states, partial(endings_of, window=window))
 
 
 def endings_of(state: BlockState, window: int = 0) -> Iterator[OpSet]:

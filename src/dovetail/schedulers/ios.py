@@ -21,7 +21,7 @@ leaves.
 from collections.abc import Iterator
 
 from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTimer, members
-from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
+from dovetail.schedulers.states import MOST_STATES, BlockState, best_schedule, states_of
 
 GROUP_OPS = 3
 """Default of the most ops in a group, the paper's r."""
@@ -45,29 +45,15 @@ def ios(
     """
     states = states_of(block, window, most)
     state_sets = {0, *(state.ops for state in states)}
-    endings = [
-        [
+    endings = {
+        state: [
             ending
             for ending in endings_of(block, state, group_ops, groups)
             if not window or state.ops ^ ending in state_sets
         ]
         for state in states
-    ]
-    stages = list(dict.fromkeys(stage for of_state in endings for stage in of_state))
-    timings = dict(zip(stages, timer(stages), strict=True))
-    seconds = {stage: timing.seconds for stage, timing in timings.items()}
-    best: dict[OpSet, float] = {0: 0.0}
-    last: dict[OpSet, OpSet] = {}
-    # States come smaller sets first, so the rest of a state after any ending has its best by now.
-    for state, of_state in zip(states, endings, strict=True):
-        ops = state.ops
-        least, chosen = float("inf"), 0
-        for ending in of_state:
-            total = best[ops ^ ending] + seconds[ending]
-            if total < least:
-                least, chosen = total, ending
-        best[ops], last[ops] = least, chosen
-    return trace(block, last, timings, (len(states), sum(map(len, endings))))
+    }
+    return best_schedule(block, timer, states, endings.__getitem__)
 
 
 def endings_of(

@@ -10,11 +10,11 @@ more places after it. At most ops x 2^(w - 1) states remain, however wide the bl
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dovetail.errors import TooManyStatesError
-from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTiming, members
+from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTimer, members
 
 MOST_STATES = 1_000_000
 """Default of the most states of a block; more would not fit into memory."""
@@ -111,21 +111,38 @@ def _grow(block: KernelBlock, state: _Grown, window: int) -> Iterator[_Grown]:
         yield with_op, sinks & ~block.predecessors[op] | 1 << op, ready & ~(1 << op) | freed
 
 
-def trace(
+def best_schedule(
     block: KernelBlock,
-    last: Mapping[OpSet, OpSet],
-    timings: Mapping[OpSet, StageTiming],
-    effort: tuple[int, int],
+    timer: StageTimer,
+    states: Sequence[BlockState],
+    endings_of: Callable[[BlockState], Iterable[OpSet]],
 ) -> BlockSchedule:
-    """Return the best schedule of a block, read backwards from its last stage.
+    """Return the stages with the least sum of seconds, by the dynamic programme
 
-    last     state -> the last stage of its best schedule
-    effort   (states, transitions)
+        seconds(S) = min over endings E of S of   seconds(S - E) + stage seconds(E)
+
+    `endings_of` is called twice for each state. Ties: the first ending that it yields.
     """
-    stages = []
-    ops = block.everything
+    stages = list(dict.fromkeys(ending for state in states for ending in endings_of(state)))
+    timings = dict(zip(stages, timer(stages), strict=True))
+    seconds = {stage: timing.seconds for stage, timing in timings.items()}
+    best: dict[OpSet, float] = {0: 0.0}
+    last: dict[OpSet, OpSet] = {}
+    transitions = 0
+    # States come smaller sets first, so the rest of a state after any ending has its best by now.
+    for state in states:
+        least, chosen = float("inf"), 0
+        for ending in endings_of(state):
+            transitions += 1
+            total = best[state.ops ^ ending] + seconds[ending]
+            if total < least:
+                least, chosen = total, ending
+        best[state.ops], last[state.ops] = least, chosen
+    # The best schedule is read backwards from its last stage.
+    chain, ops = [], block.everything
     while ops:
-        stages.append(last[ops])
+        chain.append(last[ops])
         ops ^= last[ops]
-    stages.reverse()
-    return BlockSchedule(tuple(stages), tuple(timings[s] for s in stages), *effort, len(timings))
+    chain.reverse()
+    of_chain = tuple(timings[stage] for stage in chain)
+    return BlockSchedule(tuple(chain), of_chain, len(states), transitions, len(timings))

@@ -238,12 +238,12 @@ def _sum_loads(model: LoadModel, placements: Int32, loads: Float64) -> None:
         for group in range(model.groups):
             total[placement[group]] += model.work_seconds[group, placement[group]]
         for net in range(len(model.net_sources)):
-            add_net(model, placement, net, total, 1.0)
+            add_net(model, placement, net, total)
 
 
 @inlined
-def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: float) -> None:
-    """Add `sign` times the hops of one net to `loads`. O(targets x devices)."""
+def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64) -> None:
+    """Add the hops of one net to `loads`. O(targets x devices)."""
     source = model.net_sources[net]
     home = model.host if source < 0 else placement[source]
     relayed = False
@@ -254,17 +254,15 @@ def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: 
             continue
         # The host may be a destination itself and a relay, and gets the net only once.
         if model.linked[home, destination]:
-            if destination == model.host:
-                if not relayed:
-                    _add_hop(model, net, home, destination, loads, sign)
-                relayed = True
-            else:
-                _add_hop(model, net, home, destination, loads, sign)
+            is_host = destination == model.host
+            if not (is_host and relayed):
+                _add_hop(model, net, home, destination, loads)
+            relayed = relayed or is_host
             continue
         if not relayed:
-            _add_hop(model, net, home, model.host, loads, sign)
+            _add_hop(model, net, home, model.host, loads)
         relayed = True
-        _add_hop(model, net, model.host, destination, loads, sign)
+        _add_hop(model, net, model.host, destination, loads)
 
 
 @inlined
@@ -281,15 +279,19 @@ def _has_earlier_target(
 
 
 @inlined
-def _add_hop(
-    model: LoadModel, net: int, source: int, destination: int, loads: Float64, sign: float
-) -> None:
-    seconds = sign * (
+def _add_hop(model: LoadModel, net: int, source: int, destination: int, loads: Float64) -> None:
+    seconds = price(model, net, source, destination)
+    loads[source] += seconds
+    loads[destination] += seconds
+
+
+@inlined
+def price(model: LoadModel, net: int, source: int, destination: int) -> float:
+    """Return the seconds of one hop of a net; 0 if there is no link."""
+    return float(
         model.net_sends[net] * model.latency_seconds[source, destination]
         + model.net_bytes[net] * model.seconds_per_byte[source, destination]
     )
-    loads[source] += seconds
-    loads[destination] += seconds
 
 
 def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> Float64:

@@ -189,10 +189,7 @@ def silent(_doing: str, _fraction: float) -> None:
 
 
 def measure(
-    assignment: Assignment,
-    backend: Backend,
-    budget_seconds: float = 15.0,
-    cores: int | None = None,
+    assignment: Assignment, backend: Backend, budget_seconds: float = 15.0, cores: int | None = None
 ) -> StepMeasurement:
     """Runs a few steps of one worker on the backend, with a commit after each, and returns their
     times.

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -127,11 +126,7 @@ class Center:
     """
 
     def __init__(
-        self,
-        theta: Vector,
-        rule: Rule,
-        shards: int = 1,
-        watched: NDArray[np.int64] | None = None,
+        self, theta: Vector, rule: Rule, shards: int = 1, watched: NDArray[np.int64] | None = None
     ) -> None:
         assert theta.ndim == 1
         assert theta.flags.c_contiguous
@@ -322,12 +317,7 @@ class Center:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -77,10 +77,7 @@ class _Evaluations(BaseModel):
 
 
 def open_folder(
-    folder: str | os.PathLike[str],
-    facts: Mapping[str, Any],
-    resume: bool,
-    more: Iterable[str] = (),
+    folder: str | os.PathLike[str], facts: Mapping[str, Any], resume: bool, more: Iterable[str] = ()
 ) -> RunFolder:
     """Starts a run in the folder, or opens the run that is there to resume it.
 

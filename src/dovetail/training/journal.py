@@ -370,9 +370,8 @@ def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]
     entries = [[name, str(v.dtype), v.size, checksum(v)] for name, v in vectors.items()]
     header = json.dumps({"state": state, "vectors": entries}).encode()
     start = MAGIC + _HEAD.pack(len(header), zlib.crc32(header)) + header
-    pieces = [memoryview(start)]
-    for vector in vectors.values():
-        pieces.append(np.ascontiguousarray(vector).reshape(-1).view(np.uint8).data)
+    flat = [np.ascontiguousarray(vector).reshape(-1) for vector in vectors.values()]
+    pieces = [memoryview(start), *(vector.view(np.uint8).data for vector in flat)]
     size_bytes = sum(len(piece) for piece in pieces)
     temporary = path.with_name(".snapshot.tmp")
     try:

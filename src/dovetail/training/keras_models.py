@@ -36,8 +36,7 @@ def check_keras(model: Any) -> None:
     backend = sys.modules["keras"].backend.backend()
     if backend != "torch":
         raise ModelError(
-            model.name,
-            f"Keras runs on {backend}; set KERAS_BACKEND=torch before keras is imported",
+            model.name, f"Keras runs on {backend}; set KERAS_BACKEND=torch before keras is imported"
         )
     if not model.built:
         raise ModelError(model.name, "is not built; call it once, or give it an Input layer")

@@ -419,10 +419,7 @@ def _waiting_turn_of(fields: dict[str, Any]) -> _WaitingTurn:
     turn = Turn(**{**fields["turn"], "commit": commit and Commit(**commit)})
     verdict, refusal = fields["verdict"], fields["refusal"]
     return _WaitingTurn(
-        turn,
-        verdict and Verdict(verdict),
-        refusal and Refusal(refusal),
-        fields["staged"],
+        turn, verdict and Verdict(verdict), refusal and Refusal(refusal), fields["staged"]
     )
 
 

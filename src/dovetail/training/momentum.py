@@ -47,7 +47,6 @@ MEMORY = 1000
 """After so many commits, the weight of a commit in the estimate has faded to 1/e."""
 WARM, FEWEST = 100, 200
 """The first `WARM` commits only measure how large updates are. An estimate needs `FEWEST`."""
-_AROUND = np.array([-1 - LAG, -1, 0, 1])
 _LEAST = 1e-30
 
 

@@ -71,12 +71,7 @@ from dovetail.training.backends.ranks.meeting import (
     said_of,
 )
 from dovetail.training.backends.ranks.messages import TrainingMessage
-from dovetail.training.backends.ranks.worker import (
-    LastLink,
-    LinkBroken,
-    RemoteLink,
-    vector_bytes,
-)
+from dovetail.training.backends.ranks.worker import LastLink, LinkBroken, RemoteLink, vector_bytes
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
@@ -255,12 +250,7 @@ class SharedCenter:
     """A rank's way to the server that rank 0 started; see `RankCenter`."""
 
     def __init__(
-        self,
-        rule: Rule,
-        facts: CenterFacts,
-        place: RankPlace,
-        timeout_seconds: float,
-        listen: str,
+        self, rule: Rule, facts: CenterFacts, place: RankPlace, timeout_seconds: float, listen: str
     ) -> None:
         self.rank, self.ranks, self.job = place.rank, place.ranks, facts.job(place.ranks)
         self._host: _Host | None = None
@@ -461,10 +451,7 @@ class _Host:
         meeting, team = self._meeting, self._team
         ours, theirs = (Channel(end.detach()) for end in socket.socketpair())
         is_spread = meeting.place.is_spread
-        with (
-            meeting.door(listen, beside=True, abroad=is_spread) as door,
-            team.told_failures(),
-        ):
+        with meeting.door(listen, beside=True, abroad=is_spread) as door, team.told_failures():
             team.gather(door, agreed, self._job.run)
             links: dict[int, Connection] = {}
             deadline = time.monotonic() + meeting.timeout_seconds

@@ -18,7 +18,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from dovetail.errors import RunMismatchError
@@ -211,12 +210,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def seconds(self) -> float:

@@ -32,11 +32,7 @@ from dovetail.training.supervisor import ServerReport
 
 
 def open_server(
-    plan: ServerPlan,
-    center: Vector | ServedCenter,
-    clock: Callable[[], float],
-    *,
-    restarted: bool,
+    plan: ServerPlan, center: Vector | ServedCenter, clock: Callable[[], float], *, restarted: bool
 ) -> Server:
     """The plan's server: a new one, or one with the state that its folder holds, if the plan
     continues a run or this server is `restarted`, in place of one that died.

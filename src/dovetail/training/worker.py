@@ -18,16 +18,7 @@ from numpy.typing import NDArray
 from dovetail.errors import TrainingError
 from dovetail.training.learner import Gradient, Learner, Stepper
 from dovetail.training.positions import Positions, Stretch
-from dovetail.training.records import (
-    Commit,
-    Job,
-    Lease,
-    Refusal,
-    Reply,
-    Turn,
-    Vector,
-    Verdict,
-)
+from dovetail.training.records import Commit, Job, Lease, Refusal, Reply, Turn, Vector, Verdict
 from dovetail.training.rules.contract import Local, Rule, new_slots
 
 

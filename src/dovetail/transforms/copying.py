@@ -21,15 +21,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import ReplicationError, UsageError
 from dovetail.graph.copies import ACCUMULATE, AVERAGE, WRITTEN
-from dovetail.graph.records import (
-    Bool,
-    Graph,
-    Int64,
-    Phase,
-    csr_offsets,
-    gather,
-    select_columns,
-)
+from dovetail.graph.records import Bool, Graph, Int64, Phase, csr_offsets, gather, select_columns
 
 MOST_OPS = 2**20
 """A graph of copies has at most so many ops, which take a gigabyte."""

@@ -139,10 +139,7 @@ def micro_batched(
 
 
 def changes_of(
-    graph: Graph,
-    micro_batches: int,
-    stages: NDArray[np.integer],
-    recompute: NDArray[np.bool_],
+    graph: Graph, micro_batches: int, stages: NDArray[np.integer], recompute: NDArray[np.bool_]
 ) -> bytes:
     """Return a key that is equal for stages with which `micro_batched` makes equal graphs."""
     copies = _MicroBatches(Replica(graph), micro_batches, stages, recompute)
@@ -292,8 +289,8 @@ class _MicroBatches(Copying):
                 places = [e for e in needs if self.runs[e] and not self.replica.buffer_updates[e]]
                 at = max(places, default=op)
             entries.append((at, 0 if at == op else 1, op, COPY, -1))
-        for tensor in self.gradients.tolist():
-            entries.append((int(graph.producers[tensor]), 2, tensor, SUM, tensor))
+        gradients = self.gradients.tolist()
+        entries += [(int(graph.producers[tensor]), 2, tensor, SUM, tensor) for tensor in gradients]
         again = np.flatnonzero(self.again)
         if len(again):
             assert self.stages is not None

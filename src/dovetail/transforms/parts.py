@@ -166,17 +166,15 @@ def with_examples_of(captured: "Captured", made: "Captured", parts: int) -> "Cap
 
 def _slices(values: "tuple[Tensor, ...]", parts: int) -> "list[tuple[Tensor, ...]]":
     """Return of each part its slices of the tensors. They are leaves, as the tensors are."""
-    slices = []
-    for part in range(parts):
-        slices.append(
-            tuple(
-                value.detach()
-                .narrow(0, part * (size := value.shape[0] // parts), size)
-                .requires_grad_(value.requires_grad)
-                for value in values
-            )
+    return [
+        tuple(
+            value.detach()
+            .narrow(0, part * (size := value.shape[0] // parts), size)
+            .requires_grad_(value.requires_grad)
+            for value in values
         )
-    return slices
+        for part in range(parts)
+    ]
 
 
 def _drawn(

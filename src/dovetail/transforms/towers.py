@@ -174,8 +174,7 @@ class _Towers(Copying):
             for tower in range(self.count)
         ]
         before, after = self._unordered_waits.T
-        for tower in range(1, self.count):
-            pairs.append((self.places[tower, before], self.places[0, after]))
+        pairs += [(self.places[t, before], self.places[0, after]) for t in range(1, self.count)]
         edges = np.concatenate([np.stack(pair, axis=1) for pair in pairs])
         return np.unique(edges[(edges >= 0).all(axis=1)], axis=0)
 

@@ -26,13 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dovetail.executors.gpus.streams import fork, join, mark
-from dovetail.frontends.instructions import (
-    AwaitFlag,
-    FreeTensors,
-    Issue,
-    RunKernels,
-    SendTensor,
-)
+from dovetail.frontends.instructions import AwaitFlag, FreeTensors, Issue, RunKernels, SendTensor
 from dovetail.schedulers.blocks import part_of
 from dovetail.schedulers.dataflow import Streams, with_waits
 from dovetail.schedulers.races import Buffer, happens_before

@@ -32,14 +32,7 @@ from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.frontends.runners import make_runner, runner_kind
-from dovetail.runtime.timers import (
-    Repeats,
-    clock,
-    seconds_of,
-    summarise,
-    time_steps,
-    times_within,
-)
+from dovetail.runtime.timers import Repeats, clock, seconds_of, summarise, time_steps, times_within
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.timing import key_of

@@ -25,23 +25,11 @@ from torch import Tensor
 
 from dovetail.errors import UsageError
 from dovetail.frontends.checks import CHECK
-from dovetail.frontends.interpret import (
-    Values,
-    call_arguments,
-    initial_values,
-    run_call,
-    seed_for,
-)
+from dovetail.frontends.interpret import Values, call_arguments, initial_values, run_call, seed_for
 from dovetail.frontends.program import Call, Captured, Ref, kind_of
 from dovetail.frontends.structures import leaves
 from dovetail.graph import Graph
-from dovetail.graph.kernels import (
-    CONVOLUTION,
-    FOLDED,
-    NORMALISATIONS,
-    Kernels,
-    written_sources,
-)
+from dovetail.graph.kernels import CONVOLUTION, FOLDED, NORMALISATIONS, Kernels, written_sources
 from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.records import KernelBlock, OpSet
 

@@ -12,12 +12,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import FileFormatError, ModelError
-from dovetail.frontends.onnx.flops import (
-    ONNX_MATRIX_KINDS,
-    count_bytes,
-    count_flops,
-    unknown_flops,
-)
+from dovetail.frontends.onnx.flops import ONNX_MATRIX_KINDS, count_bytes, count_flops, unknown_flops
 from dovetail.frontends.onnx.reading import (
     Op,
     Shapes,

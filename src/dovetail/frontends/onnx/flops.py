@@ -58,10 +58,9 @@ def _input(op: Op, position: int) -> Value:
     return value
 
 
-def _products(left: int = 0) -> Callable[[Op], int]:
-    """Return the rule of a matrix product: 2 x outputs x the inner axis, which is the last axis of
-    input `left`."""
-    return lambda op: 2 * op.outputs[0].elements * (_input(op, left).shape or (1,))[-1]
+def _product(op: Op) -> int:
+    """2 x outputs x the inner axis, which is the last axis of the left input."""
+    return 2 * op.outputs[0].elements * (_input(op, 0).shape or (1,))[-1]
 
 
 def _gemm(op: Op) -> int:
@@ -166,10 +165,10 @@ _MATRIX: dict[str, Callable[[Op], int]] = {
     "GRU": _recurrent(11),  # 3 sums of products, 3 activations, 5 for the mix
     "Gemm": _gemm,
     "LSTM": _recurrent(13),  # 4 sums of products, 5 activations, 4 for the cell
-    "MatMul": _products(),
-    "MatMulInteger": _products(),
+    "MatMul": _product,
+    "MatMulInteger": _product,
     "QLinearConv": _convolution(3),
-    "QLinearMatMul": _products(),
+    "QLinearMatMul": _product,
     "RNN": _recurrent(2),
 }
 ONNX_MATRIX_KINDS = frozenset(f"onnx.{kind}" for kind in _MATRIX)

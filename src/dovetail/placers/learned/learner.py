@@ -34,13 +34,7 @@ from dovetail.placers.learned.adam import VectorAdam
 from dovetail.placers.learned.log import ControllerLog, LearnerState, LogEntry
 from dovetail.placers.learned.losses import Baseline, ppo, reinforce, teaching, with_elite
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import (
-    Float32,
-    Judge,
-    LearningSettings,
-    Point,
-    ProblemView,
-)
+from dovetail.placers.learned.records import Float32, Judge, LearningSettings, Point, ProblemView
 from dovetail.training import Gradient, Vector, alive
 
 LOSSES = {"reinforce": reinforce, "ppo": ppo}

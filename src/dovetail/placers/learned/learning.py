@@ -39,13 +39,7 @@ from dovetail.placers.learned.learner import (
 )
 from dovetail.placers.learned.log import CONTROLLERS, LogEntry, LogReaders
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import (
-    Judge,
-    Learned,
-    LearningSettings,
-    PlacementTask,
-    Point,
-)
+from dovetail.placers.learned.records import Judge, Learned, LearningSettings, PlacementTask, Point
 from dovetail.runtime.files import refuse_links
 from dovetail.training import (
     Assignment,

@@ -45,14 +45,7 @@ from dovetail.placers.learned.features import (
     column,
     cuts,
 )
-from dovetail.placers.learned.policy import (
-    Draw,
-    Judged,
-    Policy,
-    chosen,
-    kind_vectors,
-    tensors_of,
-)
+from dovetail.placers.learned.policy import Draw, Judged, Policy, chosen, kind_vectors, tensors_of
 from dovetail.placers.learned.records import LearningSettings, ProblemView
 
 CPU = torch.device("cpu")

@@ -48,12 +48,7 @@ class ServerLink(ABC):
         learner = make_learner(plan.worker)
         sequence = self.join()
         steps = work(
-            plan.job,
-            plan.rule,
-            learner,
-            plan.worker,
-            sequence=sequence,
-            clock=self.seconds,
+            plan.job, plan.rule, learner, plan.worker, sequence=sequence, clock=self.seconds
         )
         drive(steps, self.ask, self.show_life)
         self.leave()

@@ -19,7 +19,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from numbers import Real
@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
 from dovetail.runtime.user_code import line_of
-from dovetail.training.backends.contract import Assignment, Watcher, check_options
+from dovetail.training.backends.contract import Assignment, ServerPlan, Watcher, check_options
 from dovetail.training.gate import TurnGate
 from dovetail.training.learner import Gradient, Learner
 from dovetail.training.records import Outcome, Turn, Vector
 from dovetail.training.server import Delivery, Server
-from dovetail.training.serving import Serving, WorkerPort
+from dovetail.training.serving import Serving, WorkerPort, open_server
 from dovetail.training.step_times import StepTimes
 from dovetail.training.supervisor import (
     CenterCopy,
@@ -194,17 +194,13 @@ class SimulatedTransport:
         """Makes a new server, or one that resumes a run. Virtual time then goes on from the run's
         last event."""
         assignment, began = self.assignment, 0.0
-        options: dict[str, Any] = {
-            "guard": assignment.guard,
-            "storage": assignment.storage,
-            "shards": assignment.shards or 1,
-            "clock": lambda: self.now - began,
-        }
-        if assignment.storage is None or not assignment.storage.resume:
-            return Server(assignment.job, assignment.rule, self.theta, **options)
-        server = Server.resume(assignment.job, assignment.rule, self.theta, **options)
-        server.dismiss_late()
-        self.now = self.ended = began = max((event.seconds for event in server.events), default=0.0)
+        # The transport's own gate forces the order of turns.
+        plan = replace(ServerPlan.of(assignment, assignment.storage), order=None)
+        server = open_server(plan, self.theta, lambda: self.now - began, restarted=False)
+        if plan.storage is not None and plan.storage.resume:
+            server.dismiss_late()
+            began = max((event.seconds for event in server.events), default=0.0)
+            self.now = self.ended = began
         return server
 
     # What the supervisor asks for
@@ -330,12 +326,7 @@ class SimulatedTransport:
         port = WorkerPort(partial(self._answer, worker), outbox=worker.outbox)
         sequence = self.serving.join(index, port)
         worker.work = work(
-            job,
-            self.assignment.rule,
-            learner,
-            index,
-            sequence=sequence,
-            clock=worker.clock,
+            job, self.assignment.rule, learner, index, sequence=sequence, clock=worker.clock
         )
         self._advance(worker, None)
 

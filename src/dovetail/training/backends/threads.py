@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -24,11 +24,11 @@ import numpy as np
 
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
 from dovetail.runtime.user_code import line_of
-from dovetail.training.backends.contract import Assignment, Watcher, check_options
+from dovetail.training.backends.contract import Assignment, ServerPlan, Watcher, check_options
 from dovetail.training.liveness import LOOKS, on_alive
 from dovetail.training.records import Outcome
-from dovetail.training.server import Delivery, Server
-from dovetail.training.serving import Serving, WorkerPort
+from dovetail.training.server import Delivery
+from dovetail.training.serving import Serving, WorkerPort, open_server
 from dovetail.training.supervisor import (
     CenterCopy,
     Gone,
@@ -85,20 +85,11 @@ class ThreadsTransport:
         self.assignment = assignment
         start_seconds = time.perf_counter()
         self.theta = np.array(assignment.theta)  # the center itself
-        storage = assignment.storage
-        resumes = storage is not None and storage.resume
-        open_server: Callable[..., Server] = Server.resume if resumes else Server
+        plan = ServerPlan.of(assignment, assignment.storage)
         self.server = open_server(
-            assignment.job,
-            assignment.rule,
-            self.theta,
-            guard=assignment.guard,
-            storage=storage,
-            shards=assignment.shards or 1,
-            order=assignment.order,
-            clock=lambda: time.perf_counter() - start_seconds,
+            plan, self.theta, lambda: time.perf_counter() - start_seconds, restarted=False
         )
-        if resumes:
+        if plan.storage is not None and plan.storage.resume:
             self.server.dismiss_late()
         lease_seconds = assignment.policy.lease_seconds
         self.serving = Serving(self.server, lease_seconds, doubt_seconds=lease_seconds / LOOKS)

@@ -27,7 +27,8 @@ from dovetail.training import kernels
 from dovetail.training.options import count, fraction, not_negative, positive
 from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Rule, Slice
-from dovetail.training.rules.diloco import DELTA, distance, walk_alone
+from dovetail.training.rules.diloco import DELTA, distance
+from dovetail.training.rules.pushing import walk_alone
 
 MOMENTUM, BUFFER, ARRIVALS = "momentum", "buffer", "arrivals"
 """The rule's vectors on the server, m and Delta, and the number of commits that it has applied."""

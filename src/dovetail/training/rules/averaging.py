@@ -14,10 +14,8 @@ at the end of its equal share of all epochs.
 
 from collections.abc import Sequence
 
-from dovetail.training import kernels
-from dovetail.training.records import Vector
-from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
-from dovetail.training.rules.pushing import mean_of_workers
+from dovetail.training.rules.contract import Arrival, Rule, Slice, at_theta
+from dovetail.training.rules.pushing import mean_of_workers, walk_alone
 
 
 def averaging() -> Rule:
@@ -31,15 +29,9 @@ def one_shot() -> Rule:
 
 
 def _averaging(name: str) -> Rule:
-    return Rule(name=name, options={}, step=_step, message=_message, combine=_combine, gathers=True)
-
-
-def _step(local: Local, gradient: Vector, update: Update) -> None:
-    kernels.add(local.theta, update(local.theta, gradient))
-
-
-def _message(local: Local) -> Vector:
-    return local.theta
+    return Rule(
+        name=name, options={}, step=walk_alone, message=at_theta, combine=_combine, gathers=True
+    )
 
 
 def _combine(part: Slice, arrivals: Sequence[Arrival]) -> None:

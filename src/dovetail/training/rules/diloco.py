@@ -21,8 +21,8 @@ from dovetail.training import kernels
 from dovetail.training.optimizers import COUNT, FlatSGD
 from dovetail.training.options import fraction, positive
 from dovetail.training.records import Vector
-from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
-from dovetail.training.rules.pushing import mean_of_workers
+from dovetail.training.rules.contract import Arrival, Local, Rule, Slice
+from dovetail.training.rules.pushing import mean_of_workers, walk_alone
 
 DELTA = "delta"
 """The rule's vector on a worker, Delta_k."""
@@ -50,11 +50,6 @@ def diloco(lr: float = 0.7, momentum: float = 0.9) -> Rule:
         server_slots=outer.slots,
         server_counts=(COUNT,),
     )
-
-
-def walk_alone(local: Local, gradient: Vector, update: Update) -> None:
-    """Makes a local step that nothing accumulates: theta_k += U(g)."""
-    kernels.add(local.theta, update(local.theta, gradient))
 
 
 def distance(local: Local) -> Vector:

@@ -20,7 +20,7 @@ from dovetail.training.optimizers import COUNT, FlatAdagrad
 from dovetail.training.options import not_negative, positive
 from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
-from dovetail.training.rules.pushing import TOTAL, add_gradient, total, walk
+from dovetail.training.rules.pushing import TOTAL, add_gradient, total, walk, walk_alone
 
 
 def downpour() -> Rule:
@@ -64,5 +64,5 @@ def add(part: Slice, arrival: Arrival) -> None:
 
 
 def _walk_by_gradients(local: Local, gradient: Vector, update: Update) -> None:
-    kernels.add(local.theta, update(local.theta, gradient))
+    walk_alone(local, gradient, update)
     add_gradient(local, gradient, update)

@@ -27,6 +27,11 @@ def walk(local: Local, gradient: Vector, update: Update) -> None:
     _accumulate(local, change)
 
 
+def walk_alone(local: Local, gradient: Vector, update: Update) -> None:
+    """Makes a local step that nothing accumulates: theta_k += U(g)."""
+    kernels.add(local.theta, update(local.theta, gradient))
+
+
 def add_gradient(local: Local, gradient: Vector, _update: Update) -> None:
     """Adds the gradient to the sum, and leaves theta_k where it is: v += g.
 

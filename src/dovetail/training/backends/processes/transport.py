@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -166,12 +165,7 @@ class ProcessesTransport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self.workers.values():
             worker.process.close(kill=True)
             worker.memory.close()

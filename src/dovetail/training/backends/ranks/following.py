@@ -5,7 +5,6 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -69,12 +68,7 @@ class _Follower:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._control.close()
         for process in self._workers.values():
             process.close(kill=True)
