@@ -150,6 +150,19 @@ def test_a_plan_that_is_faster_stays_and_shows_the_others(step, timed):
     assert "it pays: this plan is 2.00 x as fast as torch.compile (1 thread) (2.00 to" in told(plan)
 
 
+def test_a_search_that_goes_on_lets_torch_compile_have_all_of_the_time(step, monkeypatch):
+    shares = []
+
+    def fastest_way(plans, *_arguments, own_share, **_options):
+        shares.append(own_share)
+        return plans[0]
+
+    monkeypatch.setattr(ways, "fastest_way", fastest_way)
+    for again in (False, True):
+        found(step, placer="single", again=again)
+    assert shares == [ways.OWN_SHARE, 1.0]
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_all_cores_and_the_best_number_of_threads_are_measured(step, timed):
     machine = with_cores(parse_machine("here"), 2)

@@ -460,11 +460,11 @@ def check_plain(captured: Captured) -> None:
 def _pack(captured: Captured) -> tuple[Parcel, Block]:
     """The module, or what makes it, with its signature and its plain step, as a parcel."""
     check_plain(captured)
-    module: Any = captured.module
-    if any(map(is_fake, (*module.parameters(), *module.buffers()))):
-        if captured.make is None:
+    module: Any = captured.make
+    if module is None:
+        module = captured.module
+        if any(map(is_fake, (*module.parameters(), *module.buffers()))):
             raise UsageError("step", "has fake weights; capture a module with real ones")
-        module = captured.make
     # The examples may be fake, and serve no purpose there.
     signature = replace(captured.signature, inputs=(), targets=())
     try:

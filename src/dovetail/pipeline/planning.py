@@ -236,7 +236,7 @@ def _measured(
     """The fastest, as measured here side by side, of the plan, its rival, and the step as its user
     would run it. The plan itself if its step does not run."""
     from dovetail.pipeline.segmenting import LATE_SEGMENTS, Segmented, with_segments
-    from dovetail.pipeline.ways import LEAST_COMPILE_SECONDS, fastest_way
+    from dovetail.pipeline.ways import LEAST_COMPILE_SECONDS, OWN_SHARE, fastest_way
 
     # A step of parts of a batch is compared with that of the whole batch, as the user has it.
     shared = tried.candidates[best].parts > 1
@@ -303,6 +303,8 @@ def _measured(
         whole=whole,
         replaces=replaces,
         compile_seconds=limit_seconds,
+        # Most often it is what was missed before.
+        own_share=1.0 if request.again else OWN_SHARE,
         progress=progress,
         deadline=deadline,
     )

@@ -62,7 +62,7 @@ CPU = "cpu"
 WHOLE_SECONDS, QUICK_SECONDS, SEARCH_SECONDS = 60.0, 10.0, 10.0
 """A plan takes so many seconds if no budget is given, or so many by `quick`, and its search at most
 `SEARCH_SECONDS` of them: longer searches rarely find more."""
-SHARES = {"measuring": 3.0, "searching": 3.0, "compiling": 4.0, "comparing": 2.0}
+SHARES = {"measuring": 3.0, "searching": 3.0, "compiling": 4.0, "comparing": 1.0}
 """The phases of planning on this machine, and their shares of a budget of seconds."""
 MIN_GAIN = 0.02
 """A plan on more devices must be better by this share if `min_gain` is not given."""
@@ -230,7 +230,7 @@ class PlanRequest:
     compile_budget: str | float = option(
         "60s",
         "Limit of compiling within the budget: 60s, 2m. torch.compile takes up to two thirds of "
-        "it, segments the rest. 0s: nothing is compiled",
+        "it, with --again all that it needs, and segments the rest. 0s: nothing is compiled",
         variable="DOVETAIL_COMPILE_BUDGET",
     )
     method: "Placer | None" = None

@@ -106,6 +106,7 @@ def fastest_way(
     whole: Plan | None = None,
     replaces: bool,
     compile_seconds: float,
+    own_share: float = OWN_SHARE,
     progress: TellProgress,
     deadline: Deadline | None = None,
 ) -> Plan:
@@ -121,6 +122,7 @@ def fastest_way(
                      what `torch.compile`, which comes first, has left of the limit
     whole            a plan of `step`, where `plans` are of parts of its batch; None: they are of it
     compile_seconds  limit of all compilations together; 0: nothing is compiled
+    own_share        of it for `torch.compile`, where there is something else to compile
     deadline         of the comparison
 
     The plan's notes say what was measured, what was not, and why not. Where the comparison fails or
@@ -184,7 +186,7 @@ def fastest_way(
             counts = dict.fromkeys((cores, threads))
             networks = {_Way(EAGER, count): eager for count in counts}
             with deadline.phase("compiling"):
-                began, share = clock(), 1.0 if in_segments is None else OWN_SHARE
+                began, share = clock(), 1.0 if in_segments is None else own_share
                 limit_seconds = share * compile_seconds
                 notes = _compile(stack, networks, step, machine, limit_seconds, progress, deadline)
                 if in_segments is not None:
