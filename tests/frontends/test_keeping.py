@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from dataclasses import astuple, fields, replace
 
 import pytest
@@ -20,7 +21,7 @@ from dovetail.frontends import (
     run_step,
 )
 from dovetail.networks import NETWORKS
-from dovetail.transforms import Form, applied
+from dovetail.transforms import Form, Parts, applied
 
 
 def small(name):
@@ -30,6 +31,7 @@ def small(name):
 
 
 MOE = small("moe")
+CODE = keeping._code.__wrapped__
 STEPS = [
     (MOE, "adam", None),
     (small("randwire"), "", Form(channels_last=True)),
@@ -41,6 +43,8 @@ STEPS = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "cache_folder", lambda: tmp_path)
+    # Who tries these tests may have just written to our code.
+    monkeypatch.setattr(keeping, "_code", lambda: "this")
     return tmp_path / "captures"
 
 
@@ -129,6 +133,13 @@ def _cut(path):
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def _flipped(path):
+    data = bytearray(path.read_bytes())
+    for place in range(len(data) // 3, len(data), 7):
+        data[place] ^= 255
+    path.write_bytes(data)
+
+
 def _another_target(path):
     record = json.loads(gzip.decompress(path.read_bytes()))
     record["calls"] = [call and ["dovetail.runtime.child:main", *call[1:]]
@@ -144,7 +155,7 @@ def _writable(path):
     path.chmod(0o666)
 
 
-@pytest.mark.parametrize("spoil", [_cut, _another_target, _without_graph, _writable])
+@pytest.mark.parametrize("spoil", [_cut, _flipped, _another_target, _without_graph, _writable])
 def test_a_record_that_is_damaged_or_not_ones_own_is_captured_anew(spoil, folder):
     first = opened(MOE)
     (path,) = folder.iterdir()
@@ -152,6 +163,29 @@ def test_a_record_that_is_damaged_or_not_ones_own_is_captured_anew(spoil, folder
     again = opened(MOE)
     assert again.program.calls == first.program.calls
     assert keeping.reopened(first.kept_under, never, first.plain, None, None) is not None
+
+
+def test_parts_of_a_batch_are_kept_each_by_itself():
+    text = small("moe").replace("batch=2", "batch=8")
+    found = {}
+    for order in ((2, 4), (4, 2)):
+        step = opened(text, "adam")
+        for count in order:
+            part = applied(step, [Parts(count)])
+            assert part.inputs[0].shape[0] == step.inputs[0].shape[0] // count
+            found.setdefault(count, part.graph.fingerprint)
+            assert part.graph.fingerprint == found[count]
+            applied(part, [Form(channels_last=True), Parts(count)])
+    assert found[2] != found[4]
+
+
+def test_code_that_may_have_changed_since_it_was_imported_has_no_key(monkeypatch):
+    monkeypatch.setattr(keeping, "_BEFORE", 0.0)
+    assert CODE() == ""
+    monkeypatch.setattr(keeping, "_BEFORE", math.inf)
+    assert len(CODE()) == 64
+    monkeypatch.setattr(keeping, "_code", lambda: "")
+    assert opened(MOE).kept_under == ""
 
 
 class Constant(nn.Module):

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from dovetail.errors import CaptureError, ModelError, ModelRaisedError, UserCodeError
 from dovetail.frontends.building import build
 from dovetail.frontends.checks import LossTracingError, TracingError
-from dovetail.frontends.keeping import keep, reopened
+from dovetail.frontends.keeping import keep, key_of, laid, reopened
 from dovetail.frontends.keras_models import KerasLoss, KerasModule, keras_module
 from dovetail.frontends.leftovers import take_all_back, take_back
 from dovetail.frontends.optimizers import (
@@ -327,11 +327,12 @@ def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) 
             "cannot be captured again, as it has several towers or a scaler, or writes over its "
             "inputs",
         )
-    key = step.kept_under and f"{step.kept_under} {chunks} {channels_last}"
-    if key:
-        known = reopened(key, step.module_of, plain, step.make, step.examples)
-        if known is not None:
-            return replace(known, source=step.source, notes=step.notes)
+    # It may be of a part of the batch.
+    shapes = [laid(value) for value in (*step.inputs, *step.targets)]
+    key = step.kept_under and key_of(step.kept_under, chunks, channels_last, shapes)
+    kept = reopened(key, step.module_of, plain, step.make, step.examples)
+    if kept is not None:
+        return replace(kept, source=step.source, notes=step.notes)
     args, kwargs = step.signature.call(step.inputs)
     before, wanted = _modes(step.module), (plain.training, plain.gradients)
     if tuple(map(len, before)) != tuple(map(len, wanted)):
@@ -364,7 +365,7 @@ def recaptured(step: Captured, *, chunks: int = 0, channels_last: bool = False) 
     found = replace(
         found, source=step.source, make=step.make, examples=step.examples, notes=step.notes
     )
-    return keep(found, key) if key else found
+    return keep(found, key)
 
 
 def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -2,10 +2,10 @@
 
     CACHE/captures/KEY.json.gz    graph, calls, sources and signature of a step, and no weights
 
-Kept is a step of which all that its capture follows from is known: `key_of` puts it into the key,
-with the text of all of our own code. That is so for the networks of the zoo, whose code is ours. A
+A step is kept if everything that its capture follows from is known. `key_of` makes the key of that,
+with the text of all of our own code. Networks of the zoo are such steps, as their code is ours. A
 step of a user's code has no such key, and is captured each time. A record holds names of calls and
-JSON arguments, no pickles; a step that cannot be said so is not kept, and a record that is damaged,
+JSON arguments, no pickles. A step with other arguments is not kept, and a record that is damaged,
 or that another user can write, counts as missing.
 """
 
@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -39,12 +40,13 @@ from dovetail.frontends.program import (
 from dovetail.frontends.structures import TensorSlot
 from dovetail.graph.files import graph_from, graph_to_dict
 from dovetail.graph.source import Source
-from dovetail.runtime.files import cache_folder, is_own, write_atomically
+from dovetail.runtime.files import cache_folder, is_own, read_json, write_atomically
 from dovetail.runtime.torch_versions import OpOverload
 
 _OURS = "dovetail.frontends."
 _OF_DAMAGE = (
-    OSError, EOFError, DovetailError, LookupError, TypeError, ValueError, AttributeError,
+    OSError, DovetailError, LookupError, TypeError, ValueError, AttributeError, ImportError,
+    RuntimeError,
 )  # fmt: skip
 _OF_CALL = ("results", "random", "in_place", "draws_of")
 _OF_SIGNATURE = ("positional", "names", "target_names", "parts")
@@ -52,36 +54,49 @@ _OF_PLAIN = ("training", "gradients", "differentiates")
 
 
 def key_of(*parts: Any) -> str:
-    """What a step is kept under that is captured of these parts, by our code, now."""
+    """The key of a step that our code captures of these parts, in torch's modes of now; "" if our
+    modules may be of another text than their files have."""
+    code = _code()
+    if not code:
+        return ""
     cuda: Any = torch.backends.cuda
-    return json.dumps([
-        _code(), torch.__version__, platform.python_version(),
+    key = json.dumps([
+        code, torch.__version__, platform.python_version(),
         torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled,
         cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
         str(torch.get_default_device()),
         torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu")), parts,
     ])  # fmt: skip
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+_BEFORE = time.time() - 60.0
+"""A file that is older than this was the same when the first of our modules was imported."""
 
 
 @cache
 def _code() -> str:
-    """The digest of the text of our own modules."""
+    """The digest of the text of our own modules; "" if there is none, or one may have changed since
+    this process imported it."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    paths = sorted(root.rglob("*.py"))
+    for path in paths:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
+    is_certain = paths and max(path.stat().st_mtime for path in paths) < _BEFORE
+    return digest.hexdigest() if is_certain else ""
 
 
 def _path(key: str) -> Path:
-    return cache_folder() / "captures" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json.gz"
+    return cache_folder() / "captures" / f"{key}.json.gz"
 
 
 def keep(step: Captured, key: str) -> Captured:
-    """Keep the step, if it can be said as data. A disk that is full or cannot be written is no
-    reason to lose it. Return it, kept under the key or not at all."""
+    """Keep the step, if it can be written as data. A disk that is full or cannot be written is no
+    reason to lose it. Return it, `kept_under` the key if it was kept."""
     program, signature, plain = step.program, step.signature, step.plain
-    if plain is None:
+    example_devices = {value.device.type for value in (*signature.inputs, *signature.targets)}
+    if not key or plain is None or not example_devices <= {"cpu", "meta"}:
         return step
     try:
         record = {
@@ -95,8 +110,8 @@ def keep(step: Captured, key: str) -> Captured:
             "signature": {
                 "arguments": _to_json(signature.arguments),
                 "target_structure": _to_json(signature.target_structure),
-                "inputs": [_laid(value) for value in signature.inputs],
-                "targets": [_laid(value) for value in signature.targets],
+                "inputs": [laid(value) for value in signature.inputs],
+                "targets": [laid(value) for value in signature.targets],
                 **{name: getattr(signature, name) for name in _OF_SIGNATURE},
             },
             "plain": {name: getattr(plain, name) for name in _OF_PLAIN},
@@ -125,16 +140,17 @@ def reopened(
 ) -> Captured | None:
     """The step that is kept under the key; None if there is none that can be used.
 
-    module_of   builds its module, of fakes
-    plain       loss and optimizer of the step
+    module_of         builds its module, of fakes
+    plain             has its loss and its optimizer
+    make, examples    as in `Captured`
     """
     path = _path(key)
-    if not is_own(path):
+    if not key or not is_own(path):
         return None
     # A file of another form is captured anew.
     with suppress(*_OF_DAMAGE):
-        record = json.loads(gzip.decompress(path.read_bytes()))
-        said, source = record["signature"], record["source"]
+        record: Any = read_json(path)
+        signature, source = record["signature"], record["source"]
         calls = (call and _call(*call) for call in record["calls"])
         sources = (each and SourceValue(*each) for each in record["sources"])
         return Captured(
@@ -146,11 +162,11 @@ def reopened(
             Source(**{name: _tuples(value) for name, value in source.items()}),
             module_of,
             Signature(
-                arguments=_from_json(said["arguments"]),
-                target_structure=_from_json(said["target_structure"]),
-                inputs=tuple(_meta(*value) for value in said["inputs"]),
-                targets=tuple(_meta(*value) for value in said["targets"]),
-                **{name: _tuples(said[name]) for name in _OF_SIGNATURE},
+                arguments=_from_json(signature["arguments"]),
+                target_structure=_from_json(signature["target_structure"]),
+                inputs=tuple(_meta(*value) for value in signature["inputs"]),
+                targets=tuple(_meta(*value) for value in signature["targets"]),
+                **{name: _tuples(signature[name]) for name in _OF_SIGNATURE},
             ),
             make,
             examples,
@@ -201,9 +217,8 @@ def _listed_source(source: SourceValue) -> list[Any]:
     return [source.role, source.name, source.fill]
 
 
-def _laid(value: Tensor) -> list[Any]:
-    if value.device.type not in ("cpu", "meta"):
-        raise _UnsaidError
+def laid(value: Tensor) -> list[Any]:
+    """Shape, strides, dtype and need of gradients of a tensor, as JSON."""
     return [list(value.shape), list(value.stride()), dtype_of(value), value.requires_grad]
 
 
@@ -218,7 +233,8 @@ _OF_TORCH = (torch.dtype, torch.memory_format, torch.layout)
 
 
 def _to_json(value: Any) -> Any:
-    """Arguments and structures as JSON; objects of one key say what JSON has no form for."""
+    """Arguments and structures as JSON, in which an object of one key stands for what JSON has no
+    form for. Raises `_UnsaidError`."""
     if type(value) in _PLAIN:
         return value
     if type(value) is list:

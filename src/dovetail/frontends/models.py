@@ -270,7 +270,6 @@ def resolve_phases(model: str) -> dict[str, Captured]:
     }
 
 
-Made = TypeVar("Made")
 REPEATS = ("layers", "steps", "cells", "stacks", "nodes", "neighbours", "experts", "active")
 """Options of the zoo that say how often a network repeats some of its ops."""
 MOST_REPEATS, MOST_SIZE = 2**14, 2**31 - 1
@@ -350,6 +349,9 @@ def describe_network(name: str) -> tuple[list[tuple[str, object]], dict[str, Opt
     if sizes := load_sizes().get(network.name):
         facts["parameter_bytes"] = sizes.parameter_bytes
     return list(facts.items()), network.defaults
+
+
+Made = TypeVar("Made")
 
 
 def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:

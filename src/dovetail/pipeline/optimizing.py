@@ -431,7 +431,8 @@ class OptimizedCalls:
             )
             if found.notes and found.notes[0].startswith(NOT_REACHED):
                 missed = found.notes[0].partition(";")[0]
-                self._say(f"{missed}; again=True, or a longer budget, reaches more")
+                more = "a longer budget" if self._again else "again=True, or a longer budget,"
+                self._say(f"{missed}; {more} reaches more")
             measured = dict(found.measured)
             if FOUND_BEFORE in found.notes:
                 # Torch may have to compile it again, for as long as it takes.

@@ -215,9 +215,8 @@ class PlacementProblem:
 
 @cache
 def _import_searches() -> None:
-    """Import what `auto` runs, so that no search with a budget of seconds pays for it, nor anybody
-    who opens a plan that was found. The learned methods, and torch with them, are imported by who
-    uses them."""
+    """Import what `auto` runs: before a search's own budget begins, and not for a plan that is only
+    opened. The learned methods, and torch with them, are imported by who uses them."""
     for method in PLACERS.values():
         if method.role:
             method.load()

@@ -76,7 +76,7 @@ class Neighbours:
         """From now on the work of these processes does not count as other programs'."""
         if tuple(processes) != self._processes:
             self._processes = tuple(processes)
-            self._before = self._sample()
+            self._before, self._paused = self._sample(), None
 
     def pause(self) -> None:
         """From now on until `resume`, other programs' work does not count. Of pauses that follow

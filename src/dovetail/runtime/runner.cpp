@@ -37,7 +37,8 @@
 
 // The three things that are wanted of torch/csrc/jit/python/pybind_utils.h and of
 // torch/csrc/utils/python_arg_parser.h. To read these takes a compiler twice as long as all else.
-// Where a torch has another form of them, the linker does not find it, and Python's runner serves.
+// Where a torch has other functions, they are not found when the file is loaded, and Python's runner
+// serves.
 namespace torch {
 TORCH_PYTHON_API bool should_allow_numbers_as_tensors(const std::string& name);
 namespace jit {
@@ -45,6 +46,7 @@ TORCH_PYTHON_API c10::IValue toIValue(
     pybind11::handle value, const c10::TypePtr& type, std::optional<int32_t> N);
 class TORCH_PYTHON_API ToIValueAllowNumbersAsTensors {
   bool old_;
+  char spare_[56];  // a torch whose own is larger writes into this
 
  public:
   ToIValueAllowNumbersAsTensors(bool enable);
@@ -549,8 +551,8 @@ void run_lanes(Instruction& instruction, Pass& pass) {
 
 // ---- What Python sees ----
 
-// The arguments of a call, in the order of its operator's schema. Raises pybind11's cast_error, and
-// std::runtime_error for arguments that the schema does not have or that it lacks.
+// The arguments of a call, in the order of its operator's schema. Throws std::runtime_error for those
+// that the schema does not have, that it lacks, or that are of another type.
 std::vector<c10::IValue> filled(
     const c10::FunctionSchema& schema, const py::tuple& arguments, const py::dict& keywords) {
   std::vector<c10::IValue> stack;
@@ -567,7 +569,11 @@ std::vector<c10::IValue> filled(
     } else {
       throw std::runtime_error(schema.name() + " lacks " + argument.name());
     }
-    stack.push_back(torch::jit::toIValue(value, argument.real_type(), argument.N()));
+    try {
+      stack.push_back(torch::jit::toIValue(value, argument.real_type(), argument.N()));
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(error.what());
+    }
     given++;
   }
   if (given != arguments.size() + keywords.size()) {

@@ -107,7 +107,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class ServerPlan(RunSettings):
-    """The settings of a server in another process.
+    """The settings of a run's server.
 
     temporary   the storage's folder is temporary and ends with this run
     """
