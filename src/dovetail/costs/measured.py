@@ -472,13 +472,14 @@ def costs_in_step(
     within = f"step {graph.fingerprint}"
     names = {kind: f"{device_key(of[0], machine)} | {within}" for kind, of in kinds.items()}
     costs = {kind: cache.costs(name, keys) for kind, name in names.items()}
-    deadline, busy_cores = deadline or Deadline(), 0.0
+    deadline, busy_cores = deadline or Deadline(), None
     if any(key not in known for known in costs.values() for key in keys):
         busy = {kind: _beside_others(cache, name, keys) for kind, name in names.items()}
         if all(key in known for known, _ in busy.values() for key in keys):
             busy_cores = max(cores for _, cores in busy.values())
     cores = [core for device in machine.devices for core in device.cores]
-    if busy_cores and (isinstance(step, Graph) or deadline.is_over or not is_calm(cores)):
+    is_settled = isinstance(step, Graph) or deadline.is_over
+    if busy_cores is not None and (is_settled or not is_calm(cores)):
         costs = {kind: known for kind, (known, _) in busy.items()}
         beside(busy_cores)
     if any(key not in known for known in costs.values() for key in keys):

@@ -132,10 +132,10 @@ def choose_threads(
     key = f"threads | {graph.fingerprint} | {device_key(device, machine)}"
     row, before = cache.probe(key), None
     if row is not None:
-        busy = row.get("others_cores", 0.0)
+        busy = row.get("others_cores")
         seconds = {int(count): value for count, value in row["seconds"].items()}
-        before = ThreadChoice(row["threads"], seconds, busy)
-        if not busy or deadline.is_over or not is_calm(device.cores):
+        before = ThreadChoice(row["threads"], seconds, busy or 0.0)
+        if busy is None or deadline.is_over or not is_calm(device.cores):
             return before
     if analytic_costs(graph, machine).compute_seconds.sum() > deadline.within(LONG_SECONDS, 0.05):
         if np.isfinite(deadline.seconds):
