@@ -72,7 +72,8 @@ def key_of(*parts: Any) -> str:
 
 
 _BEFORE = time.time() - 60.0
-"""A file that is older than this was the same when the first of our modules was imported."""
+"""A file that is older than this was the same when the first of our modules was imported. Importing
+all of them takes a few seconds, and 60 leaves room for a slow disk."""
 
 
 @cache
@@ -96,13 +97,16 @@ def keep(step: Captured, key: str) -> Captured:
     reason to lose it. Return it, `kept_under` the key if it was kept."""
     program, signature, plain = step.program, step.signature, step.plain
     example_devices = {value.device.type for value in (*signature.inputs, *signature.targets)}
-    if not key or plain is None or not example_devices <= {"cpu", "meta"}:
+    has_constants = any(source and source.value is not None for source in program.sources)
+    if not key or plain is None or has_constants or not example_devices <= {"cpu", "meta"}:
         return step
     try:
         record = {
             "graph": graph_to_dict(step.graph),
             "calls": [call and _listed(call) for call in program.calls],
-            "sources": [source and _listed_source(source) for source in program.sources],
+            "sources": [
+                source and (source.role, source.name, source.fill) for source in program.sources
+            ],
             "loss": program.loss,
             "outputs": _to_json(program.outputs),
             "aliases": program.aliases,
@@ -209,12 +213,6 @@ def _target(name: str) -> Any:
     if is_ours and module.startswith(_OURS):
         return getattr(import_module(module), function)
     return attrgetter(name)(torch.ops)
-
-
-def _listed_source(source: SourceValue) -> list[Any]:
-    if source.value is not None:
-        raise _UnsaidError
-    return [source.role, source.name, source.fill]
 
 
 def laid(value: Tensor) -> list[Any]:
