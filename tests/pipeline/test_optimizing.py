@@ -19,6 +19,7 @@ from dovetail.errors import ModelError, UsageError
 from dovetail.machine import parse_machine
 from dovetail.pipeline import optimizing, sources
 from dovetail.plans import COMPILED, EAGER, PLACED
+from dovetail.runtime.setup import op_threads
 from dovetail.runtime.torch_versions import plain_call, replaced_call
 from dovetail.units import HERE_CPU
 
@@ -295,6 +296,37 @@ def test_torchs_compilation_is_measured_again_here_where_it_is_close_to_a_plan(
             for _ in range(2):
                 assert_equal(module(x), plain(x))
         assert ways_of(module) == [way]
+
+
+class AddsThreads(nn.Linear):
+    """Tells on how many threads it runs."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.get_num_threads()
+
+
+@pytest.mark.parametrize("way", [EAGER, COMPILED])
+def test_the_users_own_ways_run_on_as_many_threads_as_were_fastest_but_no_more_than_are_set(
+    way, in_order, monkeypatch
+):
+    plan_of, compiled, x = optimizing.plan, torch.compile, torch.randn(3, 6)
+    monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="eager"))
+
+    def plan(*args, **options):
+        found = plan_of(*args, **options)
+        return replace(found, way=way, machine=sources.with_threads(found.machine, 1))
+
+    monkeypatch.setattr(optimizing, "plan", plan)
+    for of_caller in (2, 1):
+        with op_threads(of_caller), torch.no_grad():
+            wanted = nn.Linear.forward(seeded(lambda: AddsThreads(6, 2)), x) + 1
+            for _ in range(2):  # the second one is of what was kept
+                module = dt.optimize(seeded(lambda: AddsThreads(6, 2)))
+                assert_equal(module(x), wanted)
+                assert_equal(module(x), wanted)
+                assert torch.get_num_threads() == of_caller
+            (decision,) = replaced_call(module)._decisions.values()
+            assert (decision.way, decision.threads) == (way, of_caller - 1)
 
 
 def test_calls_of_many_keys_run_as_they_are(monkeypatch, caplog):

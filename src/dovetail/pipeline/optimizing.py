@@ -62,12 +62,13 @@ from dovetail.graph import Graph
 from dovetail.graph.source import Source
 from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.planning import FOUND_BEFORE, NOT_REACHED, plan
-from dovetail.pipeline.sources import with_threads
+from dovetail.pipeline.sources import counted_threads, with_threads
 from dovetail.pipeline.using import run
 from dovetail.plans import COMPILED, EAGER, PLACED
 from dovetail.request_fields import read_seconds
 from dovetail.runtime.files import cache_folder, read_json, use_own_cache, write_atomically
 from dovetail.runtime.native import has_compiler, native_runner
+from dovetail.runtime.setup import op_threads
 from dovetail.runtime.timers import Repeats, Timer, clock, in_turns, ratios_of, seconds_of
 from dovetail.runtime.torch_versions import (
     OpOverload,
@@ -194,6 +195,7 @@ class CallDecision:
     seconds  way -> measured seconds of a call
     step     a plan at work; None: no plan runs
     state    what the plan holds constant of the module
+    threads  on which each op runs where no plan does; 0: on as many as the caller has set
     """
 
     way: str
@@ -201,6 +203,12 @@ class CallDecision:
     seconds: dict[str, float] = field(default_factory=dict)
     step: LoadedStep | None = None
     state: "ModuleState | None" = None
+    threads: int = 0
+
+    @property
+    def name(self) -> str:
+        """The way, with its own number of threads."""
+        return f"{self.way} ({counted_threads(self.threads)})" if self.threads else self.way
 
 
 class OptimizedCalls:
@@ -249,7 +257,7 @@ class OptimizedCalls:
         if decision is None:
             decision = self.decide(key, args, kwargs)
         # Hooks see the calls of the module's parts, which only the module's own call makes.
-        if decision.way == EAGER or any(self._hooks):
+        if decision.name == EAGER or any(self._hooks):
             return self._plain.call(*args, **kwargs)
         if decision.state is None:
             try:
@@ -354,7 +362,7 @@ class OptimizedCalls:
         if decision.state is not None:
             decision.state = ModuleState(module)
         told = ", ".join(f"{way} {format_seconds(s)}" for way, s in decision.seconds.items())
-        _log.info("%s runs by %s (%s)", type(module).__name__, decision.way, told or "not measured")
+        _log.info("%s runs by %s (%s)", type(module).__name__, decision.name, told or "unmeasured")
         self._decisions[key] = decision
         return decision
 
@@ -371,18 +379,20 @@ class OptimizedCalls:
             )
         path = self.record_path(key)
         kept = None if path is None or self._again else read_record(path, self._plain.call)
-        if kept is not None and kept.way == EAGER:
+        if kept is not None and kept.name == EAGER:
             return kept
         decision, is_pure = None, False
         if not needs and (kept is None or kept.way == PLACED):
             decision, is_pure = self.planned(args, kwargs)
         if decision is None:
-            is_known = kept is not None and kept.way == COMPILED
+            is_known = kept is not None and kept.way != PLACED
             decision = kept if is_known else self.raced(args, kwargs, needs, ends)
         assert decision is not None, "a record of this way is a decision"
         if decision.way == COMPILED:
             decision.call = self.compiled()
-        if is_pure and decision.way != EAGER:
+        if decision.threads:
+            decision.call = partial(on_threads, decision.threads, decision.call)
+        if is_pure and decision.name != EAGER:
             planned = decision
             decision = None
             try:
@@ -392,7 +402,8 @@ class OptimizedCalls:
                 if planned.step is not None and decision is not planned:
                     planned.step.close()
         if path is not None and kept is None:
-            record = {"way": decision.way, "seconds": decision.seconds}
+            threads, seconds = decision.threads, decision.seconds
+            record = {"way": decision.way, "threads": threads, "seconds": seconds}
             with suppress(OSError, UnwritableError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, json.dumps(record))
@@ -438,7 +449,10 @@ class OptimizedCalls:
                 # Torch may have to compile it again, for as long as it takes.
                 measured.pop(COMPILED, None)
             if found.way != PLACED:
-                return CallDecision(found.way, self._plain.call, measured), True
+                # Never on more than the caller has set.
+                threads = found.machine.devices[0].op_threads
+                threads = threads if threads < torch.get_num_threads() else 0
+                return CallDecision(found.way, self._plain.call, measured, threads=threads), True
             placed = run(found, step, in_place=True)
             # The tensors of the first call are the caller's to free.
             signature = replace(placed.captured.signature, inputs=(), targets=())
@@ -532,7 +546,8 @@ class OptimizedCalls:
             raise UsageError("optimize", "its plan computes other results")
         if not races:
             return decision
-        calls, seconds = {EAGER: plain, decision.way: decision.call}, decision.seconds
+        name, seconds = decision.name, decision.seconds
+        calls = {EAGER: plain, name: decision.call}
         is_close = seconds.get(COMPILED, inf) < CLOSE * seconds.get(PLACED, 0.0)
         if decision.way == PLACED and is_close and ends - clock() > LEAST_SECONDS:
             compiled = self.compiled()
@@ -547,9 +562,9 @@ class OptimizedCalls:
         rounds = in_turns(timers, BESIDE, calls=is_long, warm_ups=not is_long)
         medians = medians_of(rounds)
         seconds.update(medians)
-        if medians.get(COMPILED, inf) < medians[decision.way]:
+        if medians.get(COMPILED, inf) < medians[name]:
             decision = CallDecision(COMPILED, calls[COMPILED], seconds)
-        return decision if gains(rounds, decision.way) else CallDecision(EAGER, plain, seconds)
+        return decision if gains(rounds, decision.name) else CallDecision(EAGER, plain, seconds)
 
     def record_path(self, key: Any) -> Path | None:
         """Where the decision about a key is kept; None if it cannot be said what it depends on.
@@ -832,6 +847,12 @@ def agree(result: Any, wanted: Any) -> bool:
     return True
 
 
+def on_threads(threads: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call's result, with ops on so many threads."""
+    with op_threads(threads):
+        return call(*args, **kwargs)
+
+
 def median_step(network: LoadedStep) -> float:
     """Runs some steps and returns the median seconds of one."""
     return float(median(network.step_seconds(4)))
@@ -855,9 +876,10 @@ def read_record(path: Path, call: Callable[..., Any]) -> CallDecision | None:
     none that can be read."""
     try:
         record = read_json(path)
-        way, seconds = record["way"], record["seconds"]
-        if way in (EAGER, COMPILED, PLACED):
-            return CallDecision(way, call, {str(k): float(v) for k, v in seconds.items()})
+        way, threads = record["way"], record["threads"]
+        seconds = {str(key): float(value) for key, value in record["seconds"].items()}
+        if way in (EAGER, COMPILED, PLACED) and int(threads) in range(os.cpu_count() or 1):
+            return CallDecision(way, call, seconds, threads=int(threads))
     except (FileFormatError, KeyError, TypeError, ValueError, AttributeError):
         pass
     return None

@@ -183,7 +183,8 @@ def fastest_way(
             # What cannot run as it is, or cannot be sent to a process, is no refuge.
             except (DovetailError, OSError) as error:
                 return plan.noted(f"eager was not measured: {_cause_of(error)}")
-            counts = dict.fromkeys((cores, threads))
+            # What is compiled for the best number comes first: there may be no time for another.
+            counts = dict.fromkeys((threads, cores))
             networks = {_Way(EAGER, count): eager for count in counts}
             with deadline.phase("compiling"):
                 began, share = clock(), 1.0 if in_segments is None else own_share
