@@ -363,6 +363,28 @@ def test_the_runner_is_left_out_if_asked_or_damaged_and_the_reason_is_told(monke
     assert native_runner() is None
 
 
+def test_a_build_beside_is_for_the_next_process(monkeypatch, tmp_path):
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\ntouch {}\nexit 1\n".format(tmp_path / "called"))
+    compiler.chmod(0o700)
+    monkeypatch.setattr(native, "_reason", "")
+    monkeypatch.setattr(native, "_beside", None)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv(native.SWITCH, "python")
+    native.build_beside()
+    assert native._beside is None
+    monkeypatch.setenv(native.SWITCH, str(tmp_path / "folder"))
+    native.build_beside()
+    assert native_runner() is None and "for the next process" in build_native()
+    assert native._beside.wait(60) == 0 and (tmp_path / "called").exists()
+    # Where the runner is there, nothing is started.
+    monkeypatch.setattr(native, "_reason", "")
+    monkeypatch.setattr(native, "_beside", None)
+    monkeypatch.setattr(native, "native_runner", lambda: native)
+    native.build_beside()
+    assert native._beside is None
+
+
 def test_a_compiler_that_fails_is_told_with_its_first_error(monkeypatch, tmp_path):
     compiler = tmp_path / "cxx"
     compiler.write_text("#!/bin/sh\necho 'runner.cpp:1: error: no such header' >&2\nexit 1\n")

@@ -61,16 +61,6 @@ def test_each_phase_has_its_part_of_what_is_left_and_what_one_leaves_goes_on():
         assert part.left_seconds == float("inf") and part.within(2.0, 0.1) == 2.0
 
 
-def test_what_is_set_up_once_puts_the_whole_deadline_off():
-    clock = Clock()
-    deadline = Deadline(10.0, {"measuring": 1, "searching": 1}, clock=clock)
-    with deadline.phase("measuring") as part:
-        clock.now = 30.0
-        part.put_off(30.0)
-        assert part.left_seconds == 5.0
-    assert deadline.left_seconds == 10.0
-
-
 def test_repeats_end_at_the_latest_with_one():
     repeats = Repeats(32, 3, 20.0, latest=5.0)
     assert not repeats.are_done(0, 9.0)

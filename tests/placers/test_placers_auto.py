@@ -56,6 +56,20 @@ def simulated_case(seed, memory_share):
     return problem, options
 
 
+@pytest.mark.parametrize("has_levels", [False, True])
+def test_where_nothing_has_a_choice_the_one_placement_is_the_plan(has_levels):
+    problem = random_problem(np.random.default_rng(0))
+    allowed = np.zeros_like(problem.allowed)
+    allowed[:, 0] = True
+    coarser = (np.zeros(problem.groups.count, np.int32),) if has_levels else ()
+    alone = dataclasses.replace(problem, allowed=allowed, coarser=coarser)
+    outcome = place(alone, "auto", Budget(evaluations=100))
+    assert outcome.placer == "single" and list(outcome.baselines) == ["single"]
+    assert outcome.evaluations == 1
+    running = alone.spread(np.zeros(alone.groups.count, np.int32))[~alone.graph.is_source]
+    assert (outcome.placement[~alone.graph.is_source] == running).all()
+
+
 def found_value(problem, placer, budget):
     try:
         return place(problem, placer, parse_budget(budget)).value

@@ -6,10 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import OrderError
+from dovetail.machine import parse_machine
 from dovetail.plans import Schedule, Stage
-from dovetail.simulator import Simulator, device_loads, lower_bound
+from dovetail.runtime.compiling import interpreted
+from dovetail.simulator import Simulator, device_loads, lower_bound, simulate
 from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import flatten
+from dovetail.simulator.kernel import simulate_batch
 from tests.support.simulator_cases import random_costs, random_graph, random_machine
 from tests.support.simulator_reference import reference
 
@@ -68,6 +71,37 @@ def assert_same(timeline, expected):
         times = timeline.memory_times[device].tolist()
         assert list(zip(times, timeline.memory_bytes[device].tolist(), strict=True)) == memory
     assert timeline.peak_memory_bytes.tolist() == expected.peaks
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_the_simulator_in_python_equals_its_machine_code(seed):
+    _, graph, machine, costs, placement = random_case(seed)
+    code, python = (Simulator(graph, machine, costs, ranked=True) for _ in range(2))
+    code._simulate_batch, python._simulate_batch = simulate_batch, interpreted(simulate_batch)
+    for name, values in vars(code.timeline(placement)).items():
+        np.testing.assert_equal(getattr(python.timeline(placement), name), values, name)
+    batch = np.stack([placement, np.zeros_like(placement)])
+    for name, values in vars(code.evaluate(batch)).items():
+        np.testing.assert_equal(getattr(python.evaluate(batch), name), values, name)
+
+
+def test_only_small_graphs_on_one_device_are_simulated_in_python_and_while_there_is_no_code(
+    monkeypatch,
+):
+    rng = np.random.default_rng(0)
+    graph, several = random_graph(rng), random_machine(rng)
+    one = parse_machine("here/1")
+    for machine, is_there, in_python in (
+        (one, False, True), (one, True, False), (several, False, False)
+    ):  # fmt: skip
+        monkeypatch.setattr(simulate, "is_compiled", lambda _, is_there=is_there: is_there)
+        simulator = Simulator(graph, machine, random_costs(rng, graph, machine))
+        assert (simulator._simulate_batch is interpreted(simulate_batch)) == in_python
+    monkeypatch.setattr(simulate, "_MOST_INTERPRETED", 0)
+    monkeypatch.setattr(simulate, "is_compiled", lambda _: False)
+    simulator = Simulator(graph, one, random_costs(rng, graph, one))
+    assert simulator._simulate_batch is simulate_batch
 
 
 @given(st.integers(0, 2**32))

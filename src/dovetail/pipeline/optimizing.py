@@ -57,6 +57,7 @@ from dovetail.executors.workers import is_this_process
 from dovetail.frontends import SGD, Captured, Program
 from dovetail.frontends.capturing import capture_call, unwrap
 from dovetail.frontends.program import PlainStep, Signature
+from dovetail.frontends.runners import runner_kind
 from dovetail.frontends.structures import Mismatch, flatten, matched
 from dovetail.graph import Graph
 from dovetail.graph.source import Source
@@ -112,8 +113,9 @@ LEAST_SECONDS = 5.0
 """With less left of a budget, nothing is compiled: the processes take about this long to begin."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
-PLANNING_SHARE = 0.85
-"""The share of a budget that planning has. Capturing and the comparison here have the rest."""
+PLANNING_SHARE, LEAST_BESIDE = 0.85, 4.0
+"""The share of a budget that planning has. Capturing, the comparison here, and what planning takes
+beyond the end of its budget have the rest, at least `LEAST_BESIDE` seconds."""
 _AGREES, _AGREES_IN_HALF = 1e-3, 3e-2
 """The results of a plan may differ from the module's by this share of the largest number; in
 float16, bfloat16 and under autocast by the second one."""
@@ -430,13 +432,14 @@ class OptimizedCalls:
             why = "what its parts hold cannot be compared from call to call" if is_opaque else why
             self._say(f"it has no plan: {why}")
             return None, False
+        # The same number each time, by which the plan is found again.
+        seconds = min(PLANNING_SHARE * whole_seconds, max(1.0, whole_seconds - LEAST_BESIDE))
         # Planning runs in no mode of the caller's; what was captured has their effect already.
         with torch.inference_mode(False), torch.enable_grad(), without_autocast():
             found = plan(
                 step,
                 machine,
-                # The same text each time, by which the plan is found again.
-                budget=f"{PLANNING_SHARE * whole_seconds:.3g}s",
+                budget=f"{seconds:.3g}s",
                 quick=quick,
                 again=self._again,
             )
@@ -583,6 +586,7 @@ class OptimizedCalls:
                 sorted(sources), repr(module), shapes, key, seconds, quick,
                 [(device.model, device.cores) for device in self.here.devices],
                 torch.get_num_threads(), torch.__version__, version("dovetail"), has_compiler(),
+                runner_kind(),
             )  # fmt: skip
             digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
         # A class may be from no file, and its texts are the user's own code.

@@ -34,7 +34,14 @@ from dovetail.pipeline.kept import is_better, keep, kept_path, kept_plan
 from dovetail.pipeline.opening import planned, timeline_of, with_promises
 from dovetail.pipeline.requests import SHARES, PlanRequest, with_fields_of
 from dovetail.pipeline.searching import has_gpus, lower_caps, prefixed, search_plan
-from dovetail.pipeline.sources import SENTENCE, Step, TellProgress, silent
+from dovetail.pipeline.sources import (
+    SENTENCE,
+    Notes,
+    Step,
+    TellProgress,
+    prepare_runner,
+    silent,
+)
 from dovetail.placers import Limits
 from dovetail.plans import Plan, capacities_of, planned_graph
 from dovetail.runtime.compiling import working_clock
@@ -115,18 +122,22 @@ def find_plan(
         request.whole_seconds, parts, began=working_clock() - before_seconds, clock=working_clock
     )
     deadline.spent["capturing"] = before_seconds
-    limits = request.limits
-    if np.isfinite(deadline.seconds):
-        share = parts["searching"] / sum(parts.values())
-        seconds = min(limits.seconds, max(share * deadline.seconds, LEAST_SECONDS))
-        limits = limits._replace(seconds=seconds)
-    request = replace(request, deadline=deadline, budget=limits)
 
     def tell(doing: str, fraction: float, best: float | None) -> None:
         """Tell of the progress of all of it, where that has an end."""
         if np.isfinite(deadline.seconds) and fraction != SENTENCE:
             fraction = min(1.0, 1 - deadline.left_seconds / deadline.seconds)
         progress(doing, fraction, best)
+
+    if on_cores:
+        several, left_seconds = len(request.asked_machine.devices) > 1, deadline.left_seconds
+        with deadline.phase("setting up"):
+            # The notes of what is measured say what became of it.
+            prepare_runner(tell, Notes(), searches=several, left_seconds=left_seconds)
+    limits = request.limits
+    seconds = max(deadline.left_seconds * parts["searching"] / sum(parts.values()), LEAST_SECONDS)
+    limits = limits._replace(seconds=min(limits.seconds, seconds))
+    request = replace(request, deadline=deadline, budget=limits)
 
     tried, plan = Tried(), None
     try:

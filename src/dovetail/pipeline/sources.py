@@ -49,7 +49,7 @@ from dovetail.methods import Grouping
 from dovetail.placers import PLACERS, Budget, make_problem
 from dovetail.plans import Plan, normalise
 from dovetail.runtime.files import read_json
-from dovetail.runtime.native import build_native
+from dovetail.runtime.native import build_beside, build_native
 from dovetail.runtime.neighbours import Neighbours, disturbs, is_calm
 from dovetail.runtime.timers import Deadline, Repeats, Timer, clock, in_turns, times_within
 from dovetail.simulator import Simulator
@@ -414,7 +414,7 @@ def machine_of(
     # it.
     where, cores, cache = parse_machine(str(machine)), parse_machine(HERE_CPU), CostCache()
     deadline = deadline or Deadline()
-    _prepare_runner(progress, notes, deadline)
+    prepare_runner(progress, notes)
     progress("measuring threads", 0.0, None)
     choice = choose_threads(
         step, cores, cache, lambda done: progress("measuring threads", done, None), deadline
@@ -493,19 +493,27 @@ def resolve_machine(
     if not names_here(machine):
         return where
     notes, deadline = notes or Notes(), deadline or Deadline()
-    _prepare_runner(progress, notes, deadline)
+    prepare_runner(progress, notes)
     progress("measuring the machine", 0.0, None)
     beside = partial(notes.disturbed, THE_MACHINE)
     return probed_machine(where, CostCache(), fresh=fresh, beside=beside, deadline=deadline)
 
 
-def _prepare_runner(progress: TellProgress, notes: "Notes", deadline: Deadline) -> None:
+def prepare_runner(
+    progress: TellProgress,
+    notes: "Notes",
+    *,
+    searches: bool = False,
+    left_seconds: float = math.inf,
+) -> None:
     """Build the C++ runner where it is missing. What is measured afterwards is measured with it.
 
-    It is done once for a version of torch, and takes no part of a budget: what could be measured
-    and searched without it would have to be done again with it.
+    It is done once for a version of torch. With too little time to wait for it another process
+    builds it, and this one has the runner in Python.
+
+    searches      there are several devices, so that the code of searches is wanted as well
+    left_seconds  of the budget
     """
-    began = deadline.clock()
 
     def compile_search() -> None:
         # A search on a small graph has the code of searches compiled and kept on disk. One that
@@ -520,12 +528,16 @@ def _prepare_runner(progress: TellProgress, notes: "Notes", deadline: Deadline) 
             )  # fmt: skip
             PLACERS["auto"](problem, Budget(evaluations=_SMALL_EVALUATIONS))
 
-    reason = build_native(lambda doing: progress(doing, 0.0, None), compile_search)
-    deadline.put_off(deadline.clock() - began)
+    if left_seconds < LEAST_TO_BUILD:
+        build_beside()
+    meanwhile = compile_search if searches else lambda: None
+    reason = build_native(lambda doing: progress(doing, 0.0, None), meanwhile)
     if reason:
         notes.say(f"{FROM_PYTHON}: {reason}")
 
 
+LEAST_TO_BUILD = 40.0
+"""With fewer seconds left a plan does not wait for the C++ runner, which takes some 25."""
 _SMALL_OPS, _SMALL_EVALUATIONS = 300, 40
 
 

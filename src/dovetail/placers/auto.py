@@ -9,6 +9,8 @@ the coarsest one. Then local search improves the best placement on ever smaller 
 groups themselves; see Walshaw's multilevel refinement in `multilevel`. All levels are simulated on
 the true graph.
 
+0. Where nothing has a choice of devices, as on one device, `single` is the plan.
+
 1. The baselines, then, where there are few placements (at most `exhaustive.MOST_PLACEMENTS`, and
    within the budget), all of them, which is exact.
 2. Otherwise the constructive methods, each once, until `CONSTRUCTIVE_SHARE` of the budget is spent.
@@ -38,7 +40,7 @@ import numpy as np
 
 from dovetail.errors import NoPlanFitsError
 from dovetail.methods import PLACERS, Method
-from dovetail.placers.baselines import attempt, try_baselines
+from dovetail.placers.baselines import attempt, single, try_baselines
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, exhaustive
 from dovetail.placers.local_search import local_search
@@ -79,7 +81,9 @@ class _Arm:
 
 def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Return the best placement of all methods; ties: the method that was tried first."""
-    if problem.coarser:
+    if not len(problem.free):
+        attempt("single", single, problem, budget)
+    elif problem.coarser:
         levels = [*problem.coarser, np.arange(problem.groups.count, dtype=np.int32)]
         # If the coarsest units are so few that all their placements are tried, the methods run on
         # the next ones as well.

@@ -103,11 +103,12 @@ def place(  # noqa: C901  three steps, each of which depends on what was asked f
             attempt(name, run, problem, budget)
     else:
         # Where groups may be split, `auto` runs the baselines on the coarsest units.
-        if not (problem.coarser and placer_name == "auto" and method is None):
+        by_auto = placer_name == "auto" and method is None
+        if not (by_auto and (problem.coarser or not len(problem.free))):
             try_baselines(problem, budget)
         # If there is a smallest gain, a part of the budget is for plans with fewer devices.
         part = budget.share(1 - SEARCH_SHARE) if min_gain else budget
-        if placer_name == "auto" and method is None:
+        if by_auto:
             try:
                 # `auto` enters what its methods return into the ledger, each under its own name.
                 auto(problem, part)

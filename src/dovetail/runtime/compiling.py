@@ -4,14 +4,17 @@ numba counts references to every array on every call, atomically. With dozens of
 twenty times the work itself. The kernels allocate nothing, so the memory manager is off (`_nrt`,
 which numba's type stubs do not know). Helpers are inlined, so that no arrays are passed to them.
 
-The first run on a machine compiles for the better part of a minute; later runs load the cache.
-`working_clock` leaves this time out, so that a budget of seconds always buys the same search.
+The first run on a machine compiles for half a minute; later runs load the cache. `working_clock`
+leaves this time out, so that a budget of seconds always buys the same search. Until a kernel is
+compiled, `interpreted` has its function in Python.
 """
 
 import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import numba
@@ -30,8 +33,31 @@ def kernel(function: Function) -> Function:
 
 def inlined(function: Function) -> Function:
     """Compile a function that only kernels call; it is inlined there."""
-    compiled: Function = numba.njit(forceinline=True, **_options)(function)
+    # What Python or C would call took two thirds of the time of compiling the simulator.
+    options = _options | {"cache": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    compiled: Function = numba.njit(forceinline=True, **options)(function)
     return compiled
+
+
+@cache
+def interpreted(function: Function) -> Function:
+    """The Python function of a kernel, which computes the same some hundred times more slowly."""
+    own: Any = function.py_func  # type: ignore[attr-defined]
+    names = dict(own.__globals__)
+    for name in own.__code__.co_names:
+        if hasattr(names.get(name), "py_func"):
+            names[name] = interpreted(names[name])
+    python: Any = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
+    return python  # type: ignore[no-any-return]
+
+
+@cache
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """True if machine code of a kernel was there when this was asked first."""
+    kernel: Any = function
+    own = kernel.py_func
+    pattern = f"{own.__module__.rpartition('.')[2]}.{own.__qualname__}-*.nbc"
+    return any(Path(kernel.stats.cache_path).glob(pattern))
 
 
 def working_clock() -> float:

@@ -4,6 +4,7 @@
 
 It is built once for each version of torch, Python and dovetail, in about half a minute, and stays
 in the cache. A process that asks for it without the right to build it gets it only if it is there.
+One that has no time to wait starts the build for the next one.
 Everything works without it (`frontends.runners`), but calls then go through Python one by one.
 
 FOLDER is `native` in the cache. DOVETAIL_RUNNER names another one; DOVETAIL_RUNNER=python has the
@@ -37,6 +38,8 @@ _SOURCE = Path(__file__).with_name("runner.cpp")
 _BUILD_SECONDS = 600.0
 """A compiler that has not ended after this long is stopped."""
 _reason = ""
+_beside: "subprocess.Popen[bytes] | None" = None
+"""Builds the runner for the next process."""
 
 
 def native_runner() -> Any | None:
@@ -44,6 +47,9 @@ def native_runner() -> Any | None:
     if os.environ.get(SWITCH) == "python":
         return None
     path = _path()
+    # What began without it goes on without it.
+    if _beside is not None:
+        return None
     # It is code, so a file that somebody else can write is as good as missing.
     return _loaded(path) if is_own(path) else None
 
@@ -66,6 +72,23 @@ def build_native(
         tell("building the C++ runner, once for this version of torch")
         _reason = _build(_path(), meanwhile)
     return _reason
+
+
+def build_beside() -> None:
+    """Have another process build the runner, unless it is there; this one goes on without it."""
+    global _beside, _reason
+    off = os.environ.get(SWITCH) == "python" or _reason or not has_compiler()
+    if off or native_runner() is not None:
+        return
+    code = "from dovetail.runtime.native import build_native; build_native()"
+    nowhere = subprocess.DEVNULL
+    with suppress(OSError):
+        _beside = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True,
+        )  # fmt: skip
+        _reason = "the C++ runner is being built for the next process, as there is no time to wait"
 
 
 def cxx_compiler() -> str | None:

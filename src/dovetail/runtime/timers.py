@@ -79,7 +79,6 @@ class Deadline:
         self._parts = dict(parts or {})
         self.spent: dict[str, float] = {}
         self.missed: list[str] = []
-        self._whole: Deadline | None = None
         # The phases that are on, each within the one before it, and since when the last one is.
         self._on: list[str] = []
         self._since = 0.0
@@ -91,15 +90,6 @@ class Deadline:
     @property
     def is_over(self) -> bool:
         return not self.left_seconds
-
-    def put_off(self, seconds: float) -> None:
-        """Have the deadline so much later, and those that this one is a part of: for what is done
-        once for an installation."""
-        self.began += seconds
-        if self._on:
-            self._since += seconds
-        if self._whole is not None:
-            self._whole.put_off(seconds)
 
     def within(self, seconds: float, share: float = 1.0) -> float:
         """`seconds`, or this share of what is left if that is less."""
@@ -115,7 +105,7 @@ class Deadline:
             later = names[names.index(name) :]
             share = self._parts[name] / sum(self._parts[each] for each in later)
         part = Deadline(share * self.left_seconds, clock=self.clock)
-        part._whole, part.missed = self, self.missed
+        part.missed = self.missed
         self._count()
         self._on.append(name)
         try:

@@ -15,6 +15,7 @@ from dovetail.graph import Graph
 from dovetail.machine import Machine
 from dovetail.methods import PLACED_OBJECTIVES
 from dovetail.plans import Placement, Schedule
+from dovetail.runtime.compiling import interpreted, is_compiled
 from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import (
     DispatchRules,
@@ -35,6 +36,9 @@ from dovetail.simulator.loads import sum_loads
 from dovetail.timeline import Timeline
 
 Bool = NDArray[np.bool_]
+_MOST_INTERPRETED = 3000
+"""On one device nothing is searched, so few placements are simulated. Of graphs of up to so many
+ops that takes less in Python than compiling does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,9 @@ class Simulator:
         self._choices = [free_rules(self._flat)]
         if ranked:
             self._choices.append(free_rules(self._flat, upward_ranks(self._flat)))
+        few = self._flat.devices == 1 and self._flat.ops <= _MOST_INTERPRETED
+        waits = few and not is_compiled(simulate_batch)
+        self._simulate_batch = interpreted(simulate_batch) if waits else simulate_batch
         self._works: list[StepWorkspace] = []
         self._latency: LatencyModel | None = None
 
@@ -187,7 +194,7 @@ class Simulator:
 
         work = workspace(flat, len(rules.slot_seconds), record=True)
         values, peaks = np.empty(1), np.zeros((1, flat.devices), np.int64)
-        simulate_batch(flat, rules, work, rows, values, peaks, True)
+        self._simulate_batch(flat, rules, work, rows, values, peaks, True)
         for device, name in enumerate(self.machine.device_names):
             slot = work.next_slots[device]
             if rules.ordered[device] and slot < rules.slot_offsets[device + 1]:
@@ -246,7 +253,7 @@ class Simulator:
         def simulate_some(work: StepWorkspace) -> None:
             while (turn := next(taken)) < len(firsts):
                 part = slice(firsts[turn], firsts[turn] + rows)
-                simulate_batch(
+                self._simulate_batch(
                     self._flat, rules, work, batch[part], values[part], peaks[part], False
                 )
 
