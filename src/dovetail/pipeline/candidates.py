@@ -479,21 +479,9 @@ def on_all_cores(request: PlanRequest, tried: Tried) -> Iterator[Candidate]:
     if tried.candidates[best].parts > 1:
         return
     asked = tried.requests[best]
+    names = "contiguous", "seed", "whole", "format", "stages", "model", "deadline"
+    like = {name: getattr(asked, name) for name in names}
+    asks = partial(PlanRequest, asked.step, HERE_CPU, placer="single", **like)
     yield Candidate(
-        HERE,
-        lambda: PlanRequest(
-            asked.step,
-            HERE_CPU,
-            placer="single",
-            objective=asked.resolved_objective,
-            contiguous=asked.contiguous,
-            seed=asked.seed,
-            whole=asked.whole,
-            format=asked.format,
-            stages=asked.stages,
-            model=asked.model,
-            deadline=asked.deadline,
-        ),
-        _search_of(asked),
-        rival=True,
+        HERE, partial(asks, objective=asked.resolved_objective), _search_of(asked), rival=True
     )

@@ -40,6 +40,13 @@ class FlatOptimizer(ABC):
 
     name: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name in ("momentum", "alpha"):
+                fraction(name, value)
+            elif name in ("lr", "lr_decay", "weight_decay", "eps"):
+                not_negative(name, value)
+
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
@@ -79,9 +86,7 @@ class FlatSGD(FlatOptimizer):
     name: ClassVar[str] = "sgd"
 
     def __post_init__(self) -> None:
-        not_negative("lr", self.lr)
-        fraction("momentum", self.momentum)
-        not_negative("weight_decay", self.weight_decay)
+        super().__post_init__()
         if self.nesterov and not self.momentum:
             raise UsageError("nesterov", "needs a momentum above 0")
 
@@ -129,14 +134,12 @@ class FlatAdam(FlatOptimizer):
     decoupled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        not_negative("lr", self.lr)
+        super().__post_init__()
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
             raise UsageError("betas", f"must be two numbers, not {self.betas!r}")
         for beta in self.betas:
             fraction("betas", beta)
         object.__setattr__(self, "betas", tuple(self.betas))
-        not_negative("eps", self.eps)
-        not_negative("weight_decay", self.weight_decay)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -187,12 +190,6 @@ class FlatAdagrad(FlatOptimizer):
 
     name: ClassVar[str] = "adagrad"
 
-    def __post_init__(self) -> None:
-        not_negative("lr", self.lr)
-        not_negative("lr_decay", self.lr_decay)
-        not_negative("weight_decay", self.weight_decay)
-        not_negative("eps", self.eps)
-
     @property
     def slots(self) -> tuple[str, ...]:
         return ("sum",)
@@ -217,13 +214,6 @@ class FlatRMSprop(FlatOptimizer):
     momentum: float = 0.0
 
     name: ClassVar[str] = "rmsprop"
-
-    def __post_init__(self) -> None:
-        not_negative("lr", self.lr)
-        fraction("alpha", self.alpha)
-        not_negative("eps", self.eps)
-        not_negative("weight_decay", self.weight_decay)
-        fraction("momentum", self.momentum)
 
     @property
     def slots(self) -> tuple[str, ...]:
