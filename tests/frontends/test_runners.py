@@ -19,6 +19,7 @@ from dovetail.frontends.instructions import (
 from dovetail.frontends.program import Call, Ref
 from dovetail.frontends.runners import NativeRunner, PythonRunner
 from dovetail.runtime import native
+from dovetail.runtime.forking import environment_of
 from dovetail.runtime.native import build_native, has_compiler, native_runner
 from dovetail.runtime.waiting import publish
 
@@ -377,6 +378,10 @@ def test_a_build_beside_is_for_the_next_process(monkeypatch, tmp_path):
     native.build_beside()
     assert native_runner() is None and "for the next process" in build_native()
     assert native._beside.wait(60) == 0 and (tmp_path / "called").exists()
+    assert environment_of(1)[native.SWITCH] == "python"
+    # A plan with time has what was built, or builds it.
+    assert "could not build" in build_native(anew=True)
+    assert native._beside is None and environment_of(1)[native.SWITCH] != "python"
     # Where the runner is there, nothing is started.
     monkeypatch.setattr(native, "_reason", "")
     monkeypatch.setattr(native, "_beside", None)

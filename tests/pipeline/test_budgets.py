@@ -5,7 +5,7 @@ import torch
 
 import dovetail as dt
 from dovetail.cli import output
-from dovetail.pipeline import planning
+from dovetail.pipeline import planning, sources
 from dovetail.pipeline.kept import is_better, kept_path, kept_plan
 from dovetail.pipeline.planning import with_times
 from dovetail.pipeline.requests import PlanRequest
@@ -59,6 +59,42 @@ def test_each_phase_has_its_part_of_what_is_left_and_what_one_leaves_goes_on():
         assert part.left_seconds == 10.0
     with Deadline().phase("measuring") as part:
         assert part.left_seconds == float("inf") and part.within(2.0, 0.1) == 2.0
+
+
+@pytest.mark.parametrize(("left_seconds", "is_beside"), [(39.0, True), (41.0, False)])
+@pytest.mark.parametrize("searches", [False, True])
+def test_the_runner_is_built_within_the_budget_or_beside_it(
+    left_seconds, is_beside, searches, monkeypatch
+):
+    called, notes = [], sources.Notes()
+
+    def build_native(_tell, meanwhile, *, anew):
+        meanwhile()
+        return called.append(("within", anew)) or "no compiler"
+
+    monkeypatch.setattr(sources, "build_native", build_native)
+    monkeypatch.setattr(sources, "build_beside", lambda: called.append("beside"))
+    monkeypatch.setattr(sources, "layered", lambda *_, **__: called.append("search") or 1 / 0)
+    monkeypatch.setattr(sources, "parse_machine", lambda *_: called.append("machine"))
+    monkeypatch.setattr(sources, "DovetailError", ZeroDivisionError)
+    sources.prepare_runner(lambda *_: None, notes, searches=searches, left_seconds=left_seconds)
+    wanted = ["beside"] * is_beside + ["search"] * searches + [("within", not is_beside)]
+    assert called == wanted
+    assert notes.texts == (f"{sources.FROM_PYTHON}: no compiler",)
+
+
+def test_a_plan_sets_up_for_a_search_where_there_are_several_devices(step, monkeypatch):
+    asked = []
+
+    def prepare_runner(_tell, _notes, *, searches, left_seconds):
+        asked.append((searches, left_seconds > 25))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "prepare_runner", prepare_runner)
+    for machine, budget in (("here", "50s"), ("here/1", "20s"), ("here/2", "30s")):
+        with pytest.raises(KeyboardInterrupt):
+            planning.find_plan(PlanRequest(step, machine, budget=budget))
+    assert asked == [(False, True), (False, False), (True, True)]
 
 
 def test_repeats_end_at_the_latest_with_one():

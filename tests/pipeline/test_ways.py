@@ -172,8 +172,8 @@ def test_all_cores_and_the_best_number_of_threads_are_measured(step, timed):
         progress=lambda *_: None,
     )  # fmt: skip
     said = told(compared)
-    assert "eager (1 thread) 2 s, eager (2 threads) 3 s" in said
-    assert "torch.compile (1 thread) 1 s, torch.compile (2 threads) 900 ms" in said
+    assert "eager (2 threads) 3 s, eager (1 thread) 2 s" in said
+    assert "torch.compile (2 threads) 900 ms, torch.compile (1 thread) 1 s" in said
     assert compared.measured == {EAGER: 2.0, COMPILED: 0.9, PLACED: 1.2}
     assert [device.op_threads for device in compared.machine.devices] == [2]
 

@@ -64,8 +64,9 @@ def test_where_nothing_has_a_choice_the_one_placement_is_the_plan(has_levels):
     coarser = (np.zeros(problem.groups.count, np.int32),) if has_levels else ()
     alone = dataclasses.replace(problem, allowed=allowed, coarser=coarser)
     outcome = place(alone, "auto", Budget(evaluations=100))
-    assert outcome.placer == "single" and list(outcome.baselines) == ["single"]
+    assert outcome.placer == "single" and list(outcome.baselines) == ["single", "exhaustive"]
     assert outcome.evaluations == 1
+    assert outcome.bound is not None and outcome.bound.seconds == outcome.value
     running = alone.spread(np.zeros(alone.groups.count, np.int32))[~alone.graph.is_source]
     assert (outcome.placement[~alone.graph.is_source] == running).all()
 

@@ -3,10 +3,9 @@
     CACHE/plans/KEY.json    as `Plan.save` writes it
 
 KEY is made of all that a plan follows from: the step's graph and source, the machine, the request,
-and the versions of dovetail, torch and the runner. A plan for which the runner had to be built had
-less time than others, and is not found by those who have the runner from the first. A file is a
-plan as any other, read as data and checked. One that is damaged, that keeps no promise, or that
-another user can write, counts as missing.
+and the versions of dovetail, torch and the runner. A file is a plan as any other, read as data and
+checked. One that is damaged, that keeps no promise, or that another user can write, counts as
+missing.
 """
 
 import hashlib

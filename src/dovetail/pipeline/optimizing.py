@@ -113,9 +113,9 @@ LEAST_SECONDS = 5.0
 """With less left of a budget, nothing is compiled: the processes take about this long to begin."""
 _LOOK_SECONDS = 0.25
 """While something compiles, it is asked this often whether it is done."""
-PLANNING_SHARE, LEAST_BESIDE = 0.85, 4.0
+PLANNING_SHARE, LEAST_BESIDE_SECONDS = 0.85, 4.0
 """The share of a budget that planning has. Capturing, the comparison here, and what planning takes
-beyond the end of its budget have the rest, at least `LEAST_BESIDE` seconds."""
+beyond the end of its budget have the rest, at least `LEAST_BESIDE_SECONDS`."""
 _AGREES, _AGREES_IN_HALF = 1e-3, 3e-2
 """The results of a plan may differ from the module's by this share of the largest number; in
 float16, bfloat16 and under autocast by the second one."""
@@ -143,8 +143,9 @@ def optimize(
     on. Calls that need gradients have the last two of these. Parameters, buffers, `state_dict`,
     modes, hooks and pickles are the module's own as before; copies of the module are plain ones.
     Where nothing else is faster, or can be done, the module runs as it is, and the log says why.
-    Random numbers that `torch.compile` draws, as for dropout, are others than those of the module
-    as it is.
+    The module as it is, and `torch.compile`, run on fewer threads than are set where that is
+    faster. Random numbers that `torch.compile` draws, as for dropout, are others than those of the
+    module as it is.
 
     Raises `ModelError` for what is no module, compiled already, lazy or on a GPU, and `UsageError`.
     """
@@ -379,7 +380,7 @@ class OptimizedCalls:
             raise UsageError(
                 "optimize", f"a {type(module).__name__} runs its module in its own way"
             )
-        path = self.record_path(key)
+        path, kind = self.record_path(key), runner_kind()
         kept = None if path is None or self._again else read_record(path, self._plain.call)
         if kept is not None and kept.name == EAGER:
             return kept
@@ -403,7 +404,8 @@ class OptimizedCalls:
             finally:
                 if planned.step is not None and decision is not planned:
                     planned.step.close()
-        if path is not None and kept is None:
+        # One for which the runner had to be built had less time than the next process has.
+        if path is not None and kept is None and kind == runner_kind():
             threads, seconds = decision.threads, decision.seconds
             record = {"way": decision.way, "threads": threads, "seconds": seconds}
             with suppress(OSError, UnwritableError):
@@ -433,7 +435,8 @@ class OptimizedCalls:
             self._say(f"it has no plan: {why}")
             return None, False
         # The same number each time, by which the plan is found again.
-        seconds = min(PLANNING_SHARE * whole_seconds, max(1.0, whole_seconds - LEAST_BESIDE))
+        beside = max((1 - PLANNING_SHARE) * whole_seconds, LEAST_BESIDE_SECONDS)
+        seconds = max(1.0, whole_seconds - beside)
         # Planning runs in no mode of the caller's; what was captured has their effect already.
         with torch.inference_mode(False), torch.enable_grad(), without_autocast():
             found = plan(
@@ -542,7 +545,7 @@ class OptimizedCalls:
         is_long = clock() - began > LONG_CALL_SECONDS
         if not before.holds():
             # Measuring would change more of the module than the user's own calls do.
-            if decision.way == COMPILED:
+            if decision.way != PLACED:
                 return decision
             raise UsageError("optimize", "each call changes its attributes, which a plan does not")
         if decision.way == PLACED and not agree(decision.call(*args, **kwargs), wanted):
@@ -852,8 +855,8 @@ def agree(result: Any, wanted: Any) -> bool:
 
 
 def on_threads(threads: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The call's result, with ops on so many threads."""
-    with op_threads(threads):
+    """The call's result, with ops on so many threads, or as many as are set if these are fewer."""
+    with op_threads(min(threads, torch.get_num_threads())):
         return call(*args, **kwargs)
 
 
@@ -882,7 +885,7 @@ def read_record(path: Path, call: Callable[..., Any]) -> CallDecision | None:
         record = read_json(path)
         way, threads = record["way"], record["threads"]
         seconds = {str(key): float(value) for key, value in record["seconds"].items()}
-        if way in (EAGER, COMPILED, PLACED) and int(threads) in range(os.cpu_count() or 1):
+        if way in (EAGER, COMPILED, PLACED) and int(threads) in range((os.cpu_count() or 1) + 1):
             return CallDecision(way, call, seconds, threads=int(threads))
     except (FileFormatError, KeyError, TypeError, ValueError, AttributeError):
         pass

@@ -18,6 +18,7 @@ import numpy as np
 from dovetail.costs import Costs
 from dovetail.errors import DovetailError, InfeasibleError
 from dovetail.frontends import Captured
+from dovetail.frontends.runners import runner_kind
 from dovetail.graph.cells import cells_of
 from dovetail.graph.kernels import compiled_ties
 from dovetail.machine import Machine, parse_machine
@@ -100,7 +101,7 @@ def find_plan(
     """
     before_seconds = 0.0 if began is None else clock() - began
     began = clock() - before_seconds
-    path, known = kept_path(request), None
+    path, known, kind = kept_path(request), None, runner_kind()
     if path is not None:
         assert isinstance(request.step, Captured), "others are not kept"
         known = kept_plan(path, request.step)
@@ -173,7 +174,8 @@ def find_plan(
         # The next search goes on from the seed of this one.
         plan = replace(known, interrupted=plan.interrupted, seed=request.seed)
         plan = plan.noted(FOUND_NO_BETTER)
-    if path is not None:
+    # One for which the runner had to be built had less time than the next process has.
+    if path is not None and kind == runner_kind():
         assert isinstance(request.step, Captured), "others are not kept"
         keep(plan, path, may_race=is_raced and request.step.plain is not None)
     return plan
@@ -185,7 +187,8 @@ def with_times(plan: Plan, deadline: Deadline, planning_seconds: float) -> Plan:
     if not np.isfinite(deadline.seconds):
         return plan
     taken, whole = deadline.clock() - deadline.began, format_seconds(deadline.seconds)
-    told = ", ".join(f"{name} {format_seconds(s)}" for name, s in deadline.spent.items() if s)
+    spent = {name: s for name, s in deadline.spent.items() if s >= 1e-3}
+    told = ", ".join(f"{name} {format_seconds(s)}" for name, s in spent.items())
     if planning_seconds - taken > 1:
         told += f"; besides {format_seconds(planning_seconds - taken)} for what is set up once"
     plan = plan.noted(f"of a budget of {whole} planning took {format_seconds(taken)}: {told}")

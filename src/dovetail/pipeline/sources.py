@@ -528,15 +528,16 @@ def prepare_runner(
             )  # fmt: skip
             PLACERS["auto"](problem, Budget(evaluations=_SMALL_EVALUATIONS))
 
-    if left_seconds < LEAST_TO_BUILD:
+    has_time = left_seconds >= LEAST_TO_BUILD_SECONDS
+    if not has_time:
         build_beside()
     meanwhile = compile_search if searches else lambda: None
-    reason = build_native(lambda doing: progress(doing, 0.0, None), meanwhile)
+    reason = build_native(lambda doing: progress(doing, 0.0, None), meanwhile, anew=has_time)
     if reason:
         notes.say(f"{FROM_PYTHON}: {reason}")
 
 
-LEAST_TO_BUILD = 40.0
+LEAST_TO_BUILD_SECONDS = 40.0
 """With fewer seconds left a plan does not wait for the C++ runner, which takes some 25."""
 _SMALL_OPS, _SMALL_EVALUATIONS = 300, 40
 

@@ -63,10 +63,6 @@ ROUND_SECONDS, MOST_STEPS = 0.03, 8
 """In a round a way runs steps for about `ROUND_SECONDS`, from 2 to `MOST_STEPS`, of which the later
 half counts. Processes take turns, and the second step of one that has slept still took 5 to 12 %
 longer than its later ones, of 2 to 4 ms."""
-CLEARLY = 0.9
-"""A number of threads that takes less than this share of the time of all cores comes first. What is
-compiled for one number in one plan, and for the other in the next, is compiled to its end in none.
-"""
 LEAST_COMPILE_SECONDS, _LEAST_SECONDS = 1.0, 0.5
 """In less time than `LEAST_COMPILE_SECONDS` nothing is compiled, so that nothing is started for it.
 A race that begins late has `_LEAST_SECONDS` more: one round tells less than two."""
@@ -184,12 +180,12 @@ def fastest_way(
                     )
                 )
                 threads = min(tried, key=lambda count: (tried[count], count))
-                is_clear = tried[threads] < CLEARLY * tried[cores]
             # What cannot run as it is, or cannot be sent to a process, is no refuge.
             except (DovetailError, OSError) as error:
                 return plan.noted(f"eager was not measured: {_cause_of(error)}")
-            # There may be time to compile for the first one alone.
-            counts = dict.fromkeys((threads, cores) if is_clear else (cores, threads))
+            # Compiled code hands parts to other threads less often than ops do, so that all cores
+            # suit it best, and come first: there may be no time for another number.
+            counts = dict.fromkeys((cores, threads))
             networks = {_Way(EAGER, count): eager for count in counts}
             with deadline.phase("compiling"):
                 began, share = clock(), 1.0 if in_segments is None else own_share

@@ -9,7 +9,7 @@ the coarsest one. Then local search improves the best placement on ever smaller 
 groups themselves; see Walshaw's multilevel refinement in `multilevel`. All levels are simulated on
 the true graph.
 
-0. Where nothing has a choice of devices, as on one device, `single` is the plan.
+0. Where nothing has a choice of devices, as on one device, `single` is the plan, and exact.
 
 1. The baselines, then, where there are few placements (at most `exhaustive.MOST_PLACEMENTS`, and
    within the budget), all of them, which is exact.
@@ -83,6 +83,7 @@ def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Return the best placement of all methods; ties: the method that was tried first."""
     if not len(problem.free):
         attempt("single", single, problem, budget)
+        attempt("exhaustive", exhaustive, problem, budget)
     elif problem.coarser:
         levels = [*problem.coarser, np.arange(problem.groups.count, dtype=np.int32)]
         # If the coarsest units are so few that all their placements are tried, the methods run on

@@ -53,11 +53,15 @@ def interpreted(function: Function) -> Function:
 
 @cache
 def is_compiled(function: Callable[..., Any]) -> bool:
-    """True if machine code of a kernel was there when this was asked first."""
+    """True if machine code of a kernel, newer than its file, was there when this was asked first,
+    or if numba is told to compile nothing."""
     kernel: Any = function
-    own = kernel.py_func
+    own = getattr(kernel, "py_func", None)
+    if own is None:
+        return True
+    written = Path(own.__code__.co_filename).stat().st_mtime
     pattern = f"{own.__module__.rpartition('.')[2]}.{own.__qualname__}-*.nbc"
-    return any(Path(kernel.stats.cache_path).glob(pattern))
+    return any(f.stat().st_mtime > written for f in Path(kernel.stats.cache_path).glob(pattern))
 
 
 def working_clock() -> float:

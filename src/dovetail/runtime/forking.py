@@ -36,6 +36,8 @@ from dovetail.runtime.stopped import watched
 
 SWITCH = "DOVETAIL_FORK"
 """A variable of the environment; "0" has every worker start by itself."""
+for_workers: dict[str, str] = {}
+"""What the environment of this process's workers has besides."""
 _MOST_BYTES = 2**20
 """A request is at most so long. The environment is a part of it."""
 _LENGTH_BYTES = 8
@@ -213,4 +215,4 @@ def end_fork_server() -> None:
 def environment_of(threads: int) -> dict[str, str]:
     """This process's environment for workers of so many threads."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-    return dict(os.environ) | dict.fromkeys(names, str(threads))
+    return dict(os.environ) | dict.fromkeys(names, str(threads)) | for_workers

@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dovetail.runtime.files import cache_folder, is_own
+from dovetail.runtime.forking import for_workers
 from dovetail.runtime.waiting import c_functions
 
 SWITCH = "DOVETAIL_RUNNER"
@@ -57,13 +58,21 @@ def native_runner() -> Any | None:
 def build_native(
     tell: Callable[[str], None] = lambda _doing: None,
     meanwhile: Callable[[], None] = lambda: None,
+    *,
+    anew: bool = False,
 ) -> str:
     """Build the runner unless it is there, and return why there is none; "" if there is one.
 
     tell        is called with what is being done, if that takes long
     meanwhile   is called while the compiler is at work
+    anew        what is built beside is waited for, and serves from now on
     """
-    global _reason
+    global _beside, _reason
+    if anew and _beside is not None:
+        tell("building the C++ runner, which has begun")
+        _beside.wait()
+        _beside, _reason = None, ""
+        del for_workers[SWITCH]
     if os.environ.get(SWITCH) == "python":
         return f"{SWITCH}=python leaves the C++ runner out"
     if native_runner() is not None:
@@ -78,16 +87,19 @@ def build_beside() -> None:
     """Have another process build the runner, unless it is there; this one goes on without it."""
     global _beside, _reason
     off = os.environ.get(SWITCH) == "python" or _reason or not has_compiler()
-    if off or native_runner() is not None:
+    if off or native_runner() is not None or not sys.executable:
         return
-    code = "from dovetail.runtime.native import build_native; build_native()"
+    # It should take nothing from what is measured meanwhile.
+    code = "import os; os.nice(19); from dovetail.runtime.native import build_native as f; f()"
     nowhere = subprocess.DEVNULL
     with suppress(OSError):
         _beside = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True,
         )  # fmt: skip
+        # Nor have this one's workers what is done while they start.
+        for_workers[SWITCH] = "python"
         _reason = "the C++ runner is being built for the next process, as there is no time to wait"
 
 
