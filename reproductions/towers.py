@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dovetail.costs import analytic_costs
-from dovetail.errors import MissingLibraryError
+from dovetail.errors import MissingLibraryError, NoDeviceError, UsageError
 from dovetail.graph import Graph, Phase
+from dovetail.graph.copies import tower_count, towers_of
 from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.networks import NETWORKS
 from dovetail.networks.records import Options
-from dovetail.plans import normalise, tower_placement
+from dovetail.plans import Placement, normalise
 from dovetail.simulator import Simulator
 from dovetail.training import (
     Assignment,
@@ -88,6 +89,29 @@ WHOLE = replace(
 TRANSLATION = "nmt-4gpu"
 KINDS = {True: "synchronous", False: "asynchronous"}
 _METHODS = {PLAIN: (EXPERT, "local_search", SPLITTING), HYPOTHESIS: ()}
+
+
+def tower_placement(graph: Graph, machine: Machine) -> Placement:
+    """Return the placement [ops] with tower i on GPU i.
+
+    Parameters with their state and updates, the averages of gradients and of the loss, and the
+    inputs are on the host. `graph` must come from `replicate`. Raises `UsageError` if it does not,
+    and `NoDeviceError` for an op that its device cannot run, such as an update if the host is no
+    CPU. If there are fewer GPUs than towers, they are dealt out in turn, and if there is none, to
+    the CPUs.
+    """
+    if tower_count(graph) < 2:
+        raise UsageError("graph", "has no towers; make them with replicate(graph, replicas)")
+    towers = towers_of(graph)
+    kinds = [device.kind for device in machine.devices]
+    tower_kind = "gpu" if "gpu" in kinds else "cpu"
+    devices = np.array([d for d, kind in enumerate(kinds) if kind == tower_kind], dtype=np.int32)
+    placement = np.where(towers < 0, machine.host_index, devices[towers % len(devices)])
+    for d, kind in enumerate(kinds):
+        wrong = np.flatnonzero((placement == d) & ~graph.runs_on(kind) & ~graph.is_source)
+        if len(wrong):
+            raise NoDeviceError(graph.names[wrong[0]])
+    return normalise(placement.astype(np.int32), graph, machine)
 
 
 def run_towers(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:

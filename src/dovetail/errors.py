@@ -58,7 +58,6 @@ DovetailError
     │   ├── ServerLostError     .restarts .status
     │   └── NoWorkersError      .lost .status
     ├── UnequalError          a schedule whose outputs are others   .scheduler .error
-    ├── StreamRaceError       works of two streams that no event orders
     ├── ProcessError          .process .traceback .said
     ├── ProcessDiedError      .process .status
     ├── WorkerError           .device .op .traceback .said
@@ -531,10 +530,6 @@ class RankLostError(RunError):
         self.rank = rank
         self.op = op
         self.said = said
-
-
-class StreamRaceError(RunError):
-    """Two works in streams of a GPU touch the same memory, and no event is between them."""
 
 
 # Learned placers.

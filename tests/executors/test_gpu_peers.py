@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from dovetail.errors import StreamRaceError
 from dovetail.executors.gpus.peers import Peer, PeerError, PeerPair
 from dovetail.executors.gpus.steps import steps_of
 from dovetail.executors.shares import share_out
@@ -16,7 +15,7 @@ from dovetail.frontends import Adam, resolve
 from dovetail.frontends.instructions import BlockSlot, Issue, ReceiveTensor, SendTensor
 from dovetail.runtime.ranks import RankPlace
 from tests.support.hosts import LSTM, drawn_plan, machine_of
-from tests.support.played_cuda import PlayedCuda
+from tests.support.played_cuda import PlayedCuda, StreamRaceError
 from tests.support.played_gpus import cpu, gpu
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from dovetail.executors import run
 from dovetail.frontends import SGD, Adam, capture, initial_values, run_step
 from dovetail.networks import NETWORKS
-from dovetail.plans import tower_placement
 from dovetail.transforms import towers
+from reproductions.towers import tower_placement
 from tests.support.placing import plan_for, random_placement, two_devices
 
 STEPS, TOWERS, BATCH = 2, 4, 3

@@ -62,10 +62,7 @@ def test_each_phase_has_its_part_of_what_is_left_and_what_one_leaves_goes_on():
 
 
 @pytest.mark.parametrize(("left_seconds", "is_beside"), [(39.0, True), (41.0, False)])
-@pytest.mark.parametrize("searches", [False, True])
-def test_the_runner_is_built_within_the_budget_or_beside_it(
-    left_seconds, is_beside, searches, monkeypatch
-):
+def test_the_runner_is_built_within_the_budget_or_beside_it(left_seconds, is_beside, monkeypatch):
     called, notes = [], sources.Notes()
 
     def build_native(_tell, meanwhile, *, anew):
@@ -74,20 +71,21 @@ def test_the_runner_is_built_within_the_budget_or_beside_it(
 
     monkeypatch.setattr(sources, "build_native", build_native)
     monkeypatch.setattr(sources, "build_beside", lambda: called.append("beside"))
-    monkeypatch.setattr(sources, "layered", lambda *_, **__: called.append("search") or 1 / 0)
-    monkeypatch.setattr(sources, "parse_machine", lambda *_: called.append("machine"))
-    monkeypatch.setattr(sources, "DovetailError", ZeroDivisionError)
-    sources.prepare_runner(lambda *_: None, notes, searches=searches, left_seconds=left_seconds)
-    wanted = ["beside"] * is_beside + ["search"] * searches + [("within", not is_beside)]
-    assert called == wanted
+    sources.prepare_runner(
+        lambda *_: None,
+        notes,
+        meanwhile=lambda: called.append("search"),
+        left_seconds=left_seconds,
+    )
+    assert called == ["beside"] * is_beside + ["search", ("within", not is_beside)]
     assert notes.texts == (f"{sources.FROM_PYTHON}: no compiler",)
 
 
 def test_a_plan_sets_up_for_a_search_where_there_are_several_devices(step, monkeypatch):
     asked = []
 
-    def prepare_runner(_tell, _notes, *, searches, left_seconds):
-        asked.append((searches, left_seconds > 25))
+    def prepare_runner(_tell, _notes, *, meanwhile, left_seconds):
+        asked.append((meanwhile is planning.compile_search, left_seconds > 25))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planning, "prepare_runner", prepare_runner)

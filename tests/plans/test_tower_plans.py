@@ -9,9 +9,9 @@ from dovetail.graph import Phase, layered
 from dovetail.graph.copies import AVERAGE, towers_of
 from dovetail.machine import parse_machine
 from dovetail.pipeline import plan, verify
-from dovetail.plans import tower_placement
 from dovetail.simulator import Simulator
 from dovetail.transforms import replicate
+from reproductions.towers import tower_placement
 from tests.support.builders import Op, graph_of, machine_of, source
 from tests.support.towers import tower_seconds
 

@@ -11,7 +11,6 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline import graph_of, resolve_model
 from dovetail.placers import Budget, make_problem
 from dovetail.placers.expert import expert_apart
-from dovetail.plans import tower_placement
 from dovetail.simulator import Simulator
 from dovetail.transforms import replicate
 from reproductions import learned, tasks, towers
@@ -19,6 +18,7 @@ from reproductions.cases import LEARNED
 from reproductions.methods import PLAIN
 from reproductions.records import MethodResult
 from reproductions.tasks import run_table
+from reproductions.towers import tower_placement
 from tests.reproductions.test_learned import random_policy
 from tests.support.tiny_tables import CASES, settings
 

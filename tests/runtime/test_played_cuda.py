@@ -4,8 +4,7 @@ shown by executors/test_gpu_races.py."""
 import pytest
 import torch
 
-from dovetail.errors import StreamRaceError
-from tests.support.played_cuda import PlayedCuda
+from tests.support.played_cuda import PlayedCuda, StreamRaceError
 
 
 @pytest.fixture

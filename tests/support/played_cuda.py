@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dovetail.errors import StreamRaceError
+from dovetail.errors import RunError
 from dovetail.runtime.cuda import cuda_maker, reach_gpus_by
 from dovetail.runtime.ranks import RankPlace, interface_of
 from dovetail.runtime.torch_versions import TorchDispatchMode, gloo_group, pytree
@@ -53,6 +53,10 @@ _WAITS_FOR_RESULT = (
 """Ops for which the host waits, as what they return depends on numbers."""
 _NEVER = (0, 0)
 """(stream, its clock) of a work that every other one starts after."""
+
+
+class StreamRaceError(RunError):
+    """Two works in streams of a GPU touch the same memory, and no event is between them."""
 
 
 def _storage_reference(storage: torch.UntypedStorage) -> Callable[[], bool]:

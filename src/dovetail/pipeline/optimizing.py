@@ -65,6 +65,7 @@ from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.planning import FOUND_BEFORE, NOT_REACHED, plan
 from dovetail.pipeline.sources import counted_threads, with_threads
 from dovetail.pipeline.using import run
+from dovetail.pipeline.ways import timer_of
 from dovetail.plans import COMPILED, EAGER, PLACED
 from dovetail.request_fields import read_seconds
 from dovetail.runtime.files import cache_folder, read_json, use_own_cache, write_atomically
@@ -406,8 +407,7 @@ class OptimizedCalls:
                     planned.step.close()
         # One for which the runner had to be built had less time than the next process has.
         if path is not None and kept is None and kind == runner_kind():
-            threads, seconds = decision.threads, decision.seconds
-            record = {"way": decision.way, "threads": threads, "seconds": seconds}
+            record = {name: getattr(decision, name) for name in ("way", "threads", "seconds")}
             with suppress(OSError, UnwritableError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, json.dumps(record))
@@ -507,7 +507,7 @@ class OptimizedCalls:
                     if way == COMPILED and clock() > ends:
                         self._say(f"{COMPILED} took longer than the budget, and was ended")
                         return plain
-                timers[way] = partial(median_step, network)
+                timers[way] = timer_of(network.step_seconds)
             seconds = in_turns(timers, BESIDE, calls=1)
         decision = CallDecision(COMPILED, self._plain.call, medians_of(seconds))
         return decision if gains(seconds, COMPILED) else replace(decision, way=EAGER)
@@ -858,11 +858,6 @@ def on_threads(threads: int, call: Callable[..., Any], *args: Any, **kwargs: Any
     """The call's result, with ops on so many threads, or as many as are set if these are fewer."""
     with op_threads(min(threads, torch.get_num_threads())):
         return call(*args, **kwargs)
-
-
-def median_step(network: LoadedStep) -> float:
-    """Runs some steps and returns the median seconds of one."""
-    return float(median(network.step_seconds(4)))
 
 
 def gains(seconds: Mapping[str, Sequence[float]], way: str) -> bool:

@@ -10,6 +10,7 @@ A budget of seconds is that of all of it. Its phases ask one `Deadline` how long
 `find_plan` is the whole flow. The functions below it stand in the order in which it calls them.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from dovetail.frontends import Captured
 from dovetail.frontends.runners import runner_kind
 from dovetail.graph.cells import cells_of
 from dovetail.graph.kernels import compiled_ties
+from dovetail.graph.synthetic import layered
 from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.candidates import (
     AS_COMPILED,
@@ -35,14 +37,7 @@ from dovetail.pipeline.kept import is_better, keep, kept_path, kept_plan
 from dovetail.pipeline.opening import planned, timeline_of, with_promises
 from dovetail.pipeline.requests import SHARES, PlanRequest, with_fields_of
 from dovetail.pipeline.searching import has_gpus, lower_caps, prefixed, search_plan
-from dovetail.pipeline.sources import (
-    SENTENCE,
-    Notes,
-    Step,
-    TellProgress,
-    prepare_runner,
-    silent,
-)
+from dovetail.pipeline.sources import SENTENCE, Notes, Step, TellProgress, prepare_runner, silent
 from dovetail.placers import Limits
 from dovetail.plans import Plan, capacities_of, planned_graph
 from dovetail.runtime.compiling import working_clock
@@ -131,10 +126,11 @@ def find_plan(
         progress(doing, fraction, best)
 
     if on_cores:
-        several, left_seconds = len(request.asked_machine.devices) > 1, deadline.left_seconds
+        meanwhile = compile_search if len(request.asked_machine.devices) > 1 else lambda: None
         with deadline.phase("setting up"):
             # The notes of what is measured say what became of it.
-            prepare_runner(tell, Notes(), searches=several, left_seconds=left_seconds)
+            left = deadline.left_seconds
+            prepare_runner(tell, Notes(), meanwhile=meanwhile, left_seconds=left)
     limits = request.limits
     seconds = max(deadline.left_seconds * parts["searching"] / sum(parts.values()), LEAST_SECONDS)
     limits = limits._replace(seconds=min(limits.seconds, seconds))
@@ -179,6 +175,14 @@ def find_plan(
         assert isinstance(request.step, Captured), "others are not kept"
         keep(plan, path, may_race=is_raced and request.step.plain is not None)
     return plan
+
+
+def compile_search() -> None:
+    """Search on a small graph, by which the code of searches is compiled and kept on disk."""
+    # What fails here fails where it is asked for as well, and says so there.
+    with suppress(DovetailError):
+        small = PlanRequest(layered(300, training=True), "2 x k80 + haswell", budget="40e")
+        search_plan(small, silent)
 
 
 def with_times(plan: Plan, deadline: Deadline, planning_seconds: float) -> Plan:

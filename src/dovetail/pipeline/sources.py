@@ -11,7 +11,6 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -23,7 +22,6 @@ import numpy as np
 from dovetail.costs import CostCache, Costs, analytic_costs, measured_costs, probed_machine
 from dovetail.costs.measured import check_measurable, costs_in_step, device_key
 from dovetail.errors import (
-    DovetailError,
     FileFormatError,
     GraphError,
     InfeasibleError,
@@ -41,18 +39,15 @@ from dovetail.graph.cells import group_cells
 from dovetail.graph.copies import towers_of
 from dovetail.graph.files import graph_from
 from dovetail.graph.source import Source, Transform
-from dovetail.graph.synthetic import layered
 from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.methods import Grouping
-from dovetail.placers import PLACERS, Budget, make_problem
 from dovetail.plans import Plan, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.native import build_beside, build_native
 from dovetail.runtime.neighbours import Neighbours, disturbs, is_calm
 from dovetail.runtime.timers import Deadline, Repeats, Timer, clock, in_turns, times_within
-from dovetail.simulator import Simulator
 from dovetail.transforms import AnyTransform, Towers
 from dovetail.units import HERE, HERE_CPU, format_seconds
 
@@ -503,7 +498,7 @@ def prepare_runner(
     progress: TellProgress,
     notes: "Notes",
     *,
-    searches: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
     left_seconds: float = math.inf,
 ) -> None:
     """Build the C++ runner where it is missing. What is measured afterwards is measured with it.
@@ -511,27 +506,12 @@ def prepare_runner(
     It is done once for a version of torch. With too little time to wait for it another process
     builds it, and this one has the runner in Python.
 
-    searches      there are several devices, so that the code of searches is wanted as well
+    meanwhile     is called while the compiler is at work
     left_seconds  of the budget
     """
-
-    def compile_search() -> None:
-        # A search on a small graph has the code of searches compiled and kept on disk. One that
-        # fails here fails where it is asked for as well, and says so there.
-        with suppress(DovetailError):
-            graph, machine = layered(_SMALL_OPS, training=True), parse_machine("2 x k80 + haswell")
-            costs = analytic_costs(graph, machine)
-            simulator = Simulator(graph, machine, costs, ranked=True)
-            problem = make_problem(
-                graph, machine, costs, lambda placements: simulator.evaluate(placements, "step"),
-                groups=group(graph), trace=simulator.timeline, ranked=simulator.ranked,
-            )  # fmt: skip
-            PLACERS["auto"](problem, Budget(evaluations=_SMALL_EVALUATIONS))
-
     has_time = left_seconds >= LEAST_TO_BUILD_SECONDS
     if not has_time:
         build_beside()
-    meanwhile = compile_search if searches else lambda: None
     reason = build_native(lambda doing: progress(doing, 0.0, None), meanwhile, anew=has_time)
     if reason:
         notes.say(f"{FROM_PYTHON}: {reason}")
@@ -539,7 +519,6 @@ def prepare_runner(
 
 LEAST_TO_BUILD_SECONDS = 40.0
 """With fewer seconds left a plan does not wait for the C++ runner, which takes some 25."""
-_SMALL_OPS, _SMALL_EVALUATIONS = 300, 40
 
 
 def costs_of(

@@ -347,7 +347,7 @@ def _in_turns(
 ) -> dict[_Way, tuple[float, ...]]:
     """Way -> [rounds] seconds of a step. `stack` ends what is started here."""
     timers: dict[str, Timer] = {
-        str(way): _timer(network.step_seconds, partial(network.set_threads, way.threads))
+        str(way): timer_of(network.step_seconds, partial(network.set_threads, way.threads))
         for way, network in networks.items()
     }
     workers: dict[str, Workers] = {}
@@ -356,7 +356,7 @@ def _in_turns(
             workers[way.way] = stack.enter_context(Workers(plan.machine))
         placed = stack.enter_context(run(plan, planned(plan, step), workers=workers[way.way]))
         placed.feed()
-        timers[str(way)] = _timer(placed.step_seconds)
+        timers[str(way)] = timer_of(placed.step_seconds)
     progress("measuring ways to run the step", 0.0, None)
     limit_seconds = deadline.within(MEASURING_SECONDS)
     latest_seconds = max(deadline.left_seconds, _LEAST_SECONDS)
@@ -402,7 +402,7 @@ def _plan_of(own: _Way, plan: Plan, step: Captured, machine: Machine) -> Plan:
     return replace(replaced, peak_memory_bytes=tuple(peaks.tolist()))
 
 
-def _timer(
+def timer_of(
     step_seconds: Callable[[int], NDArray[np.float64]], begin: Callable[[], None] = lambda: None
 ) -> Timer:
     """A function that runs a round of steps, after `begin`, and returns the median seconds of a

@@ -1,4 +1,4 @@
-"""Plans: their records and files, the rules that `check` applies, and placements of towers."""
+"""Plans: their records and files, and the rules that `check` applies."""
 
 from dovetail.methods import OBJECTIVES
 from dovetail.plans.records import (
@@ -29,7 +29,6 @@ from dovetail.plans.rules import (
     normalise,
     stages_of,
 )
-from dovetail.plans.towers import tower_placement
 
 __all__ = [
     "COMPILED",
@@ -57,5 +56,4 @@ __all__ = [
     "ratio_to",
     "save_plan",
     "stages_of",
-    "tower_placement",
 ]
