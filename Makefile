@@ -30,6 +30,10 @@ format: .venv/ready
 TORCH ?= torch==2.13.0+cpu
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 
+# The C++ runner and the code of searches, which the first plan would build.
+SET_UP := from dovetail.pipeline.planning import compile_search; \
+	from dovetail.runtime.native import build_native; build_native(print, compile_search)
+
 # The package and what it needs to plan, run and train: what a user installs.
 .venv/package: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -37,6 +41,7 @@ CPU_BUILDS := https://download.pytorch.org/whl/cpu
 	  $(PIP_INSTALL) --index-url $(CPU_BUILDS) '$(TORCH)' || \
 	  $(PIP_INSTALL) 'torch>=2.11'
 	$(PIP_INSTALL) --editable .
+	$(BIN)/python -c '$(SET_UP)' || true
 	touch $@
 
 # The same, with what the tests and the linters need.
