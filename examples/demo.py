@@ -17,7 +17,7 @@ from dovetail.reports import plan_table, run_table
 from dovetail.units import format_seconds
 
 NAME, MODEL, OPTIMIZER = "inception_v3", "zoo:inception_v3?batch=2&size=107&width=0.5", "rmsprop"
-BUDGETS = "40s", "20s"
+BUDGETS = "30s", "12s"
 """Of the network's calls, and of the other's steps. What is not compiled by then is said."""
 OUT = Path("demo")
 
