@@ -405,7 +405,7 @@ class OptimizedCalls:
             finally:
                 if planned.step is not None and decision is not planned:
                     planned.step.close()
-        # One for which the runner had to be built had less time than the next process has.
+        # A decision that waited for the runner had less time than the next process will have.
         if path is not None and kept is None and kind == runner_kind():
             record = {name: getattr(decision, name) for name in ("way", "threads", "seconds")}
             with suppress(OSError, UnwritableError):

@@ -170,7 +170,7 @@ def find_plan(
         # The next search goes on from the seed of this one.
         plan = replace(known, interrupted=plan.interrupted, seed=request.seed)
         plan = plan.noted(FOUND_NO_BETTER)
-    # One for which the runner had to be built had less time than the next process has.
+    # A plan that waited for the runner had less time than the next process will have.
     if path is not None and kind == runner_kind():
         assert isinstance(request.step, Captured), "others are not kept"
         keep(plan, path, may_race=is_raced and request.step.plain is not None)

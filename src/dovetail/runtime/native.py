@@ -48,7 +48,7 @@ def native_runner() -> Any | None:
     if os.environ.get(SWITCH) == "python":
         return None
     path = _path()
-    # What began without it goes on without it.
+    # This process has measured without the runner, and both kinds of costs must not be mixed.
     if _beside is not None:
         return None
     # It is code, so a file that somebody else can write is as good as missing.
@@ -89,7 +89,7 @@ def build_beside() -> None:
     off = os.environ.get(SWITCH) == "python" or _reason or not has_compiler()
     if off or native_runner() is not None or not sys.executable:
         return
-    # It should take nothing from what is measured meanwhile.
+    # The compiler must not slow down what this process measures.
     code = "import os; os.nice(19); from dovetail.runtime.native import build_native as f; f()"
     nowhere = subprocess.DEVNULL
     with suppress(OSError):
@@ -98,7 +98,7 @@ def build_beside() -> None:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True,
         )  # fmt: skip
-        # Nor have this one's workers what is done while they start.
+        # Workers that start when the build is done must not load the runner either.
         for_workers[SWITCH] = "python"
         _reason = "the C++ runner is being built for the next process, as there is no time to wait"
 
