@@ -7,7 +7,7 @@ Inference is `dt.optimize(model)`, called under `torch.no_grad`. Training is `dt
 Adam, a cosine schedule that is stepped each time and gradients clipped to a norm of 1. Beside them
 run the same model and loop, eager and by `torch.compile`, each on all threads and on one. Each case
 is a process of its own. With --again another process has made the first call before, and ours
-searches on from what that one has found. A ratio is the median over the rounds of the seconds of
+searches on from what that one has found; given twice, a third process does. A ratio is the median over the rounds of the seconds of
 the user's best way, as its median says, over those of ours. Memory is the most that a process of
 its own held while it trained, over that of one that trained eagerly, both less what they held
 before the first step.
@@ -126,7 +126,7 @@ def measured(name: str, kind: str, options: Namespace) -> dict[str, Any]:
     """Way -> [rounds] seconds of a step, what runs, and the seconds of our first call."""
     import torch
 
-    ours = Loop(name, kind, OURS, options.budget, again=options.again)
+    ours = Loop(name, kind, OURS, options.budget, again=bool(options.again))
     began = time.perf_counter()
     ours()
     first_seconds = time.perf_counter() - began
@@ -204,7 +204,7 @@ def row_of(name: str, kind: str, found: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = parser_of(__doc__, rounds=24, budget="60s", only="", out=None, write=False)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--again", action="store_true", help="search on from a first call's plan")
+    parser.add_argument("--again", action="count", default=0, help="search on from an earlier call")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--child", nargs="+", help="a case, in this process")
     options = parser.parse_args()
@@ -213,7 +213,7 @@ def main() -> None:
         if what == "steps":
             print(json.dumps(measured(name, kind, options)))
         elif what == "first":
-            Loop(name, kind, OURS, options.budget)()
+            Loop(name, kind, OURS, options.budget, again=bool(options.again))()
             print("{}")
         else:
             print(json.dumps(memory(name, kind, options.budget)))
@@ -223,8 +223,9 @@ def main() -> None:
     for name in options.only.split(";") if options.only else CASES:
         for kind in options.kinds.split(","):
             rounds = ("--rounds", str(options.rounds))
-            if options.again:
-                in_child(script, *shared, "--child", "first", name, kind)
+            for call in range(options.again):
+                again = ("--again",) if call else ()
+                in_child(script, *shared, *again, "--child", "first", name, kind)
                 rounds += ("--again",)
             found = in_child(script, *shared, *rounds, "--child", "steps", name, kind)
             seconds = found["seconds"]
