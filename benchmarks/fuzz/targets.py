@@ -809,7 +809,8 @@ def _lines(*texts: str) -> list[bytes]:
 def _machine_texts() -> list[bytes]:
     return _lines(
         "4 x k80 + haswell", "2 x h100", "2 * a100 + 3 x v100 + broadwell", "rl17/2", "gdp/8",
-        "here/2", "here/cpu", "here/gpu*2", "machine.toml",
+        "here/2", "here/cpu", "here/gpu*2", "machine.toml", "rtx3090/pcie4x8/nvlink56 + ryzen9",
+        "epyc/16c/4.5GHz/avx2 + ddr5-6000x8/64GiB", "rtx4090 + ryzen7 | 2 x t4 | 10gbe",
     )  # fmt: skip
 
 

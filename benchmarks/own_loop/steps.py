@@ -7,10 +7,10 @@ Inference is `dt.optimize(model)`, called under `torch.no_grad`. Training is `dt
 Adam, a cosine schedule that is stepped each time and gradients clipped to a norm of 1. Beside them
 run the same model and loop, eager and by `torch.compile`, each on all threads and on one. Each case
 is a process of its own. With --again another process has made the first call before, and ours
-searches on from what that one has found; given twice, a third process does. A ratio is the median over the rounds of the seconds of
-the user's best way, as its median says, over those of ours. Memory is the most that a process of
-its own held while it trained, over that of one that trained eagerly, both less what they held
-before the first step.
+searches on from what that one has found; given twice, a third process does. A ratio is the median
+over the rounds of the seconds of the user's best way, as its median says, over those of ours.
+Memory is the most that a process of its own held while it trained, over that of one that trained
+eagerly, both less what they held before the first step.
 """
 
 import copy

@@ -37,12 +37,12 @@ from torch.nn import functional as F
 import dovetail
 from dovetail.costs.stages import (
     FITTED,
-    RESIDENT_THREADS,
     AnalyticStages,
     StageRates,
     StageWork,
     gpu_rates,
     kernel_works,
+    resident_threads,
 )
 from dovetail.graph import Graph, load_graph, save_graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
@@ -225,7 +225,7 @@ def milliseconds(of: Subject, rates: StageRates, *schedules: list[Stage]) -> lis
 def rates_of(parameters: Parameters, model: str = "v100") -> StageRates:
     device = PRESETS[model].device
     peak, bandwidth = device.flops_per_second["float32"], device.bandwidth_bytes_per_second
-    return gpu_rates(peak, bandwidth, RESIDENT_THREADS[model], parameters)
+    return gpu_rates(peak, bandwidth, resident_threads(device), parameters)
 
 
 def fit(networks: Sequence[str], start: Sequence[float] = START) -> Parameters:

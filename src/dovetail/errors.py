@@ -16,7 +16,7 @@ DovetailError
 │   │   ├── InvalidSizeError    .op .field .value
 │   │   └── ReplicationError    .op  it has no data-parallel towers; "" where no op forbids them
 │   ├── MachineError          a machine that cannot be
-│   │   ├── UnknownPresetError  .preset .known
+│   │   ├── UnknownPresetError  .preset .known .near
 │   │   ├── UnknownDeviceError  .device .known
 │   │   └── NoRouteError        .source .destination
 │   ├── ModelError            a MODEL text or module that cannot be used   .model
@@ -174,14 +174,16 @@ class MachineError(InvalidError):
 
 
 class UnknownPresetError(MachineError):
-    def __init__(self, preset: str, known: tuple[str, ...]) -> None:
+    def __init__(self, preset: str, known: tuple[str, ...], near: tuple[str, ...] = ()) -> None:
+        meant = f"did you mean {' or '.join(near)}? Use" if near else "use"
         super().__init__(
-            f"no machine named {preset!r}; use here, here/2, a .toml file, a paper's rl17/2, "
+            f"no machine named {preset!r}; {meant} here, here/2, a .toml file, a paper's rl17/2, "
             "rl17/4 or gdp/2 to gdp/8, or presets joined as "
-            f'"4 x k80 + haswell" from: {", ".join(known)}'
+            '"2 x rtx3090 + ryzen9"; `dovetail machine --presets` lists them'
         )
         self.preset = preset
         self.known = known
+        self.near = near
 
 
 class UnknownDeviceError(MachineError):

@@ -13,10 +13,12 @@ from dovetail.errors import (
 )
 from dovetail.machine import (
     PRESETS,
+    Chip,
     Device,
     Link,
     Machine,
     check_local,
+    chip_of_driver,
     emulated_dtypes,
     gpus,
     load_machine,
@@ -59,7 +61,7 @@ def test_every_preset_stands_alone(model):
 @pytest.mark.parametrize("model", sorted(PRESETS))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8"])
 def test_every_preset_has_a_rate_for_every_dtype(model, dtype):
-    assert PRESETS[model].device.flops_per_second[dtype] > 0
+    assert PRESETS[model].device.rate(dtype) > 0
 
 
 def test_dtypes_without_units_of_their_own_are_computed_in_float32():
@@ -92,6 +94,180 @@ def test_an_unknown_machine_is_named_with_what_there_is(text):
 def test_more_presets_than_can_be_linked_are_refused_before_any_is_made(text):
     with pytest.raises(MachineError, match="presets make 1 to 512 devices in all"):
         parse_machine(text)
+
+
+@pytest.mark.parametrize("name", ["RTX 3090", "rtx-3090", "NVIDIA GeForce RTX 3090", "3090"])
+def test_a_preset_is_found_by_the_names_that_people_write(name):
+    assert parse_machine(f"2 x {name}").device_names == ("rtx3090:0", "rtx3090:1", "host")
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("rtx309", "rtx3090"), ("4 x a100-40", "a100-40gb"), ("ryzen8", "ryzen7"), ("m5", "m4")],
+)
+def test_an_unknown_preset_is_told_with_near_ones(text, near):
+    with pytest.raises(UnknownPresetError, match=f"did you mean .*{near}") as raised:
+        parse_machine(text)
+    assert near in raised.value.near
+
+
+def test_a_name_that_is_like_no_preset_has_no_near_ones():
+    with pytest.raises(UnknownPresetError) as raised:
+        parse_machine("abacus")
+    assert raised.value.near == ()
+    assert "did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("Tesla T4", "t4"),
+        ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"),
+        ("NVIDIA GeForce RTX 2080 Ti", "2080ti"), ("NVIDIA TITAN Xp", "titan_xp"),
+        ("NVIDIA RTX A6000", "a6000"), ("AMD Instinct MI250X/MI250", "mi250x"),
+    ],
+)  # fmt: skip
+def test_a_card_is_known_by_what_its_driver_calls_it(name, model):
+    assert chip_of_driver(name) == PRESETS[model].device.chip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA L40", "", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+     "NVIDIA A100-SXM4-40GB MIG 1g.5gb"],
+)  # fmt: skip
+def test_no_card_is_taken_for_another(name):
+    assert chip_of_driver(name) is None
+
+
+def test_every_preset_says_where_it_is_from_and_what_it_is():
+    for preset in PRESETS.values():
+        assert preset.source
+        assert (preset.device.chip is not None) == (preset.device.kind == "gpu")
+
+
+def rate_of(machine, source, destination):
+    link = machine.link_index[machine.device_index(source), machine.device_index(destination)]
+    return machine.links[link].bandwidth_bytes_per_second
+
+
+def test_options_of_a_gpu_change_its_links_and_memory_alone():
+    machine = parse_machine("2 x rtx3090/pcie3x8/nvlink56.25/20GiB + rtx3090 + ryzen7")
+    changed, plain = machine.devices[0], machine.devices[2]
+    assert replace(changed, memory_bytes=plain.memory_bytes, name=plain.name) == plain
+    assert changed.memory_bytes == 20 * 2**30
+    assert rate_of(machine, "rtx3090:0", "ryzen7") == 5.5e9
+    assert rate_of(machine, "ryzen7", "rtx3090:2") == 24e9
+    assert rate_of(machine, "rtx3090:0", "rtx3090:1") == 56.25e9
+    # The slower end counts.
+    assert rate_of(machine, "rtx3090:1", "rtx3090:2") == 24e9
+
+
+def test_peers_without_a_link_of_their_own_have_that_of_the_host():
+    machine = parse_machine("2 x rtx4090/pcie4x4")
+    assert (
+        rate_of(machine, "rtx4090:0", "rtx4090:1") == rate_of(machine, "host", "rtx4090:0") == 6e9
+    )
+
+
+def test_options_of_a_cpu_scale_its_rates():
+    usual = PRESETS["ryzen7"].device
+    (cores,) = parse_machine("ryzen7/16c").devices
+    (clock,) = parse_machine("ryzen7/9.0GHz").devices
+    for twice in (cores, clock):
+        assert twice.flops_per_second == pytest.approx(
+            {dtype: 2 * rate for dtype, rate in usual.flops_per_second.items()}
+        )
+        assert twice.bandwidth_bytes_per_second == usual.bandwidth_bytes_per_second
+        assert emulated_dtypes(twice) == emulated_dtypes(usual)
+    assert len({cores.model, clock.model, usual.model}) == 3  # their costs differ
+
+
+def test_instructions_that_a_cpu_has_already_change_nothing_and_others_its_other_units():
+    for model, width in (("ryzen7", "avx2"), ("haswell", "avx2"), ("xeon", "avx512")):
+        (device,) = parse_machine(f"{model}/{width}").devices
+        assert device.flops_per_second == PRESETS[model].device.flops_per_second
+    (narrow,) = parse_machine("xeon/avx2").devices
+    assert narrow.flops_per_second["float32"] == PRESETS["xeon"].device.rate("float32") / 2
+    assert emulated_dtypes(narrow) == ("float16", "bfloat16", "int8")
+
+
+@pytest.mark.parametrize("text", ["nvlink50/pcie5x16", "pcie5x16/nvlink50"])
+def test_nvlink_is_the_link_to_peers_whatever_the_host_has(text):
+    machine = parse_machine(f"2 x rtx3090/{text}")
+    assert rate_of(machine, "rtx3090:0", "rtx3090:1") == 50e9
+    assert {link.latency_seconds for link in machine.links} == {8e-6, 25e-6}
+
+
+def test_a_long_text_is_refused_at_once():
+    for text in ("a" + " " * 10**6 + "b", "t4/" + "9" * 10**6, "9" * 10**6 + "x" * 10**5):
+        with pytest.raises(MachineError):
+            parse_machine(text)
+
+
+def test_memory_by_itself_is_that_of_every_cpu_but_for_what_one_says_of_its_own():
+    machine = parse_machine("epyc + ryzen7/ddr5-5200 + ddr5-6000/64GiB")
+    epyc, ryzen = machine.devices
+    assert epyc.bandwidth_bytes_per_second == 12 * 6000e6 * 8
+    assert ryzen.bandwidth_bytes_per_second == 2 * 5200e6 * 8
+    assert epyc.memory_bytes == ryzen.memory_bytes == 64 * 2**30
+
+
+def test_hosts_are_joined_by_ethernet():
+    machine = parse_machine("rtx4090 + ryzen7 | 2 x rtx3090 | 10gbe")
+    assert machine.device_names == (
+        "host0/rtx4090", "host0/ryzen7", "host1/rtx3090:0", "host1/rtx3090:1", "host1/host",
+    )  # fmt: skip
+    assert machine.host == "host0/ryzen7"
+    assert [device.host for device in machine.devices] == ["host0"] * 2 + ["host1"] * 3
+    assert rate_of(machine, "host0/rtx4090", "host1/rtx3090:1") == pytest.approx(1.175e9)
+    between = [link for link in machine.links if link.source[:5] != link.destination[:5]]
+    assert {link.channel for link in between} == {"host0->host1", "host1->host0"}
+    assert len(between) == 2 * 2 * 3
+    ways = {round(1e6 * link.latency_seconds) for link in between}
+    assert ways == {50, 75, 100}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rtx3090/pcie6x16", "rtx3090 has no option 'pcie6x16'; it has pcie4x8"),
+        ("rtx3090/16c", "rtx3090 has no option '16c'"),
+        ("ryzen7/0c", "ryzen7 has no option '0c'; it has 16c"),
+        ("ryzen7/0.0GHz", "ryzen7 has no option '0.0ghz'"),
+        ("ryzen7/\u0664ghz", "ryzen7 has no option"),
+        ("ryzen7/1\u0666c", "ryzen7 has no option"),
+        ("ryzen7/4.5", "ryzen7 has no option '4.5'"),
+        ("core-i9/24c", "core-i9 has no option '24c'; it has 4.5GHz"),
+        ("rtx3090/nvlink4", "rtx3090 has no option 'nvlink4'"),
+        ("ryzen7 + ddr5-6000/16c", "is the memory of every CPU, once"),
+        ("ryzen7 + ddr5-6000 + ddr4-3200", "is the memory of every CPU, once"),
+        ("|".join(["t4"] * 65 + ["1gbe"]), "presets make 1 to 64 hosts, not 65"),
+        ("ryzen7/64", "ryzen7 has no option '64'"),
+        ("ryzen7/", "ryzen7 has no option ''"),
+        ("rtx3090/nvlink0", "rtx3090 has no option 'nvlink0'"),
+        ("rtx3090 + ddr5-6000", "ddr5-6000 is a CPU's memory"),
+        ("rtx3090 | rtx3090", "hosts are joined by Ethernet"),
+        ("rtx3090 | 0gbe", "hosts are joined by Ethernet"),
+        ("300 x v100 | 300 x v100 | 1gbe", "presets make 1 to 512 devices in all, not 600"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(text, says):
+    with pytest.raises(MachineError, match=says):
+        parse_machine(text)
+
+
+def test_a_machine_of_presets_is_written_and_read_again(tmp_path):
+    machine = parse_machine("m3 max + ryzen7/16c | mi300x/pcie5x8 | 100gbe")
+    save_machine(machine, tmp_path / "m.toml")
+    assert load_machine(tmp_path / "m.toml") == machine
+
+
+def test_a_chip_that_cannot_be_is_refused():
+    with pytest.raises(MachineError, match="chip: threads is 0"):
+        Chip(10, 1e9, 0)
+    with pytest.raises(MachineError, match="chip: clock_hz is nan"):
+        Chip(10, float("nan"), 1024)
 
 
 def test_a_machine_has_a_bounded_number_of_devices():

@@ -341,6 +341,12 @@ def test_ctrl_c_during_a_search_returns_the_best_so_far(dovetail, monkeypatch):
     assert printed["value"] > 0
 
 
+def test_machine_lists_the_devices_that_can_be_named(dovetail):
+    status, out, _ = dovetail("machine", "--presets")
+    assert status == 0
+    assert all(name in out for name in ("rtx3090", "mi300x", "m4max", "epyc", "haswell"))
+
+
 def test_machine_writes_toml_that_plan_reads(dovetail, tmp_path):
     path = tmp_path / "box.toml"
     assert dovetail("machine", "2 x k80 + haswell", "--out", path)[0] == 0

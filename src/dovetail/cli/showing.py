@@ -36,13 +36,21 @@ def machine(
             "them measured",
         ),
     ] = False,
+    presets: Annotated[
+        bool, typer.Option("--presets", help="List the devices that can be named instead")
+    ] = False,
 ) -> None:
     """Show a machine's devices and links. The rates of this machine are measured. Of its GPUs also
     matrix products, copies and peer access are shown, measured each time."""
     from dovetail.machine import save_machine
     from dovetail.pipeline import Notes, resolve_machine
-    from dovetail.reports import gpus_table, machine_table
+    from dovetail.reports import gpus_table, machine_table, presets_table
 
+    if presets:
+        if name != "here" or out or fresh or hosts:
+            raise UsageError("--presets", "lists known devices; leave the rest out")
+        show(presets_table())
+        return
     notes = Notes()
     gpus: tuple[GpuMeasurement, ...] = ()
     if hosts:

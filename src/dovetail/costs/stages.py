@@ -21,7 +21,6 @@ libraries choose algorithms. `benchmarks/stages/analytic.md` says how far off it
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,7 +30,7 @@ from typing import NamedTuple, Protocol
 from dovetail.errors import MachineError
 from dovetail.graph import Graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, NORMALISATIONS, PRODUCTS, Kernels
-from dovetail.machine import Device
+from dovetail.machine import Device, chip_of_driver
 
 # The work of each kernel of a captured inference step: arithmetic, memory traffic, parallelism.
 #
@@ -157,29 +156,21 @@ def _moves_nothing(graph: Graph, ops: list[int]) -> bool:
 FITTED = Path(__file__).with_name("stages.json")
 """The file of the parameters that `benchmarks/stages/fit_analytic.py` fitted, and of the
 measurements behind them."""
-RESIDENT_THREADS = {
-    "k80": 13 * 2048, "p100": 56 * 2048, "v100": 80 * 2048, "titan_xp": 30 * 2048,
-    "2080ti": 68 * 1024, "a100": 108 * 2048, "h100": 132 * 2048, "h200": 132 * 2048,
-}  # fmt: skip
-"""Device model -> the threads that it holds: multiprocessors x threads of each, by the vendor's
-tables."""
 
 
-def _resident_threads(device: Device) -> int:
-    """The threads that a GPU holds, also by what its driver calls it ("NVIDIA H100 80GB HBM3"), and
-    of one that is here by its driver; 0 if that is not known."""
-    words = {device.model, *re.split("[^a-z0-9]+", device.model.lower())}
-    known = [count for name, count in RESIDENT_THREADS.items() if name in words]
-    if known:
-        return known[0]
-    if not device.torch_device:
-        return 0
+def resident_threads(device: Device) -> int:
+    """The threads that a GPU holds: its multiprocessors x threads of each. Of one that is here by
+    its driver, of another by its name; 0 if that is not known."""
+    chip = device.chip or chip_of_driver(device.model)
+    by_name = chip.multiprocessors * chip.threads if chip else 0
+    if device.chip or not device.torch_device:
+        return by_name
     # Imported here, because analytic costs need no torch.
     from dovetail.runtime.cuda import cuda_here
 
     cuda = cuda_here()
     if not cuda.is_available():
-        return 0
+        return by_name
     card = cuda.get_device_properties(device.torch_device)
     return int(card.multi_processor_count * card.max_threads_per_multi_processor)
 
@@ -328,7 +319,7 @@ def stage_rates(device: Device, *, dtype: str = "float32", lanes: int = 0) -> St
     Raises `MachineError` if lanes or the rate of that dtype are not known.
     """
     peak, bandwidth = device.rate(dtype), device.bandwidth_bytes_per_second
-    lanes = lanes or (_resident_threads(device) if device.kind == "gpu" else len(device.cores))
+    lanes = lanes or (resident_threads(device) if device.kind == "gpu" else len(device.cores))
     if lanes < 1:
         raise MachineError(
             f"device {device.name!r}: how many {'threads' if device.kind == 'gpu' else 'cores'} "

@@ -19,6 +19,8 @@ host = "box1"                      # of a machine of several hosts: the one that
 threads = 1                        # an op uses so many threads; default: one a core
 efficiencies = { "" = 0.4, "aten.convolution" = 0.1 }    # share of flops_per_second that ops
                                    # reach whose kind begins so; the longest counts; default: 1
+chip = { multiprocessors = 82, clock_hz = 1.695e9, threads = 1536 }    # of a GPU; also l2_bytes,
+                                   # watts, nanometres
 
 [[links]]
 source = "cpu0"
@@ -62,7 +64,7 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
     raw: dict[str, Any] = to_file(machine)
     for device in raw["devices"]:
         # Most devices have none of these fields. A file without them is shorter and means the same.
-        for optional in ("efficiencies", "threads", "torch_device", "host"):
+        for optional in ("efficiencies", "threads", "torch_device", "host", "chip"):
             if not device[optional]:
                 del device[optional]
     return raw

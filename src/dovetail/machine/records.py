@@ -29,6 +29,31 @@ memory."""
 
 
 @dataclass(frozen=True)
+class Chip:
+    """What a GPU physically is.
+
+    multiprocessors   SMs, compute units or cores
+    threads           that one of them holds at once
+    l2_bytes          of the last cache
+    watts             that the card may draw; 0: not known
+    nanometres        of the process' generation, as 5 for TSMC's N5 and 4N; 0: not known
+    """
+
+    multiprocessors: int
+    clock_hz: float
+    threads: int
+    l2_bytes: int = 0
+    watts: float = 0.0
+    nanometres: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0 if name in ("l2_bytes", "watts", "nanometres") else 1
+            if not least <= value < MOST_BYTES:
+                raise MachineError(f"chip: {name} is {value}")
+
+
+@dataclass(frozen=True)
 class Device:
     """One device that runs one op at a time.
 
@@ -45,6 +70,7 @@ class Device:
     host            of a machine of several hosts: name of the one that has the device
     efficiencies    prefix of kinds of op -> share of `flops_per_second` that these ops reach. The
                     longest prefix that fits counts, and "" fits every kind. If none fits, it is 1
+    chip            of a GPU, if known
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -59,6 +85,7 @@ class Device:
     threads: int = 0
     torch_device: str = ""
     host: str = ""
+    chip: Chip | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "host"):

@@ -10,7 +10,7 @@ from itertools import permutations
 from dovetail.costs.measured import fit_link
 from dovetail.errors import UsageError
 from dovetail.executors.hosts import deal, measure_links
-from dovetail.machine import Link, Machine, names_here
+from dovetail.machine import Link, Machine, names_here, on_host
 from dovetail.machine.files import machine_from_dict, machine_to_dict
 from dovetail.pipeline.sources import Notes, TellProgress, resolve_machine, silent
 from dovetail.runtime.ranks import Ranks
@@ -48,22 +48,7 @@ def machine_of_hosts(
     for host, raw in zip(ranks.hosts, ranks.gather("machine", own), strict=True):
         if raw is None:
             continue
-        # Each host's name is on its devices and channels.
-        part = machine_from_dict(raw)
-        parts[host] = Machine(
-            host,
-            tuple(replace(d, name=f"{host}/{d.name}", host=host) for d in part.devices),
-            f"{host}/{part.host}",
-            tuple(
-                replace(
-                    link,
-                    source=f"{host}/{link.source}",
-                    destination=f"{host}/{link.destination}",
-                    channel=f"{host}/{link.channel}",
-                )
-                for link in part.links
-            ),
-        )
+        parts[host] = on_host(host, machine_from_dict(raw))
     progress("measuring the links between hosts", 0.0, None)
     hops = measure_links(ranks)
     devices = [device for part in parts.values() for device in part.devices]

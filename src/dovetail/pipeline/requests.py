@@ -54,7 +54,8 @@ AUTO = "auto"
 MACHINE_HELP = (
     "here (all cores of this machine as one device, and its GPUs), here/cpu, here/gpu, here/1 (one "
     "core), here/2 (its cores as two devices), here/gpu*2 (each GPU as two devices), "
-    'FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
+    'FILE.toml, presets such as "2 x rtx3090 + ryzen9" (dovetail machine --presets lists them), '
+    "or a paper's machine: rl17/2, "
     "rl17/4, gdp/2 to gdp/8"
 )
 CPU = "cpu"

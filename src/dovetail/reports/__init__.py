@@ -12,6 +12,7 @@ from dovetail.reports.tables import (
     networks_table,
     phases_table,
     plan_table,
+    presets_table,
     run_table,
     schedules_table,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "networks_table",
     "phases_table",
     "plan_table",
+    "presets_table",
     "run_table",
     "schedules_table",
     "write_html",

@@ -18,7 +18,7 @@ from dovetail.costs.analytic import EXACT
 from dovetail.errors import GraphMismatchError
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
-from dovetail.machine import Machine, emulated_dtypes
+from dovetail.machine import PRESETS, Machine, emulated_dtypes
 from dovetail.machine.gpus import GpuMeasurement
 from dovetail.plans import (
     PLACED,
@@ -349,6 +349,25 @@ def machine_tables(machine: Machine) -> list[Table]:
     ]
     tables = [Table.of(rows, title=f"Machine {machine.name}")]
     return [*tables, Table.of(links, title="Links")] if links else tables
+
+
+def presets_table() -> RenderableType:
+    """The table of the devices that a MACHINE text may name."""
+    rows = []
+    for model, preset in PRESETS.items():
+        device = preset.device
+        float32 = device.rate("float32")
+        fast = max(device.rate(dtype) for dtype in ("float16", "bfloat16"))
+        rows.append({
+            "device": model,
+            "kind": device.kind,
+            "memory": format_capacity(device.memory_bytes),
+            "float32": format_count(float32, "FLOP/s"),
+            "16 bits": format_count(fast, "FLOP/s") if fast > float32 else "",
+            "bandwidth": format_bandwidth(device.bandwidth_bytes_per_second),
+            "source": preset.source,
+        })  # fmt: skip
+    return Table.of(rows, title="Devices")
 
 
 def machine_table(machine: Machine) -> RenderableType:
