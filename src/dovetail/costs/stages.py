@@ -172,7 +172,7 @@ def resident_threads(device: Device) -> int:
     if not cuda.is_available():
         return by_name
     card = cuda.get_device_properties(device.torch_device)
-    return int(card.multi_processor_count * card.max_threads_per_multi_processor)
+    return int(card.multi_processor_count * card.max_threads_per_multi_processor) or by_name
 
 
 class Profile(NamedTuple):
