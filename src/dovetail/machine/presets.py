@@ -66,13 +66,14 @@ class Preset:
 MOST_PRESET_DEVICES = 512
 """Presets make at most so many devices. Those of one model have a link between every two."""
 MOST_PRESET_HOSTS = 64
-"""Presets make at most so many hosts, of which some have a device that runs nothing besides."""
+"""Presets make at most so many hosts. A host without a CPU adds a device that runs nothing."""
 EMULATED_DTYPES = ("float16", "bfloat16", "int8")
 """A device without arithmetic for one of these dtypes computes it in float32."""
 _PCIE = {1: 3e9, 2: 6e9, 3: 11e9, 4: 24e9, 5: 50e9}
 """Generation of PCIe -> bytes/s of large copies over 16 lanes."""
 _PCIE_LATENCY_SECONDS = 25e-6
 _ETHERNET_SHARE, _ETHERNET_LATENCY_SECONDS = 0.94, 50e-6
+"""The share of Ethernet's rate that TCP has of frames of 1500 bytes, and a typical latency."""
 _FLOPS_PER_CYCLE = {"avx2": 32, "avx512": 64}
 """Instructions -> float32 FLOPs of a core in a cycle, by two units of multiply-adds."""
 _DDR = re.compile(r"ddr([1-9])-([1-9][0-9]{2,4})(?:x([1-9][0-9]?))?")
