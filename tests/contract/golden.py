@@ -27,7 +27,11 @@ PUBLISHED = {
     "gnmt load": ("throughput/gnmt_inference.json", "load"),
     "gnmt latency": ("latency/gnmt_inference.json", "latency"),
 }
-MACHINES = ("2 x p100", "k80 + 2 x v100 + haswell")
+MACHINES = {
+    "2 x p100": FILE.with_name("files") / "two-p100.toml",
+    "k80 + 2 x v100 + haswell": FILE.with_name("files") / "k80-v100.toml",
+}
+"""Machines by their rates alone: what a preset's ops cost may become better known."""
 PLACERS = (
     "single", "expert", "balanced", "etf", "m_topo", "heft", "linear_dp", "ideal_dp", "metis",
     "families", "sct", "multilevel", "local_search", "latency_search",
@@ -40,14 +44,15 @@ BUDGET = "200e"
 def cases(graphs):
     """Case -> (step, keywords of `dt.plan`). graphs   network -> its graph"""
     found = {}
+    last = list(MACHINES)[-1]
     for network, graph in graphs.items():
-        for machine in MACHINES:
+        for machine, file in MACHINES.items():
             for placer in (*PLACERS, "auto"):
                 found[f"{network} | {machine} | {placer}"] = (
-                    graph, {"machine": machine, "placer": placer},
+                    graph, {"machine": str(file), "placer": placer},
                 )  # fmt: skip
-        found[f"{network} | {MACHINES[1]} | contiguous load"] = (
-            graph, {"machine": MACHINES[1], "objective": "load", "contiguous": True},
+        found[f"{network} | {last} | contiguous load"] = (
+            graph, {"machine": str(MACHINES[last]), "objective": "load", "contiguous": True},
         )  # fmt: skip
     for name, (path, objective) in PUBLISHED.items():
         instance = dt.load_instance(INSTANCES / path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.contract.golden import FILE, NETWORKS, PUBLISHED, captured, cases, facts
+from tests.contract.golden import FILE, MACHINES, NETWORKS, PUBLISHED, captured, cases, facts
 from tests.contract.shell import Shell
 
 GOLDEN = json.loads(FILE.read_text())
@@ -45,7 +45,7 @@ def test_plans_are_as_they_were(case, found_cases):
 def test_the_command_line_finds_the_same_plan_as_python(shell, found_cases):
     name = "rnn | 2 x p100 | multilevel"
     model, optimizer = NETWORKS["rnn"]
-    words = ("--train", optimizer, "--machine", "2 x p100", "--placer", "multilevel")
+    words = ("--train", optimizer, "--machine", str(MACHINES["2 x p100"]), "--placer", "multilevel")
     words += ("--budget", "200e", "--seed", "3", "--json")
     printed = shell.works("plan", model, *words, "--out", "plan.json").json
     assert printed["value"] == pytest.approx(GOLDEN[name]["value"], rel=VALUE)

@@ -18,7 +18,7 @@ KEYS = {
     "model", "ops", "groups", "machine", "devices", "objective", "value", "lower_bound",
     "bound_proof", "gap", "placer", "feasible", "interrupted", "planning_seconds",
     "peak_memory_bytes", "baselines", "plan", "unit", "contiguous", "found_seconds", "stages",
-    "whole", "for", "notes", "min_gain", "way", "measured",
+    "whole", "for", "notes", "min_gain", "way", "measured", "interval",
 }  # fmt: skip
 
 
@@ -434,3 +434,14 @@ def test_too_little_memory_is_one_line_and_exits_with_1(dovetail, monkeypatch, f
 def test_the_package_runs_as_a_module():
     printed = subprocess.check_output([sys.executable, "-m", "dovetail", "--help"], text=True)
     assert "schedule" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(("2 x v100",), "is another machine"), (("here", "--fresh"), "leave --fresh out"),
+     (("here", "--hosts"), "one host"), (("here", "--presets"), "leave the rest out")],
+)  # fmt: skip
+def test_what_cannot_be_calibrated_is_refused(words, says, dovetail):
+    status, _, err = dovetail("machine", *words, "--calibrate")
+    assert status == 2
+    assert says in " ".join(err.split())

@@ -20,6 +20,7 @@ from dovetail.reports import (
     plan_table,
     run_table,
 )
+from dovetail.reports.tables import interval_of
 from tests.support.report_samples import (
     make_graph,
     make_machine,
@@ -261,3 +262,32 @@ def test_a_trace_has_predicted_and_measured_as_two_processes_on_one_axis(two_ops
     assert [(tid, name) for pid, tid, name in threads if pid] == [
         (tid, name) for pid, tid, name in threads if not pid
     ]
+
+
+def test_predictions_have_an_interval_within_which_methods_are_too_close_to_call(two_ops):
+    _, graph, _ = two_ops
+    machine = parse_machine("2 x v100 + xeon")
+    tried = {"single": 6e-3, "expert": None, "etf": 4e-3, "random": 4e-2}
+    plan = make_plan(graph, machine, [0, 1], peak_memory_bytes=(1, 1, 0), baselines=tried)
+    least, most = interval_of(plan, graph)
+    assert least * most == pytest.approx(plan.value**2)
+    assert 1.01 < most / plan.value < 1.5
+    rough = interval_of(replace(plan, machine=make_machine(3)), graph)
+    assert rough[1] > most
+
+    close = replace(plan, baselines=tried | {"single": plan.value * 1.01})
+    text = text_of(plan_table(close, graph))
+    assert "80 % likely" in text
+    assert "1.010 x, too close to call" in text
+    assert "10.000 x" in text
+    assert text.count("too close to call") == 1
+
+
+def test_measured_and_given_values_have_no_interval(two_ops):
+    machine, graph, _ = two_ops
+    plan = make_plan(graph, machine, [0, 1])
+    assert interval_of(replace(plan, costs_source="measured"), graph) is None
+    assert interval_of(replace(plan, costs_source="given"), graph) is None
+    whole = replace(plan, way="eager", measured={"eager": 1e-3})
+    assert interval_of(whole, graph) is None
+    assert "too close" not in text_of(plan_table(whole, graph))

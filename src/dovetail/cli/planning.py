@@ -92,9 +92,9 @@ def plan(
 
             asked = request.planned_step
             unknown = (
-                "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
-                "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan",
-                "min_gain", "stages", "way", "measured",
+                "groups", "devices", "value", "interval", "lower_bound", "bound_proof", "gap",
+                "interrupted", "planning_seconds", "peak_memory_bytes", "baselines",
+                "found_seconds", "plan", "min_gain", "stages", "way", "measured",
             )  # fmt: skip
             show_json({
                 **dict.fromkeys(unknown),
@@ -128,10 +128,12 @@ def plan(
         # These keys are stable. The object of a plan that is not feasible has them as well.
         from dovetail.executors.shares import compiled_stages
         from dovetail.pipeline.staging import stages_together
+        from dovetail.reports.tables import interval_of
 
         names = found.machine.device_names
         unit, scale = _unit(step)
         in_stages = found.schedules and not compiled_stages(found)
+        interval = interval_of(found, graph)
         show_json({
             "model": model,
             "ops": len(graph),
@@ -146,6 +148,7 @@ def plan(
             "min_gain": found.min_gain,
             "unit": unit,
             "value": found.value * scale,
+            "interval": interval and [seconds * scale for seconds in interval],
             "lower_bound": found.lower_bound * scale,
             "bound_proof": found.bound_proof,
             "gap": found.gap if found.lower_bound > 0 else None,

@@ -28,6 +28,14 @@ def machine(
     fresh: Annotated[
         bool, typer.Option(help="Measure anew, even if the cache has the rates")
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure some sixty kinds of ops on each device, half a minute in all, and scale "
+            "the cost model by them; --out keeps the result",
+        ),
+    ] = False,
     hosts: Annotated[
         bool,
         typer.Option(
@@ -47,10 +55,14 @@ def machine(
     from dovetail.reports import gpus_table, machine_table, presets_table
 
     if presets:
-        if name != "here" or out or fresh or hosts:
+        if name != "here" or out or fresh or hosts or calibrate:
             raise UsageError("--presets", "lists known devices; leave the rest out")
         show(presets_table())
         return
+    if calibrate and fresh:
+        raise UsageError("--calibrate", "takes what the cache has; leave --fresh out")
+    if calibrate and hosts:
+        raise UsageError("--calibrate", "measures one host; calibrate each by itself")
     notes = Notes()
     gpus: tuple[GpuMeasurement, ...] = ()
     if hosts:
@@ -73,6 +85,10 @@ def machine(
         check_outputs(out, inputs=[name])
         with progress_bar() as progress:
             found = resolve_machine(name, progress, fresh=fresh, notes=notes)
+            if calibrate:
+                from dovetail.pipeline.sources import calibrate_machine
+
+                found = calibrate_machine(found, progress, notes)
             if any(device.torch_device for device in found.devices):
                 # Imported here, because it imports torch.
                 from dovetail.machine.gpu_rates import measure_gpus

@@ -21,6 +21,8 @@ efficiencies = { "" = 0.4, "aten.convolution" = 0.1 }    # share of flops_per_se
                                    # reach whose kind begins so; the longest counts; default: 1
 chip = { multiprocessors = 82, clock_hz = 1.695e9, threads = 1536 }    # of a GPU; also l2_bytes,
                                    # watts, nanometres
+calibration = { product = 1.2 }    # class of kernels -> factor of its seconds beyond the overhead,
+                                   # as `dovetail machine --calibrate` writes; default: 1
 
 [[links]]
 source = "cpu0"
@@ -64,7 +66,7 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
     raw: dict[str, Any] = to_file(machine)
     for device in raw["devices"]:
         # Most devices have none of these fields. A file without them is shorter and means the same.
-        for optional in ("efficiencies", "threads", "torch_device", "host", "chip"):
+        for optional in ("efficiencies", "threads", "torch_device", "host", "chip", "calibration"):
             if not device[optional]:
                 del device[optional]
     return raw

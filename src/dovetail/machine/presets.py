@@ -403,6 +403,8 @@ def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machi
                 flops_per_second={d: rate / factor for d, rate in device.flops_per_second.items()},
                 bandwidth_bytes_per_second=device.bandwidth_bytes_per_second / factor,
                 op_overhead_seconds=overhead_seconds * factor,
+                # Its rates are fitted to a roofline.
+                chip=None,
                 **changes,
             )
         )

@@ -71,6 +71,8 @@ class Device:
     efficiencies    prefix of kinds of op -> share of `flops_per_second` that these ops reach. The
                     longest prefix that fits counts, and "" fits every kind. If none fits, it is 1
     chip            of a GPU, if known
+    calibration     class of kernels as in `costs.kernels` -> factor of the seconds that its ops
+                    take beyond their overhead; 1 if the class is not there
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -86,6 +88,7 @@ class Device:
     torch_device: str = ""
     host: str = ""
     chip: Chip | None = None
+    calibration: dict[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "host"):
@@ -114,6 +117,12 @@ class Device:
                 f"device {self.name!r}: threads is {self.threads}, but it has "
                 f"{len(self.cores)} cores; use 1 to that, or 0 for one a core"
             )
+        for name, factor in self.calibration.items():
+            if not 0 < factor < np.inf:
+                raise MachineError(
+                    f"device {self.name!r}: calibration[{name!r}] is {factor}, not a positive "
+                    "number"
+                )
         for prefix, share in self.efficiencies.items():
             if not 0 < share <= 1:
                 raise MachineError(

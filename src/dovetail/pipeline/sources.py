@@ -572,6 +572,26 @@ def costs_of(
     )
 
 
+def calibrate_machine(
+    machine: Machine, progress: TellProgress = silent, notes: "Notes | None" = None
+) -> Machine:
+    """`costs.calibration.calibrated`, with the cache of this machine. Raises `UsageError` for a
+    machine that is not here."""
+    from dovetail.costs.calibration import calibrated
+
+    if not machine.local:
+        what = f"measures devices that are here, and {machine.name} is another machine"
+        raise UsageError("--calibrate", what)
+    check_measurable(machine)
+    notes = notes or Notes()
+    return calibrated(
+        machine,
+        CostCache(),
+        progress=lambda done: progress(f"calibrating {machine.name}", done, None),
+        beside=partial(notes.disturbed, "ops"),
+    )
+
+
 def source_of(step: Step, model: str) -> Source:
     """The source of the step, which its plan keeps.
 

@@ -39,6 +39,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from dovetail.costs import Costs
+from dovetail.costs.kernels import kernel_seconds, pointwise_kernels
 from dovetail.errors import InfeasibleError, OutOfMemoryError
 from dovetail.graph import EVERYWHERE, Graph, Groups, Phase
 from dovetail.graph.copies import ACCUMULATE
@@ -430,7 +431,7 @@ def _reach(
 
 def sum_seconds(problem: PipelineProblem) -> Float64:
     """Return [ops, devices] seconds of adding the gradients that an op makes for updates to those
-    of the micro-batches before, by the data sheets of the devices."""
+    of the micro-batches before, by analytic costs."""
     graph = problem.graph
     once = (graph.phases == Phase.UPDATE)[graph.readers]
     makers = graph.producers[graph.input_tensors]
@@ -440,14 +441,12 @@ def sum_seconds(problem: PipelineProblem) -> Float64:
         return seconds
     sizes = np.array([math.prod(graph.shapes[t]) for t in tensors.tolist()], dtype=np.float64)
     dtypes = [graph.dtypes[t] for t in tensors.tolist()]
+    accessed = 3.0 * graph.tensor_bytes[tensors]
+    sums = pointwise_kernels(ACCUMULATE, sizes, accessed, dtypes)
     for index, device in enumerate(problem.machine.devices):
         if device.kind == "host":
             continue
-        rates = np.array([device.rate(dtype) for dtype in dtypes])
-        arithmetic = sizes / (rates * device.efficiency(ACCUMULATE))
-        memory = 3 * graph.tensor_bytes[tensors] / device.bandwidth_bytes_per_second
-        each = np.maximum(arithmetic, memory) + device.op_overhead_seconds
-        np.add.at(seconds[:, index], graph.producers[tensors], each)
+        np.add.at(seconds[:, index], graph.producers[tensors], kernel_seconds(sums, device))
     return seconds
 
 

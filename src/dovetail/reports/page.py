@@ -58,6 +58,8 @@ from dovetail.reports.kit import (
 from dovetail.reports.limits import StepLimits, explain, find_limits, shares
 from dovetail.reports.pictures import Folds, fold, pack
 from dovetail.reports.tables import (
+    format_interval,
+    interval_of,
     loads_of,
     machine_tables,
     methods_table,
@@ -159,9 +161,11 @@ def render(report: PlanReport) -> str:
         cards.append(("speed-up", "not compared", f"{plan.way} runs; the notes below say why"))
     elif report.speedup is not None:
         cards.append(("speed-up", f"{report.speedup[0]:.2f} x", report.speedup[1]))
-    value = format_value(plan, plan.value)
+    value, interval = format_value(plan, plan.value), interval_of(plan, graph)
+    told = format_interval(plan, interval)
     if seconds is None:
-        cards.append((f"predicted {plan.objective}", value, f"by {plan.placer}"))
+        remark = "; ".join(filter(None, (told, f"by {plan.placer}")))
+        cards.append((f"predicted {plan.objective}", value, remark))
     else:
         remarks = []
         if report.measured_seconds is not None:
@@ -216,7 +220,7 @@ def render(report: PlanReport) -> str:
         ]
 
     # The methods that were tried, with a bar each, then the lower bound.
-    methods = methods_table(plan)
+    methods = methods_table(plan, interval)
     rows, marks = list(methods.rows), dict(methods.marks)
     values = list(tried_values(plan).values())
     if plan.lower_bound > 0:
@@ -228,7 +232,7 @@ def render(report: PlanReport) -> str:
     worst = max((value for value in values if value is not None), default=0.0) or 1.0
     bars = ["" if value is None else charts.bar(value / worst) for value in values]
     rows = [(*row, StyledCell(bar, "bar")) for row, bar in zip(rows, bars, strict=True)]
-    facts = [fact for fact in plan_facts(plan, graph) if fact[0] not in TOLD_ELSEWHERE]
+    facts = [fact for fact in plan_facts(plan, graph, interval) if fact[0] not in TOLD_ELSEWHERE]
 
     # If the costs were given, the rates of a machine mean nothing.
     given = [

@@ -5,6 +5,7 @@ Each function returns what rich prints, and prints nothing. Every name in them i
 `Table` shows it character by character.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dovetail.costs import Costs
-from dovetail.costs.analytic import EXACT
+from dovetail.costs.kernels import EXACT, is_modelled, step_spread
 from dovetail.errors import GraphMismatchError
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
@@ -58,8 +59,12 @@ def stacked(*shown: RenderableType) -> Group:
     return Group(*parts[1:])
 
 
-def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
+def plan_facts(
+    plan: Plan, graph: Graph, interval: tuple[float, float] | None = None
+) -> list[tuple[str, str]]:
     """(label, text) pairs that sum a plan up.
+
+    interval   of its value, as `interval_of`
 
     There is a note for each model of device that computes some dtype of the graph in float32; with
     analytic costs also for each dtype of the graph's numbers whose rate some devices do not give.
@@ -96,7 +101,10 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
         ("method", f"{plan.placer}, seed {plan.seed}" + ", contiguous" * plan.contiguous),
     ]
     if plan.way == PLACED:
-        facts.append(("predicted", value))
+        interval = interval_of(plan, graph)
+        facts.append(
+            ("predicted", value + (f"; {format_interval(plan, interval)}" * bool(interval)))
+        )
     if plan.measured:
         measured = format_value(plan, plan.measured[plan.way])
         facts.append(("measured", f"{plan.objective} {measured}"))
@@ -114,6 +122,28 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
     facts += [("cap", f"{device}: {format_bytes(size)}") for device, size in plan.caps]
     facts += [("note", note) for note in plan.notes]
     return facts
+
+
+def interval_of(plan: Plan, graph: Graph) -> tuple[float, float] | None:
+    """(least, most) that 80 % of such steps should take once they are measured, by the errors of
+    single devices' kernels; links are taken as they are. None of a value that was measured, or is
+    of costs that are not analytic.
+
+    graph   of the plan's step, as in `plan_table`
+    """
+    if plan.costs_source != "analytic" or plan.way != PLACED:
+        return None
+    graph = planned_graph(plan, graph)
+    spread = step_spread(graph, plan.machine, plan.placement, plan.compute_seconds)
+    return (plan.value * math.exp(-spread), plan.value * math.exp(spread)) if spread else None
+
+
+def format_interval(plan: Plan, interval: tuple[float, float] | None) -> str:
+    """Return an interval of the plan's objective as text; "" for None."""
+    if interval is None:
+        return ""
+    least, most = (format_value(plan, value) for value in interval)
+    return f"80 % likely {least} to {most} once measured"
 
 
 def plan_table(plan: Plan, graph: Graph) -> RenderableType:
@@ -153,7 +183,9 @@ def plan_table(plan: Plan, graph: Graph) -> RenderableType:
             "used": f"{100 * peak / capacity:.1f} %" if limited else "",
         })  # fmt: skip
     memory = Table.of(rows, title="Devices", marks=marks)
-    return stacked(Table((), plan_facts(plan, graph)), methods_table(plan), memory)
+    interval = interval_of(plan, graph)
+    facts = Table((), plan_facts(plan, graph, interval))
+    return stacked(facts, methods_table(plan, interval), memory)
 
 
 def phases_table(
@@ -200,10 +232,16 @@ def phases_table(
     return stacked(phases, placed, tried)
 
 
-def methods_table(plan: Plan) -> Table:
+def methods_table(plan: Plan, interval: tuple[float, float] | None = None) -> Table:
     """The table of methods, in the order in which they were tried: value, ratio to the chosen plan,
     and when the search first had the value. A name says whether its value was measured among
-    predicted ones. Values that cannot be compared have no ratio."""
+    predicted ones. Values that cannot be compared have no ratio. Predictions within the interval of
+    the plan's are too close to call, where its GPUs are modelled.
+
+    interval   of the plan's value, as `interval_of`
+    """
+    modelled = [is_modelled(device) for device in plan.machine.devices if device.kind == "gpu"]
+    least, most = interval if interval and modelled and all(modelled) else (plan.value, plan.value)
     rows: list[tuple[str, ...]] = []
     marks: dict[int, str] = {}
     for i, (method, value) in enumerate(tried_values(plan).items()):
@@ -215,10 +253,13 @@ def methods_table(plan: Plan) -> Table:
             marks[i] = "none"
             continue
         ratio, found_seconds = ratio_to(plan, method, value), plan.found_seconds.get(method)
+        compared = "" if ratio is None else f"{ratio:.3f} x"
+        if compared and method not in plan.measured and least < value < most and ratio != 1:
+            compared += ", too close to call"
         rows.append((
             name,
             format_value(plan, value),
-            "" if ratio is None else f"{ratio:.3f} x",
+            compared,
             "" if found_seconds is None else format_seconds(found_seconds),
         ))  # fmt: skip
     head = ("method", "value", "against the plan", "found after")
@@ -348,7 +389,17 @@ def machine_tables(machine: Machine) -> list[Table]:
         for link in machine.links
     ]
     tables = [Table.of(rows, title=f"Machine {machine.name}")]
-    return [*tables, Table.of(links, title="Links")] if links else tables
+    if links:
+        tables.append(Table.of(links, title="Links"))
+    known = [device for device in machine.devices if device.calibration]
+    if known:
+        factors = [
+            {"class": name, **{d.name: f"{d.calibration.get(name, 1.0):.3g} x" for d in known}}
+            for name in sorted({name for device in known for name in device.calibration})
+        ]
+        title = "Calibration: seconds over those of the cost model"
+        tables.append(Table.of(factors, title=title))
+    return tables
 
 
 def presets_table() -> RenderableType:
