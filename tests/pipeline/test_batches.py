@@ -130,12 +130,8 @@ def test_a_step_that_writes_buffers_has_no_towers_of_micro_batches():
 
 
 def test_a_batch_of_much_work_is_shared_by_towers():
-    step = captured(
-        nn.Sequential(
-            *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 3)
-        ).double(),
-        batch=1 << 20,
-    )
+    layers = [nn.Sequential(nn.Linear(width, 64), nn.Tanh()) for width in (6, 64, 64)]
+    step = captured(nn.Sequential(*layers, nn.Linear(64, 3)).double(), batch=1 << 14)
     plan = dt.plan(step, FOUR_GPUS, replicas="auto", budget="400e")
     assert plan.transforms[:2] == (Parts(4), Towers(4))
     rows = plan.baselines
