@@ -162,7 +162,9 @@ def test_all_ranks_end_with_the_same_weights_and_statistics(trained):
 
 def test_the_first_rank_keeps_and_resumes_the_run(trained):
     (_, commits, backend, _), (_, samples, workers, _) = trained[0]
-    assert (commits, backend, samples, workers) == (20, "ranks", 4 * 240, [0, 1])
+    assert (commits, backend, samples) == (20, "ranks", 4 * 240)
+    # On busy cores one rank may take all batches before the other has begun.
+    assert workers and set(workers) <= {0, 1}
     assert trained[1][0][1] == trained[1][1][1] == 0
 
 
