@@ -180,17 +180,6 @@ def is_older(device: Device) -> bool:
     return device.chip is not None and device.chip.nanometres >= _OLDER_NANOMETRES
 
 
-def _clock_share(watts: float) -> float:
-    """The share of its clock at which a chip runs that may draw this share of what it would at
-    full clock. Voltage falls with the clock, and power with its square."""
-    low, high = 0.0, 1.0
-    for _ in range(50 if watts < 1 else 0):
-        share = (low + high) / 2
-        drawn = share * (_LEAST_VOLTAGE + (1 - _LEAST_VOLTAGE) * share) ** 2
-        low, high = (share, high) if drawn < watts else (low, share)
-    return high
-
-
 def product_seconds(
     law: ProductLaw,
     device: Device,
@@ -210,7 +199,12 @@ def product_seconds(
     if chip.watts and chip.nanometres and dtype in ("float32", "float64"):
         joules = 1e-12 * law.picojoules * (chip.nanometres / _SCALE_NANOMETRES) ** law.shrink
         watts = max(chip.watts - _MEMORY_WATTS * bandwidth, chip.watts / 8)
-        rate *= _clock_share(watts / (joules * rate))
+        # Of the clock at which it draws that. Voltage falls with the clock, power with its square.
+        low, high = 0.0, 1.0
+        while watts < joules * rate and (share := (low + high) / 2) not in (low, high):
+            drawn = joules * rate * share * (_LEAST_VOLTAGE + (1 - _LEAST_VOLTAGE) * share) ** 2
+            low, high = (share, high) if drawn < watts else (low, share)
+        rate *= high
     is_old = is_older(device)
     inner_overhead = law.overhead * (law.old_overhead if is_old else 1.0)
     batches, rows, columns, inner = sizes[:, None]
@@ -409,7 +403,7 @@ def kernel_seconds(
     """Return [kernels] the seconds of kernels on a device, with their launches: by their class if
     `is_modelled`, else by the roofline. Raises `MachineError` for a dtype without a rate."""
     model = model or kernel_model()
-    # KernelTable without FLOPs need no rate; any value will do.
+    # Kernels without FLOPs need no rate; any value will do.
     rates = np.ones(len(kernels.flops))
     for dtype in set(kernels.dtypes.tolist()):
         of_dtype = (kernels.dtypes == dtype) & (kernels.flops > 0)

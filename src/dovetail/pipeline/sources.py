@@ -572,9 +572,7 @@ def costs_of(
     )
 
 
-def calibrate_machine(
-    machine: Machine, progress: TellProgress = silent, notes: "Notes | None" = None
-) -> Machine:
+def calibrate_machine(machine: Machine, progress: TellProgress, notes: "Notes") -> Machine:
     """`costs.calibration.calibrated`, with the cache of this machine. Raises `UsageError` for a
     machine that is not here."""
     from dovetail.costs.calibration import calibrated
@@ -583,7 +581,6 @@ def calibrate_machine(
         what = f"measures devices that are here, and {machine.name} is another machine"
         raise UsageError("--calibrate", what)
     check_measurable(machine)
-    notes = notes or Notes()
     return calibrated(
         machine,
         CostCache(),
