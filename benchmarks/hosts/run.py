@@ -6,7 +6,9 @@
 Each host's outgoing link is shaped by `tc`: its bandwidth (tbf), and its delay (netem) where the
 kernel has that. The links are measured as a user
 would, by `dovetail machine --hosts`, networks are planned for that machine, and each plan is run
-several times. Needs root, `ip` and `tc`; without them it says so and does nothing.
+several times. Measured is the step as the devices ran it, the median of each run's three stamped
+steps; the call around it, with outputs for all ranks, stands beside it. Needs root, `ip` and `tc`;
+without them it says so and does nothing.
 
     python benchmarks/hosts/run.py --rate 500mbit [--delay 1ms]
 """
@@ -119,7 +121,7 @@ class Namespaces:
 
 def main() -> None:
     """Print a row for each plan."""
-    parser = parser_of(__doc__, runs=3, steps=30)
+    parser = parser_of(__doc__, runs=7, steps=30)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--delay", default="", help="of each packet, one way; needs netem")
     parser.add_argument("--rate", default="500mbit", help="of each host's outgoing link")
@@ -145,13 +147,14 @@ def main() -> None:
             )  # fmt: skip
             words = ["run", str(plan), "--json", "--steps", str(options.steps)]
             runs = [json.loads(hosts.dovetail(*words)) for _ in range(options.runs)]
-            measured = [run["median_seconds"] for run in runs]
+            measured = [run["devices_seconds"] for run in runs]
             predicted, middle = runs[0]["predicted_seconds"], statistics.median(measured)
+            call = statistics.median(run["median_seconds"] for run in runs)
             step = f"training by {train}" if train else "inference"
             print(
                 f"{model} {step}, {placer}: predicted {1e3 * predicted:.2f} ms, measured "
                 f"{1e3 * middle:.2f} ms ({1e3 * min(measured):.2f} to {1e3 * max(measured):.2f}), "
-                f"{100 * (predicted / middle - 1):+.1f} %",
+                f"{100 * (predicted / middle - 1):+.1f} %; the call {1e3 * call:.2f} ms",
                 flush=True,
             )
 

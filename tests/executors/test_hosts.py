@@ -420,6 +420,8 @@ def test_a_machine_of_two_hosts_has_what_each_has_and_links_that_were_measured(c
         # Loopback is slower than memory, and a message takes less than a second.
         assert 1e6 < link.bandwidth_bytes_per_second < 1e12
         assert 0 < link.latency_seconds < 1
+        assert 0 <= link.send_seconds < 1
+        assert 0 <= link.receive_seconds < 1
 
 
 def test_going_on_needs_a_folder_and_several_ranks(plan_file, tmp_path, monkeypatch):

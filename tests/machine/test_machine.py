@@ -1,6 +1,7 @@
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ from dovetail.machine import (
     save_machine,
 )
 from dovetail.machine.gpus import RESERVED_BYTES
+from dovetail.reports.tables import machine_tables
 from tests.support.builders import machine_of
 
 
@@ -382,6 +384,25 @@ def test_measured_rates_do_not_change_the_fingerprint_but_devices_do():
     faster = replace(machine, links=tuple(replace(x, latency_seconds=1.0) for x in machine.links))
     assert faster.fingerprint == machine.fingerprint
     assert machine_of(3).fingerprint != machine.fingerprint
+
+
+def test_what_messages_take_of_both_ends_is_kept_in_a_file_and_shown(tmp_path):
+    machine = machine_of(2)
+    busy = replace(machine.links[0], send_seconds=6e-5, receive_seconds=2e-5)
+    machine = replace(machine, links=(busy, *machine.links[1:]))
+    save_machine(machine, tmp_path / "box.toml")
+    assert load_machine(tmp_path / "box.toml") == machine
+    assert (tmp_path / "box.toml").read_text().count("_seconds = ") == 2 + len(machine.links) + 2
+    shown = "".join(str(row) for table in machine_tables(machine) for row in table.rows)
+    assert "60 us" in shown
+    assert "20 us" in shown
+
+
+@pytest.mark.parametrize("field", ["send_seconds", "receive_seconds"])
+@pytest.mark.parametrize("value", [-1e-6, np.inf, np.nan])
+def test_what_messages_take_is_finite_and_not_negative(field, value):
+    with pytest.raises(MachineError, match=f"link d0 -> d1: {field} is"):
+        replace(machine_of(2).links[0], **{field: value})
 
 
 def test_an_unknown_device_is_named_with_those_there_are():

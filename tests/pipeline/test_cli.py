@@ -125,7 +125,7 @@ def test_a_training_plan_runs_here_and_is_reported(dovetail, here, tmp_path):
     assert spans == {0, 1}
     printed = json.loads(out)
     assert set(printed) == {
-        "predicted_seconds", "median_seconds", "mean_seconds", "steps", "error",
+        "predicted_seconds", "median_seconds", "mean_seconds", "devices_seconds", "steps", "error",
         "others_cores",
     }  # fmt: skip
     assert printed["median_seconds"] > 0

@@ -13,7 +13,12 @@ from dovetail.simulator import Simulator, device_loads, lower_bound, simulate
 from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import flatten
 from dovetail.simulator.kernel import simulate_batch
-from tests.support.simulator_cases import random_costs, random_graph, random_machine
+from tests.support.simulator_cases import (
+    random_costs,
+    random_graph,
+    random_machine,
+    with_messages,
+)
 from tests.support.simulator_reference import reference
 
 
@@ -22,6 +27,8 @@ def random_case(seed):
     graph, machine = random_graph(rng), random_machine(rng)
     costs = random_costs(rng, graph, machine)
     placement = rng.integers(0, len(machine.devices), len(graph)).astype(np.int32)
+    if seed % 2:
+        machine = with_messages(rng, machine)
     return rng, graph, machine, costs, placement
 
 

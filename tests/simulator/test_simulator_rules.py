@@ -1,6 +1,7 @@
 """Each rule of the simulator, drawn."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,6 +139,47 @@ def test_rule_3_a_device_that_is_its_links_channel_sends_before_it_runs_another_
     timeline = simulator(b.build(), machine, [1, 1, 1]).timeline(np.array([0, 1, 0]))
     assert transfers(timeline) == [(0, 1, 1, 3)]
     assert spans(timeline) == {0: (0, 1), 1: (3, 4), 2: (3, 4)}
+
+
+def between(kinds, send, receive):
+    """Devices "a" and "b" of these kinds, whose messages take this time of both ends."""
+    machine = two()
+    devices = tuple(replace(d, kind=k) for d, k in zip(machine.devices, kinds, strict=True))
+    links = tuple(
+        replace(link, send_seconds=send, receive_seconds=receive) for link in machine.links
+    )
+    return replace(machine, devices=devices, links=links)
+
+
+def test_rule_3_messages_keep_both_ends_from_their_next_op():
+    #   a ├0┤ s ├1┤      s: it sends what 0 has made      3 waits for it
+    #   b ├─2─┤ r ├3┤    r: it receives while it runs 2, and goes on with 3 after that
+    b = Builder()
+    sent = b.op()
+    b.op()
+    b.op()
+    b.op(sent)
+    machine = between(["cpu", "cpu"], 0.5, 0.25)
+    run = simulator(b.build(), machine, [1, 1, 4, 1])
+    timeline = run.timeline(np.array([0, 0, 1, 1], np.int32))
+    assert spans(timeline) == {0: (0, 1), 1: (1.5, 2.5), 2: (0, 4), 3: (4.25, 5.25)}
+    assert transfers(timeline) == [(0, 1, 1, 2)]
+    # Who waits has received by the time that a message is there.
+    waits = simulator(b.build(), machine, [1, 1, 1.5, 1]).timeline(np.array([0, 0, 1, 1]))
+    assert spans(waits)[3] == (2, 3)
+
+
+@pytest.mark.parametrize("kinds", [["gpu", "gpu"], ["cpu", "gpu"], ["gpu", "cpu"]])
+def test_rule_3_the_thread_that_issues_to_gpus_runs_ahead_of_them(kinds):
+    #   a ├──0──┤├1┤├2┤      the three messages are issued at 2, 4 and 6
+    b = Builder()
+    made = [b.op()[0] for _ in range(3)]
+    for tensor in made:
+        b.op([tensor])
+    run = simulator(b.build(), between(kinds, 2.0, 0.0), [3, 1, 1, 1, 1, 1])
+    timeline = run.timeline(np.array([0, 0, 0, 1, 1, 1], np.int32))
+    assert [span[0] for span in spans(timeline).values()][:3] == [0, 3, 4]
+    assert transfers(timeline) == [(0, 1, 3, 4), (1, 1, 4, 5), (2, 1, 6, 7)]
 
 
 def test_rule_3_without_a_link_a_tensor_takes_two_hops_through_the_host():

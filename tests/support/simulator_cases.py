@@ -1,5 +1,7 @@
 """Random and drawn graphs and machines for the simulator's tests."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from dovetail.costs import Costs
@@ -104,6 +106,26 @@ def random_machine(rng):
             bandwidth = float(rng.choice([1.0, 2.0, 3.0, np.inf]))
             links.append((a, b, float(rng.choice([0.0, 0.1, 1.0])), bandwidth, channel))
     return machine_of(names, links, host, memory_bytes=8)
+
+
+def with_messages(rng, machine):
+    """The machine with CPUs and GPUs on up to two hosts, whose messages take time of both ends."""
+    kinds = rng.choice(["cpu", "gpu"], len(machine.devices))
+    hosts = rng.choice(["x", "y"], len(machine.devices))
+    devices = tuple(
+        replace(device, kind=str(kind), host=str(host))
+        for device, kind, host in zip(machine.devices, kinds, hosts, strict=True)
+    )
+    # Sums of these are exact, whatever their order.
+    links = tuple(
+        replace(
+            link,
+            send_seconds=float(rng.choice([0.0, 0.25, 1.0])),
+            receive_seconds=float(rng.choice([0.0, 0.5, 1.5])),
+        )
+        for link in machine.links
+    )
+    return replace(machine, devices=devices, links=links)
 
 
 def random_costs(rng, graph, machine):

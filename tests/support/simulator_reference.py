@@ -52,6 +52,7 @@ class Run:
         self.running = {}  # device -> (end, ops)
         self.carrying = {}  # channel -> transfer being carried
         self.queued = []  # transfers not started
+        self.kept = {}  # device, or ("thread", host) -> until when it is kept from its next work
         self.sends = {}  # (unit, destination) -> transfer, ever queued
         self.result = Reference(memory=[[] for _ in self.devices], peaks=[0 for _ in self.devices])
 
@@ -108,7 +109,7 @@ class Run:
         seconds = link.latency_seconds + size / link.bandwidth_bytes_per_second
         transfer = {
             "unit": unit, "source": source, "destination": destination, "ready": now,
-            "channel": self.machine.channels.index(link.channel), "seconds": seconds,
+            "channel": self.machine.channels.index(link.channel), "seconds": seconds, "link": link,
             "started": False, "done": False, "end": None,
         }  # fmt: skip
         self.sends[unit, destination] = transfer
@@ -190,6 +191,30 @@ class Run:
         name, devices = self.machine.channels[channel], self.machine.device_names
         return devices.index(name) if name in devices else None
 
+    # -- whom messages keep busy ----------------------------------------------------------------
+    def who(self, device):
+        record = self.machine.devices[device]
+        return ("thread", record.host) if record.kind == "gpu" else device
+
+    def leaves(self, transfer, now):
+        """When a transfer that starts leaves, after whoever sends it has done so."""
+        seconds = transfer["link"].send_seconds
+        if seconds == 0:
+            return now
+        ends = self.who(transfer["source"]), self.who(transfer["destination"])
+        threads = [who for who in ends if isinstance(who, tuple)]
+        if not threads:
+            source = transfer["source"]
+            self.kept[source] = max(now, self.kept.get(source, 0.0)) + seconds
+            return now
+        self.kept[threads[0]] = self.kept.get(threads[0], 0.0) + seconds
+        return max(now, self.kept[threads[0]])
+
+    def receive(self, transfer, now):
+        who = self.who(transfer["destination"])
+        if self.kept.get(who, 0.0) > now:
+            self.kept[who] += transfer["link"].receive_seconds
+
     # -- time ------------------------------------------------------------------------------------
     def start_channels(self, now):
         for channel in range(len(self.machine.channels)):
@@ -198,12 +223,13 @@ class Run:
                 continue
             first = min(waiting, key=lambda t: (t["ready"], t["unit"], t["destination"]))
             self.queued.remove(first)
-            first["started"], first["end"] = True, now + first["seconds"]
+            start = self.leaves(first, now)
+            first["started"], first["end"] = True, start + first["seconds"]
             self.carrying[channel] = first
             unit, tensors = first["unit"], self.graph.tensors
             carried = unit < tensors
             op = int(self.graph.producers[unit]) if carried else unit - tensors
-            ends = (first["source"], first["destination"], channel, now, first["end"])
+            ends = (first["source"], first["destination"], channel, start, first["end"])
             self.result.transfers.append((unit if carried else -1, op, *ends))
 
     def start_devices(self, now):
@@ -224,10 +250,12 @@ class Run:
                     continue
                 op = min(ready, key=lambda o: (-self.priorities[o], o))
                 ops, seconds = (op,), float(self.costs.compute_seconds[op, device])
-            self.running[device] = (now + seconds, ops)
+            start = max(now, self.kept.get(device, 0.0))
+            self.kept[device] = start + seconds
+            self.running[device] = (start + seconds, ops)
             for op in ops:
                 self.started[op] = now
-                self.result.spans[op] = (device, now, now + seconds)
+                self.result.spans[op] = (device, start, start + seconds)
 
     def end_everything(self, now):
         ops = [o for end, group in self.running.values() if end == now for o in group]
@@ -238,6 +266,7 @@ class Run:
             self.end_op(op, now)
         for transfer in sorted(transfers, key=lambda t: (t["unit"], t["destination"])):
             transfer["done"] = True
+            self.receive(transfer, now)
             unit, tensors = transfer["unit"], self.graph.tensors
             home = self.made_on(unit) if unit < tensors else self.home[unit - tensors]
             if transfer["destination"] == self.host:

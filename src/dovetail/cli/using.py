@@ -107,6 +107,7 @@ def run(  # noqa: PLR0917  one argument an option
                 "predicted_seconds": seconds,
                 "median_seconds": measurement.median_seconds,
                 "mean_seconds": measurement.mean_seconds,
+                "devices_seconds": measurement.timeline.step_seconds,
                 "steps": steps,
                 "error": seconds / measurement.median_seconds - 1,
                 "others_cores": measurement.others_cores,

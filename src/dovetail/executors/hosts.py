@@ -60,6 +60,7 @@ from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.machine.gpus import card_of
 from dovetail.plans import Plan
+from dovetail.runtime.compiling import kernel
 from dovetail.runtime.cuda import cuda_here
 from dovetail.runtime.formats import to_file
 from dovetail.runtime.ranks import BEAT_SECONDS, RankPlace, Ranks
@@ -659,26 +660,49 @@ _LINK_SECONDS, _LEAST_HOPS, _MOST_HOPS = 1.0, 5, 60
 most so many."""
 _BEFORE_HOP_SECONDS = 0.003
 """A message is sent this long after both ends were told to begin."""
+_KEPT_MESSAGES, _KEPT_BYTES, _KEPT_SECONDS, _KEPT_ROUNDS = 16, 16384, 0.01, 41
+"""What messages take of a rank's cores is measured by so many of so many bytes, while both ends
+compute for so long, so many times."""
 
 
-def measure_links(ranks: Ranks) -> dict[tuple[int, int], dict[int, float]]:
-    """(source, destination) -> seconds of a message of each size in bytes, for each two ranks.
+@dataclass(frozen=True)
+class LinkTimes:
+    """What a link between two ranks was measured to take.
+
+    hop_seconds       size of a message in bytes -> seconds on ranks that do nothing else
+    send_seconds, receive_seconds   how much longer a thread that computes on the source, or on the
+                      destination, takes for each message that it sends, or that arrives
+    """
+
+    hop_seconds: dict[int, float]
+    send_seconds: float
+    receive_seconds: float
+
+
+def measure_links(ranks: Ranks) -> dict[tuple[int, int], LinkTimes]:
+    """(source, destination) -> what the link takes, for each two ranks.
 
     A message goes as a plan's do: from a flag that a thread waits for to a flag that is seen on the
     other rank. It is answered by one without a tensor, and half of what two of these take is taken
     off. One pair is measured at a time. All ranks call this together and get the same.
     """
-    found: dict[tuple[int, int], dict[int, float]] = {}
+    found: dict[tuple[int, int], LinkTimes] = {}
     for source in range(ranks.ranks):
         for destination in range(ranks.ranks):
             if source == destination:
                 continue
-            seconds: dict[str, float] = {}
+            hops: dict[str, float] = {}
+            kept = 0.0
             if ranks.rank in (source, destination):
-                seconds = _measure_link(ranks, source, destination)
+                hops = _measure_link(ranks, source, destination)
+                kept = _measure_kept(ranks, source, destination)
             # JSON has texts for keys. This keeps all others waiting, too.
-            told = ranks.gather("link", seconds)[source]
-            found[source, destination] = {int(size): float(s) for size, s in told.items()}
+            told = ranks.gather("link", {"hops": hops, "kept": kept})
+            found[source, destination] = LinkTimes(
+                {int(size): float(s) for size, s in told[source]["hops"].items()},
+                float(told[source]["kept"]),
+                float(told[destination]["kept"]),
+            )
     return found
 
 
@@ -740,3 +764,66 @@ def _measure_link(ranks: Ranks, source: int, destination: int) -> dict[str, floa
         hops = time_steps(partial(timed_hop, size), repeats, agreed=agreed)
         medians[size] = float(np.median(hops))
     return {str(size): medians[size] - medians[0] / 2 for size in LINK_BYTES} if is_source else {}
+
+
+@kernel
+def _compute(memory: NDArray[np.float64], passes: int, flags: int, count: int, value: int) -> None:
+    """Pass over the memory again and again, and set one of `count` flags, 64 bytes apart, after
+    each; without a value only compute."""
+    for message in range(count):
+        for _ in range(passes):
+            for i in range(len(memory)):
+                memory[i] = 0.5 * memory[i] + 1.0
+        if value > 0:
+            publish(flags + 64 * message, value)
+
+
+def _measure_kept(ranks: Ranks, source: int, destination: int) -> float:
+    """How much longer this end takes to compute, in seconds a message.
+
+    Both ends compute for the same time, first alone, then while the source sends a message after
+    each part of it. Where threads have cores of their own, this is next to nothing.
+    """
+    layout = Layout()
+    abort, flags = layout.reserve(8), layout.reserve(64 * _KEPT_MESSAGES)
+    size = _KEPT_BYTES
+    slot_bytes = BlockSlot(0, size, (size,), (1,), "uint8").sent_bytes
+    places = [layout.reserve(slot_bytes) for _ in range(_KEPT_MESSAGES)]
+    block = Block.create(layout.size_bytes)
+    base = int(block.bytes.ctypes.data)
+    messages = [
+        RankMessage(flags + 64 * i, BlockSlot(place, size, (size,), (1,), "uint8"), 0, 0)
+        for i, place in enumerate(places)
+    ]
+    group, is_source = ranks.group("kept", (source, destination)), ranks.rank == source
+    end: _Sender | _Receiver
+    if is_source:
+        end = _Sender(block, messages, group, destination)
+    else:
+        end = _Receiver(block, messages, group, source)
+    memory = np.ones(_KEPT_BYTES)
+
+    def seconds_of(passes: int, value: int = 0) -> float:
+        began = time.perf_counter()
+        _compute(memory, passes, base + flags, _KEPT_MESSAGES, value)
+        return time.perf_counter() - began
+
+    seconds_of(1)
+    passes = max(1, round(_KEPT_SECONDS / max(seconds_of(1), 1e-9)))
+
+    def round_of(number: int) -> float:
+        alone = seconds_of(passes)
+        if isinstance(end, _Receiver):
+            end.post()
+        thread = threading.Thread(target=end.run, args=(number, base + abort), daemon=True)
+        thread.start()
+        time.sleep(_BEFORE_HOP_SECONDS)
+        # Nothing is sent before both are there.
+        broadcast(group, torch.zeros(1), 0)
+        sending = seconds_of(passes, number * NEXT if is_source else 0)
+        thread.join()
+        broadcast(group, torch.zeros(1), 1)
+        return (sending - alone) / _KEPT_MESSAGES
+
+    rounds = [ranks.wait_for(partial(round_of, number)) for number in range(1, _KEPT_ROUNDS + 1)]
+    return max(0.0, float(np.median(rounds)))

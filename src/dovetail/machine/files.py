@@ -30,6 +30,9 @@ destination = "gpu0"
 bandwidth_bytes_per_second = 11e9
 latency_seconds = 25e-6
 channel = "pcie"                   # links with one channel take turns; default: its own
+send_seconds = 60e-6               # how long each message keeps its source from other work, or the
+                                   # thread that issues the GPUs' work; default: 0
+receive_seconds = 0                # the same of its destination
 """
 
 import re
@@ -69,6 +72,10 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
         for optional in ("efficiencies", "threads", "torch_device", "host", "chip", "calibration"):
             if not device[optional]:
                 del device[optional]
+    for link in raw["links"]:
+        for optional in ("send_seconds", "receive_seconds"):
+            if not link[optional]:
+                del link[optional]
     return raw
 
 

@@ -167,6 +167,10 @@ class Link:
     A channel that has the name of the links' source *is* that device: it makes the copies itself,
     as a CPU does into shared memory, and runs no op meanwhile. A link without a channel gets one of
     its own.
+
+    send_seconds, receive_seconds   how long each message keeps its source and its destination from
+                                    their ops. Where an end is a GPU, it is not the GPU that is
+                                    kept, but the thread that issues the work of its host's GPUs
     """
 
     source: str
@@ -174,6 +178,8 @@ class Link:
     bandwidth_bytes_per_second: float
     latency_seconds: float
     channel: str = ""
+    send_seconds: float = 0.0
+    receive_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.channel:
@@ -183,6 +189,11 @@ class Link:
                 f"link {self.source} -> {self.destination}: bandwidth must be positive and "
                 "latency finite and not negative"
             )
+        for name in ("send_seconds", "receive_seconds"):
+            if not 0 <= getattr(self, name) < np.inf:
+                raise MachineError(
+                    f"link {self.source} -> {self.destination}: {name} is {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)

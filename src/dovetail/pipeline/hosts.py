@@ -50,7 +50,7 @@ def machine_of_hosts(
             continue
         parts[host] = on_host(host, machine_from_dict(raw))
     progress("measuring the links between hosts", 0.0, None)
-    hops = measure_links(ranks)
+    measured = measure_links(ranks)
     devices = [device for part in parts.values() for device in part.devices]
     first = parts[ranks.hosts[0]]
     # A link between each two devices, whose rates do not count yet.
@@ -70,7 +70,15 @@ def machine_of_hosts(
             links.append(inside[link.source, link.destination])
         else:
             channel = f"rank {ends[0]} -> rank {ends[1]}"
+            times = measured[ends]
             links.append(
-                Link(link.source, link.destination, **fit_link(hops[ends]), channel=channel)
+                Link(
+                    link.source,
+                    link.destination,
+                    **fit_link(times.hop_seconds),
+                    channel=channel,
+                    send_seconds=times.send_seconds,
+                    receive_seconds=times.receive_seconds,
+                )
             )
     return replace(joined, links=tuple(links))

@@ -379,6 +379,8 @@ def machine_tables(machine: Machine) -> list[Table]:
             "bandwidth": format_bandwidth(device.bandwidth_bytes_per_second) if runs else "",
             "per op": format_seconds(device.op_overhead_seconds) if runs else "",
         })  # fmt: skip
+    # What messages take of both ends, if they take anything.
+    messages = any(link.send_seconds or link.receive_seconds for link in machine.links)
     links = [
         {
             "link": f"{link.source} -> {link.destination}",
@@ -386,6 +388,14 @@ def machine_tables(machine: Machine) -> list[Table]:
             "latency": format_seconds(link.latency_seconds),
             "channel": link.channel,
         }
+        | (
+            {
+                "sender busy": format_seconds(link.send_seconds),
+                "receiver busy": format_seconds(link.receive_seconds),
+            }
+            if messages
+            else {}
+        )
         for link in machine.links
     ]
     tables = [Table.of(rows, title=f"Machine {machine.name}")]

@@ -38,6 +38,9 @@ class StepModel(NamedTuple):
     resident           [tensors] 1 for tensors that are on every device that reads them
     consumer_offsets, consumers, control_offsets, control_targets   CSR by tensor, by op
     link_of            [devices, devices] index of a link, -1: none
+    link_senders, link_receivers   [links] whom each message keeps busy: devices, or numbers from
+                       `devices` on, each the thread that issues the work of a host's GPUs
+    link_send_seconds, link_receive_seconds   [links] for how long
     relayed            [devices] 1 where a device lacks a link to some other
     carriers, carried  [channels] device that has the channel's name, [devices] channel that has
                        the device's name; -1: none. Such a device makes the copies itself
@@ -72,6 +75,10 @@ class StepModel(NamedTuple):
     link_channels: Int32
     link_latencies: Float64
     link_bandwidths: Float64
+    link_senders: Int32
+    link_receivers: Int32
+    link_send_seconds: Float64
+    link_receive_seconds: Float64
     relayed: Int8
     carriers: Int32
     carried: Int32
@@ -109,9 +116,12 @@ class StepWorkspace(NamedTuple):
                to each device
     ready      [devices, ops] binary heaps of ranks, `ready_sizes` long
     running    [devices + channels] op, slot or queue entry that runs; -1: idle
+    busy_until   [devices + hosts] when a device has done its op and its messages, and when a
+               host's thread that issues to GPUs has issued what there is
     event_*    binary heap of what runs, by end; `counts` has its length
     queue_*    pool of transfers, in one doubly linked list per channel from `heads` to `tails`
-    touched    [devices + channels] lanes that may start something now; `is_touched` is 1 for them
+    touched    [devices + channels] lanes that may start something now, channels at the front and
+               devices at the end; `is_touched` is 1 for them
     span_*, transfer_*, log_*   what a timeline records; empty if none is wanted. `span_turns` says
                which of two ops that start at one time started first
     """
@@ -125,6 +135,7 @@ class StepWorkspace(NamedTuple):
     ready: Int32
     ready_sizes: Int32
     running: Int32
+    busy_until: Float64
     next_slots: Int32
     slot_waits: Int32
     event_times: Float64
@@ -168,6 +179,16 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
     is_output = np.zeros(tensors, np.int8)
     is_output[graph.outputs] = 1
     links = machine.links
+    # [devices] whom its messages keep busy.
+    hosts = list(dict.fromkeys(device.host for device in machine.devices))
+    issuers = [
+        devices + hosts.index(device.host) if device.kind == "gpu" else index
+        for index, device in enumerate(machine.devices)
+    ]
+    of_link = [
+        (machine.device_index(link.source), machine.device_index(link.destination))
+        for link in links
+    ]
     unlinked = (machine.link_index < 0) & ~np.eye(devices, dtype=bool)
     channel_of = {name: channel for channel, name in enumerate(machine.channels)}
     return StepModel(
@@ -199,10 +220,17 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
         control_targets=_int32(graph.control[order, 1]),
         compute_seconds=np.array(costs.compute_seconds, np.float64, order="C"),
         link_of=_int32(machine.link_index),
-        link_sources=_int32([machine.device_index(link.source) for link in links]),
+        link_sources=_int32([source for source, _ in of_link]),
         link_channels=_int32([channel_of[link.channel] for link in links]),
         link_latencies=np.array([link.latency_seconds for link in links], np.float64),
         link_bandwidths=np.array([link.bandwidth_bytes_per_second for link in links], np.float64),
+        # What goes to a GPU is issued by its thread too.
+        link_senders=_int32(
+            [issuers[b] if issuers[a] < devices <= issuers[b] else issuers[a] for a, b in of_link]
+        ),
+        link_receivers=_int32([issuers[destination] for _, destination in of_link]),
+        link_send_seconds=np.array([link.send_seconds for link in links], np.float64),
+        link_receive_seconds=np.array([link.receive_seconds for link in links], np.float64),
         relayed=np.asarray(unlinked.any(axis=1), np.int8),
         carriers=_int32([_index(machine.device_names, name) for name in machine.channels]),
         carried=_int32([_index(machine.channels, name) for name in machine.device_names]),
@@ -301,6 +329,7 @@ def workspace(flat: StepModel, slots: int = 0, *, record: bool = False) -> StepW
         ready=np.zeros((devices, ops), np.int32),
         ready_sizes=np.zeros(devices, np.int32),
         running=np.zeros(lanes, np.int32),
+        busy_until=np.zeros(2 * devices),
         next_slots=np.zeros(devices, np.int32),
         slot_waits=np.zeros(slots, np.int32),
         event_times=np.zeros(lanes),
@@ -315,7 +344,7 @@ def workspace(flat: StepModel, slots: int = 0, *, record: bool = False) -> StepW
         tails=np.zeros(flat.channels, np.int32),
         touched=np.zeros(lanes, np.int32),
         is_touched=np.zeros(lanes, np.int8),
-        counts=np.zeros(7, np.int64),
+        counts=np.zeros(8, np.int64),
         memory=np.zeros(devices, np.int64),
         peaks=np.zeros(devices, np.int64),
         span_starts=np.zeros(kept_ops),

@@ -31,9 +31,9 @@ from dovetail.simulator.heaps import pop_rank, push_rank
 
 
 # Indices into `StepWorkspace.counts`, which holds the scalars of one simulation: running events,
-# queued transfers, touched lanes, the number of the last unit that was sent, ended ops, entries of
-# the memory log, and rounds of starts.
-EVENTS, QUEUED, TOUCHED, SENT, DONE, LOGGED, TURNS = range(7)
+# queued transfers, touched devices, touched channels, the number of the last unit that was sent,
+# ended ops, entries of the memory log, and rounds of starts.
+EVENTS, QUEUED, TOUCHED, CHANNELS, SENT, DONE, LOGGED, TURNS = range(8)
 
 
 @inlined
@@ -76,21 +76,25 @@ def enqueue(
         work.tails[channel] = new
     else:
         work.queue_previous[after] = new
-    touch(work, flat.devices + channel)
+    touch(flat, work, flat.devices + channel)
 
 
 @inlined
-def arrive(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
+def arrive(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, op: int, device: int
+) -> None:
     """Note one arrival that the op waits for; after the last one it is ready."""
     work.pending[op] -= 1
     if work.pending[op] == 0:
-        make_ready(rules, work, op, device)
+        make_ready(flat, rules, work, op, device)
 
 
 @inlined
-def make_ready(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
+def make_ready(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, op: int, device: int
+) -> None:
     """Let the device start the op: push its rank to the heap, or count it in its slot."""
-    touch(work, device)
+    touch(flat, work, device)
     if rules.ordered[device]:
         work.slot_waits[rules.slot_of[op]] -= 1
         return
@@ -138,12 +142,17 @@ def pop_event(work: StepWorkspace) -> int:
 
 
 @inlined
-def touch(work: StepWorkspace, lane: int) -> None:
+def touch(flat: StepModel, work: StepWorkspace, lane: int) -> None:
     """Note that something may start on the lane: `start_all` looks at touched lanes only."""
-    if not work.is_touched[lane]:
-        work.is_touched[lane] = 1
-        work.touched[work.counts[TOUCHED]] = lane
+    if work.is_touched[lane]:
+        return
+    work.is_touched[lane] = 1
+    if lane < flat.devices:
         work.counts[TOUCHED] += 1
+        work.touched[-work.counts[TOUCHED]] = lane
+    else:
+        work.touched[work.counts[CHANNELS]] = lane
+        work.counts[CHANNELS] += 1
 
 
 @inlined
@@ -198,7 +207,7 @@ def finish(
     """End what runs on the lane: a transfer, an op, or all ops of a slot."""
     running = work.running[lane]
     work.running[lane] = -1
-    touch(work, lane)
+    touch(flat, work, lane)
     if lane >= flat.devices:
         finish_transfer(flat, rules, work, now, running)
         return
@@ -243,10 +252,11 @@ def reset(flat: StepModel, rules: DispatchRules, work: StepWorkspace) -> None:
     work.is_touched[:] = 0
     work.counts[:] = 0
     work.memory[:] = 0
+    work.busy_until[:] = 0.0
     work.logged[:] = -1
     for device in range(flat.devices):
         work.next_slots[device] = rules.slot_offsets[device]
-        touch(work, device)
+        touch(flat, work, device)
     for slot in range(len(rules.slot_seconds)):
         work.slot_waits[slot] = rules.op_offsets[slot + 1] - rules.op_offsets[slot]
     for tensor in range(flat.tensors):
@@ -276,7 +286,7 @@ def place_sources(flat: StepModel, rules: DispatchRules, work: StepWorkspace, re
         log_memory(flat, work, 0.0)
     for op in range(flat.ops):
         if work.pending[op] == 0 and not flat.is_source[op]:
-            make_ready(rules, work, op, work.placed[op])
+            make_ready(flat, rules, work, op, work.placed[op])
     for i in range(len(flat.sources)):
         op = flat.sources[i]
         # Parameters and state keep their memory to the end; inputs are freed after their last use.
@@ -311,16 +321,21 @@ def finish_transfer(
 ) -> None:
     """End a transfer: let go of the source's copy, hand on the new copy, start the second hop."""
     unit, device = work.queue_units[entry], work.queue_destinations[entry]
+    link = work.queue_links[entry]
+    seconds = flat.link_receive_seconds[link]
+    # Who receives is kept from its work. One that waits has done this by now.
+    if seconds > 0 and work.busy_until[flat.link_receivers[link]] > now:
+        work.busy_until[flat.link_receivers[link]] += seconds
     if unit >= flat.tensors:
         arrive_control(flat, rules, work, now, unit - flat.tensors, device)
         return
-    release(flat, work, unit, flat.link_sources[work.queue_links[entry]])
+    release(flat, work, unit, flat.link_sources[link])
     users = 0
     for k in range(flat.consumer_offsets[unit], flat.consumer_offsets[unit + 1]):
         op = flat.consumers[k]
         if work.placed[op] == device:
             users += 1
-            arrive(rules, work, op, device)
+            arrive(flat, rules, work, op, device)
     # On the host, the tensor may be on its way to devices that its home has no link to.
     if device == flat.host and flat.relayed[work.homes[unit]]:
         work.counts[SENT] += 1
@@ -344,7 +359,7 @@ def deliver(
         destination = work.placed[op]
         if destination == device:
             users += 1
-            arrive(rules, work, op, device)
+            arrive(flat, rules, work, op, device)
         elif work.stamps[destination] != token:
             users += send(flat, work, now, tensor, device, destination)
     return users
@@ -360,7 +375,7 @@ def deliver_control(
         after = flat.control_targets[k]
         destination = work.placed[after]
         if destination == device:
-            arrive(rules, work, after, device)
+            arrive(flat, rules, work, after, device)
         elif work.stamps[destination] != work.counts[SENT]:
             send(flat, work, now, flat.tensors + op, device, destination)
 
@@ -375,7 +390,7 @@ def arrive_control(
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
         after = flat.control_targets[k]
         if work.placed[after] == device:
-            arrive(rules, work, after, device)
+            arrive(flat, rules, work, after, device)
         elif device == flat.host:
             send_on(flat, work, now, flat.tensors + op, home, work.placed[after])
 
@@ -450,13 +465,16 @@ def release(flat: StepModel, work: StepWorkspace, tensor: int, device: int) -> N
 def start_all(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, record: bool
 ) -> None:
-    """Start what may start on the touched lanes.
+    """Start what may start on the touched lanes: channels in their order, then devices.
 
     A channel that has a device's name is carried by that device. Then the two share one lane, and
     the device sends what waits before it runs another op.
     """
-    for i in range(work.counts[TOUCHED]):
-        lane = work.touched[i]
+    channels = work.counts[CHANNELS]
+    sort_channels(work, channels)
+    for i in range(channels + work.counts[TOUCHED]):
+        # Devices stand at the end, the first one last.
+        lane = work.touched[i if i < channels else channels - 1 - i]
         work.is_touched[lane] = 0
         if work.running[lane] >= 0:
             continue
@@ -480,16 +498,31 @@ def start_all(
             op = rules.by_rank[pop_rank(work.ready, work.ready_sizes, lane)]
             work.running[lane] = op
             allocate(work, lane, flat.fresh_bytes[op])
-            end = now + flat.compute_seconds[op, lane]
+            start = max(now, work.busy_until[lane])
+            end = start + flat.compute_seconds[op, lane]
+            work.busy_until[lane] = end
             push_event(work, end, lane)
             if record:
-                work.span_starts[op] = now
+                work.span_starts[op] = start
                 work.span_ends[op] = end
                 work.span_turns[op] = work.counts[TURNS]
     work.counts[TOUCHED] = 0
+    work.counts[CHANNELS] = 0
     work.counts[TURNS] += 1
     if record:
         log_memory(flat, work, now)
+
+
+@inlined
+def sort_channels(work: StepWorkspace, count: int) -> None:
+    """Sort the few channels among the touched lanes."""
+    touched = work.touched
+    for i in range(1, count):
+        lane, k = touched[i], i
+        while k > 0 and touched[k - 1] > lane:
+            touched[k] = touched[k - 1]
+            k -= 1
+        touched[k] = lane
 
 
 @inlined
@@ -511,10 +544,29 @@ def start_transfer(
         seconds += flat.sent_bytes[unit] / flat.link_bandwidths[link]
         allocate(work, work.queue_destinations[entry], flat.tensor_bytes[unit])
     work.running[lane] = entry
-    push_event(work, now + seconds, lane)
+    start = issue(flat, work, now, link)
+    push_event(work, start + seconds, lane)
     if record:
-        work.transfer_starts[entry] = now
-        work.transfer_ends[entry] = now + seconds
+        work.transfer_starts[entry] = start
+        work.transfer_ends[entry] = start + seconds
+
+
+@inlined
+def issue(flat: StepModel, work: StepWorkspace, now: float, link: int) -> float:
+    """Keep busy whoever sends the message that starts, and return when it leaves (rule 3).
+
+    A device does so after what it runs. A thread that issues the work of GPUs runs ahead of them.
+    """
+    seconds = flat.link_send_seconds[link]
+    if seconds == 0:
+        return now
+    sender = flat.link_senders[link]
+    if sender < flat.devices:
+        work.busy_until[sender] = max(now, work.busy_until[sender]) + seconds
+        return now
+    issued: float = work.busy_until[sender] + seconds
+    work.busy_until[sender] = issued
+    return max(now, issued)
 
 
 @inlined
@@ -527,13 +579,15 @@ def start_slot(
         return
     work.next_slots[lane] = slot + 1
     work.running[lane] = slot
-    end = now + rules.slot_seconds[slot]
+    start = max(now, work.busy_until[lane])
+    end = start + rules.slot_seconds[slot]
+    work.busy_until[lane] = end
     push_event(work, end, lane)
     for i in range(rules.op_offsets[slot], rules.op_offsets[slot + 1]):
         op = rules.slot_ops[i]
         allocate(work, lane, flat.fresh_bytes[op])
         if record:
-            work.span_starts[op] = now
+            work.span_starts[op] = start
             work.span_ends[op] = end
             work.span_turns[op] = work.counts[TURNS]
 
