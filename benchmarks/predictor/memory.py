@@ -65,6 +65,34 @@ class _Recurrent(nn.Module):
         return out
 
 
+class _Around(nn.Module):
+    """A U of two levels: what was computed on the way down is joined on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, 2, 1)
+        self.deep, self.up = nn.Conv2d(64, 64, 3, padding=1), nn.ConvTranspose2d(64, 32, 2, 2)
+        self.last, self.logits = nn.Conv2d(64, 32, 3, padding=1), nn.Conv2d(32, 10, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        wide = self.first(image).relu()
+        deep = self.deep(self.down(wide).relu()).relu()
+        joined = torch.cat([wide, self.up(deep)], 1)
+        out: Tensor = self.logits(self.last(joined).relu())
+        return out
+
+
+class _Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2000, 64)
+        self.rnn, self.logits = nn.GRU(64, 128, 2, batch_first=True), nn.Linear(128, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.logits(self.rnn(self.embedding(ids))[0])
+        return logits.transpose(1, 2)
+
+
 def _classes(*sizes: int) -> Tensor:
     return torch.randint(sizes[-1], sizes[:-1])
 
@@ -74,6 +102,10 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "4 x conv-norm-relu": _convolutions,
     "4 x Transformer 128": lambda: (
         _Transformer(), torch.randint(1000, (8, 64)), _classes(8, 64, 1000)
+    ),
+    "U of two levels": lambda: (_Around(), torch.randn(4, 3, 64, 64), _classes(4, 64, 64, 10)),
+    "2 x GRU 128, 30 steps": lambda: (
+        _Tagger(), torch.randint(2000, (16, 30)), _classes(16, 30, 20)
     ),
     "LSTM cell, 20 steps": lambda: (_Recurrent(), torch.randn(32, 20, 128), _classes(32, 10)),
 }  # fmt: skip

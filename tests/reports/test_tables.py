@@ -283,10 +283,18 @@ def test_predictions_have_an_interval_within_which_methods_are_too_close_to_call
     assert text.count("too close to call") == 1
 
 
+def test_values_of_measured_costs_have_the_interval_that_such_plans_had(two_ops):
+    machine, graph, _ = two_ops
+    plan = replace(make_plan(graph, machine, [0, 1]), costs_source="measured")
+    least, most = interval_of(plan, graph)
+    assert least < plan.value < most
+    assert "80 % likely" in text_of(plan_table(plan, graph))
+    assert interval_of(replace(plan, measured={"placed": 1e-3}), graph) is None
+
+
 def test_measured_and_given_values_have_no_interval(two_ops):
     machine, graph, _ = two_ops
     plan = make_plan(graph, machine, [0, 1])
-    assert interval_of(replace(plan, costs_source="measured"), graph) is None
     assert interval_of(replace(plan, costs_source="given"), graph) is None
     whole = replace(plan, way="eager", measured={"eager": 1e-3})
     assert interval_of(whole, graph) is None

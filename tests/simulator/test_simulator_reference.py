@@ -158,6 +158,9 @@ def test_ranked_counts_the_better_of_two_and_its_orders_give_it_again(seed):
         (int(np.maximum(np.array(found.peaks) - capacities, 0).sum()), found.step_seconds, i)
         for i, found in enumerate((plain, first))
     ]
+    if len(machine.devices) == 1:
+        # Both are as quick, but for rounding.
+        both = [(lacks, 0.0, i) for lacks, _, i in both]
     expected = (plain, first)[min(both)[2]]
     simulator = Simulator(graph, machine, costs, ranked=True)
     found = simulator.evaluate(placement[None])

@@ -124,14 +124,25 @@ def plan_facts(
     return facts
 
 
+_MEASURED_FACTORS = (0.9, 1.5)
+"""Between so many times its prediction took four of five calls of plans of which ops' costs were
+measured (benchmarks/fidelity)."""
+
+
 def interval_of(plan: Plan, graph: Graph) -> tuple[float, float] | None:
-    """(least, most) that 80 % of such steps should take once they are measured, by the errors of
-    single devices' kernels; links are taken as they are. None of a value that was measured, or is
-    of costs that are not analytic.
+    """(least, most) that 80 % of such steps should take once they are measured. With analytic costs
+    it is by the errors of single devices' kernels; links are taken as they are. With measured costs
+    it is by how far plans were off on two machines (benchmarks/fidelity). None of a plan that was
+    measured itself, and of given costs.
 
     graph   of the plan's step, as in `plan_table`
     """
-    if plan.costs_source != "analytic" or plan.way != PLACED:
+    if plan.way != PLACED or PLACED in plan.measured:
+        return None
+    if plan.costs_source == "measured":
+        least, most = _MEASURED_FACTORS
+        return plan.value * least, plan.value * most
+    if plan.costs_source != "analytic":
         return None
     graph = planned_graph(plan, graph)
     spread = step_spread(graph, plan.machine, plan.placement, plan.compute_seconds)

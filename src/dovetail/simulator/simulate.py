@@ -139,7 +139,9 @@ class Simulator:
             np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1)
             for e in (current, other)
         )
+        # On one device all orders are as quick, but for rounding.
         quicker = (other_lacks == lacks) & (other.values < current.values)
+        quicker &= self._flat.devices > 1
         return np.asarray((other_lacks < lacks) | quicker)
 
     def _evaluation(self, values: Float64, peaks: Int64) -> BatchEvaluation:
