@@ -273,6 +273,9 @@ def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
     load, host = problem.load, problem.load.host
     if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
         return False
+    # Messages take time of threads that devices share, and in the order of channels.
+    if any(link.send_seconds or link.receive_seconds for link in problem.machine.links):
+        return False
     first_device, second_device = problem.machine.devices[a], problem.machine.devices[b]
     # The objective `latency` tells accelerators from CPUs by their kind.
     same = first_device.kind == second_device.kind
