@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from dovetail.cli import using
 from dovetail.errors import FileFormatError, UsageError
-from dovetail.executors.hosts import HostPart, _SlotBuffer, deal
+from dovetail.executors.hosts import HostPart, LinkTimes, _SlotBuffer, deal
 from dovetail.executors.placed import part_bytes
 from dovetail.executors.rank_checkpoints import (
     INDEX,
@@ -34,8 +34,9 @@ from dovetail.executors.shares import share_out, tensor_at
 from dovetail.frontends import Adam, resolve
 from dovetail.frontends.instructions import LAID, BlockSlot
 from dovetail.frontends.runners import distinct
-from dovetail.machine import Device, load_machine, local_machine, save_machine
-from dovetail.machine.files import machine_from_dict
+from dovetail.machine import Device, Machine, load_machine, local_machine, save_machine
+from dovetail.machine.files import machine_from_dict, machine_to_dict
+from dovetail.pipeline import hosts as pipeline_hosts
 from dovetail.pipeline import timeline_of
 from dovetail.runtime.ranks import place_of_ranks
 from dovetail.runtime.shared import Block
@@ -422,6 +423,40 @@ def test_a_machine_of_two_hosts_has_what_each_has_and_links_that_were_measured(c
         assert 0 < link.latency_seconds < 1
         assert 0 <= link.send_seconds < 1
         assert 0 <= link.receive_seconds < 1
+
+
+class PlayedRanks:
+    """Rank 0 of two hosts, of which the other one says what is given."""
+
+    hosts, host, rank, ranks = ("box0", "box1"), "box0", 0, 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, _name, own):
+        return [own, self.other]
+
+
+def test_links_between_hosts_have_what_each_end_was_measured_to_take(monkeypatch):
+    def part(kind):
+        device = replace(machine_of(*core_devices(1)).devices[0], name="d", kind=kind, cores=())
+        return Machine("here", (device,), "d")
+
+    times = {
+        (0, 1): LinkTimes({4096: 1e-4, 1048576: 1e-2}, 1e-4, 2e-5),
+        (1, 0): LinkTimes({4096: 1e-4, 1048576: 1e-2}, 3e-4, 4e-5),
+    }
+    monkeypatch.setattr(pipeline_hosts, "measure_links", lambda ranks: times)
+    monkeypatch.setattr(pipeline_hosts, "resolve_machine", lambda *_, **__: part("cpu"))
+    # A GPU's thread needs 60 us at least.
+    expected_of = {
+        "cpu": [(1e-4, 2e-5), (3e-4, 4e-5)],
+        "gpu": [(1e-4, 6e-5), (3e-4, 4e-5)],
+    }
+    for kind, expected in expected_of.items():
+        ranks = PlayedRanks(machine_to_dict(part(kind)))
+        links = pipeline_hosts.machine_of_hosts("here", ranks).links
+        assert [(link.send_seconds, link.receive_seconds) for link in links] == expected
 
 
 def test_going_on_needs_a_folder_and_several_ranks(plan_file, tmp_path, monkeypatch):

@@ -180,6 +180,14 @@ def test_contiguous_plans_are_the_best_of_those(seed):
     check_against_every_placement(replace(problem, evaluate=evaluate), NEVER)
 
 
+@pytest.mark.parametrize("seed", [28, 46, 64, 70])
+def test_devices_whose_messages_take_time_of_one_thread_are_not_swapped(seed):
+    problem = small_problem(seed, "step", send_seconds=0.5)
+    assert alike_devices(small_problem(seed, "step"))
+    assert alike_devices(problem) == []
+    check_against_every_placement(problem, NEVER)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_placements_that_swap_alike_devices_are_worth_the_same(seed):
     problem = small_problem(2 * seed, "step")

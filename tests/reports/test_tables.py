@@ -290,6 +290,9 @@ def test_values_of_measured_costs_have_the_interval_that_such_plans_had(two_ops)
     assert least < plan.value < most
     assert "80 % likely" in text_of(plan_table(plan, graph))
     assert interval_of(replace(plan, measured={"placed": 1e-3}), graph) is None
+    assert interval_of(replace(plan, objective="load"), graph) is None
+    devices = tuple(replace(device, kind="gpu") for device in machine.devices)
+    assert interval_of(replace(plan, machine=replace(machine, devices=devices)), graph) is None
 
 
 def test_measured_and_given_values_have_no_interval(two_ops):

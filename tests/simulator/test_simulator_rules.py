@@ -182,6 +182,36 @@ def test_rule_3_the_thread_that_issues_to_gpus_runs_ahead_of_them(kinds):
     assert transfers(timeline) == [(0, 1, 3, 4), (1, 1, 4, 5), (2, 1, 6, 7)]
 
 
+def test_rule_3_a_cpu_sends_by_itself_to_a_gpu_of_another_host():
+    #   a ├0┤ s ├1┤      b's thread receives, which takes no time of b and none of a
+    b = Builder()
+    sent = b.op()
+    b.op()
+    b.op(sent)
+    machine = between(["cpu", "gpu"], 0.5, 0.25)
+    hosts = tuple(replace(d, host=d.name) for d in machine.devices)
+    timeline = simulator(b.build(), replace(machine, devices=hosts), [1, 1, 1]).timeline(
+        np.array([0, 0, 1], np.int32)
+    )
+    assert spans(timeline) == {0: (0, 1), 1: (1.5, 2.5), 2: (2, 3)}
+    # On one host the thread of its GPUs sends.
+    timeline = simulator(b.build(), machine, [1, 1, 1]).timeline(np.array([0, 0, 1], np.int32))
+    assert spans(timeline) == {0: (0, 1), 1: (1, 2), 2: (2, 3)}
+
+
+def test_rule_3_what_a_thread_receives_delays_what_it_sends_next():
+    #   a ├────0────┤       its thread receives t1 at 3, for 4 s. So t0 leaves at 5 instead of 4
+    #   b ├1┤ t1            (the thread's sum: 4 for t1, and 1 for t0)
+    b = Builder()
+    first, second = b.op(), b.op()
+    b.op(first)
+    b.op(second)
+    machine = between(["gpu", "cpu"], 1.0, 4.0)
+    hosts = tuple(replace(d, host=d.name) for d in machine.devices)
+    run = simulator(b.build(), replace(machine, devices=hosts), [4, 2, 1, 1])
+    assert transfers(run.timeline(np.array([0, 1, 1, 0], np.int32))) == [(1, 0, 2, 3), (0, 1, 5, 6)]
+
+
 def test_rule_3_without_a_link_a_tensor_takes_two_hops_through_the_host():
     #   a ├0┤─t0─►host─t0─►b ├1┤       and host needs it too: the first hop is shared
     b = Builder()

@@ -20,7 +20,7 @@ SHARES = (None, 0.8, 0.6, 0.5, 0.42)
 """Of all bytes, what each device holds: none binding to so tight that often nothing fits."""
 
 
-def small_problem(seed, objective, **options):
+def small_problem(seed, objective, *, send_seconds=0.0, **options):
     """At most 8 groups and 3 devices. By turns: GPUs with links between them; over a host that
     runs nothing; CPUs that make their copies themselves. Devices alike in every other problem."""
     rng = np.random.default_rng(seed)
@@ -32,6 +32,8 @@ def small_problem(seed, objective, **options):
     share = SHARES[seed % len(SHARES)]
     memory = 10**9 if share is None else int(share * graph.tensor_bytes.sum())
     machine = (_over_links, _over_host, _over_own_channels)[seed % 3](devices, memory)
+    links = tuple(replace(link, send_seconds=send_seconds) for link in machine.links)
+    machine = replace(machine, links=links)
     speeds = np.ones(len(machine.devices))
     if seed % 2:
         speeds = rng.uniform(0.7, 1.5, size=len(machine.devices))

@@ -201,19 +201,21 @@ class Run:
         seconds = transfer["link"].send_seconds
         if seconds == 0:
             return now
-        ends = self.who(transfer["source"]), self.who(transfer["destination"])
-        threads = [who for who in ends if isinstance(who, tuple)]
-        if not threads:
-            source = transfer["source"]
+        source, destination = transfer["source"], transfer["destination"]
+        sender, receiver = self.who(source), self.who(destination)
+        hosts = [self.machine.devices[device].host for device in (source, destination)]
+        if isinstance(receiver, tuple) and hosts[0] == hosts[1]:
+            sender = receiver
+        if sender == source:
             self.kept[source] = max(now, self.kept.get(source, 0.0)) + seconds
             return now
-        self.kept[threads[0]] = self.kept.get(threads[0], 0.0) + seconds
-        return max(now, self.kept[threads[0]])
+        self.kept[sender] = self.kept.get(sender, 0.0) + seconds
+        return max(now, self.kept[sender])
 
     def receive(self, transfer, now):
         who = self.who(transfer["destination"])
-        if self.kept.get(who, 0.0) > now:
-            self.kept[who] += transfer["link"].receive_seconds
+        if isinstance(who, tuple) or self.kept.get(who, 0.0) > now:
+            self.kept[who] = self.kept.get(who, 0.0) + transfer["link"].receive_seconds
 
     # -- time ------------------------------------------------------------------------------------
     def start_channels(self, now):

@@ -29,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -660,9 +660,15 @@ _LINK_SECONDS, _LEAST_HOPS, _MOST_HOPS = 1.0, 5, 60
 most so many."""
 _BEFORE_HOP_SECONDS = 0.003
 """A message is sent this long after both ends were told to begin."""
-_KEPT_MESSAGES, _KEPT_BYTES, _KEPT_SECONDS, _KEPT_ROUNDS = 16, 16384, 0.01, 41
-"""What messages take of a rank's cores is measured by so many of so many bytes, while both ends
-compute for so long, so many times."""
+_BUSY_MESSAGES, _BUSY_BYTES = 16, 16384
+"""Messages of a round that measures what they take of both ends, and the bytes of each. The RNNLM
+of benchmarks/hosts sends about as many of that size in a step."""
+_BUSY_SECONDS = 0.01
+"""Both ends compute for so long in a round, several times what its messages take."""
+_BUSY_ROUNDS = 41
+"""Single rounds differ by more than what messages take, so the median of so many counts."""
+_BUSY_ELEMENTS = 16384
+"""Numbers that both ends compute with: 128 KiB, which most cores' second cache holds."""
 
 
 @dataclass(frozen=True)
@@ -692,16 +698,16 @@ def measure_links(ranks: Ranks) -> dict[tuple[int, int], LinkTimes]:
             if source == destination:
                 continue
             hops: dict[str, float] = {}
-            kept = 0.0
+            busy_seconds = 0.0
             if ranks.rank in (source, destination):
                 hops = _measure_link(ranks, source, destination)
-                kept = _measure_kept(ranks, source, destination)
+                busy_seconds = _measure_busy(ranks, source, destination)
             # JSON has texts for keys. This keeps all others waiting, too.
-            told = ranks.gather("link", {"hops": hops, "kept": kept})
+            told = ranks.gather("link", {"hops": hops, "busy": busy_seconds})
             found[source, destination] = LinkTimes(
                 {int(size): float(s) for size, s in told[source]["hops"].items()},
-                float(told[source]["kept"]),
-                float(told[destination]["kept"]),
+                float(told[source]["busy"]),
+                float(told[destination]["busy"]),
             )
     return found
 
@@ -778,38 +784,36 @@ def _compute(memory: NDArray[np.float64], passes: int, flags: int, count: int, v
             publish(flags + 64 * message, value)
 
 
-def _measure_kept(ranks: Ranks, source: int, destination: int) -> float:
-    """How much longer this end takes to compute, in seconds a message.
+def _measure_busy(ranks: Ranks, source: int, destination: int) -> float:
+    """Measure how many seconds of its core each message takes of this end.
 
-    Both ends compute for the same time, first alone, then while the source sends a message after
-    each part of it. Where threads have cores of their own, this is next to nothing.
+    Both ends compute the same in each round: first alone, and then while the source sends a message
+    after each part of its work. Where the threads that send and receive have cores of their own,
+    the difference is next to nothing. A receiver that computes faster than the sender has ended
+    before the last messages come, so that its time comes out too low.
     """
     layout = Layout()
-    abort, flags = layout.reserve(8), layout.reserve(64 * _KEPT_MESSAGES)
-    size = _KEPT_BYTES
-    slot_bytes = BlockSlot(0, size, (size,), (1,), "uint8").sent_bytes
-    places = [layout.reserve(slot_bytes) for _ in range(_KEPT_MESSAGES)]
+    abort, flags = layout.reserve(8), layout.reserve(64 * _BUSY_MESSAGES)
+    slot = BlockSlot(0, _BUSY_BYTES, (_BUSY_BYTES,), (1,), "uint8")
+    slots = [replace(slot, offset=layout.reserve(slot.sent_bytes)) for _ in range(_BUSY_MESSAGES)]
     block = Block.create(layout.size_bytes)
     base = int(block.bytes.ctypes.data)
-    messages = [
-        RankMessage(flags + 64 * i, BlockSlot(place, size, (size,), (1,), "uint8"), 0, 0)
-        for i, place in enumerate(places)
-    ]
-    group, is_source = ranks.group("kept", (source, destination)), ranks.rank == source
+    messages = [RankMessage(flags + 64 * i, slot, 0, 0) for i, slot in enumerate(slots)]
+    group, is_source = ranks.group("busy", (source, destination)), ranks.rank == source
     end: _Sender | _Receiver
     if is_source:
         end = _Sender(block, messages, group, destination)
     else:
         end = _Receiver(block, messages, group, source)
-    memory = np.ones(_KEPT_BYTES)
+    memory = np.ones(_BUSY_ELEMENTS)
 
     def seconds_of(passes: int, value: int = 0) -> float:
         began = time.perf_counter()
-        _compute(memory, passes, base + flags, _KEPT_MESSAGES, value)
+        _compute(memory, passes, base + flags, _BUSY_MESSAGES, value)
         return time.perf_counter() - began
 
     seconds_of(1)
-    passes = max(1, round(_KEPT_SECONDS / max(seconds_of(1), 1e-9)))
+    passes = max(1, round(_BUSY_SECONDS / max(seconds_of(1), 1e-9)))
 
     def round_of(number: int) -> float:
         alone = seconds_of(passes)
@@ -823,7 +827,7 @@ def _measure_kept(ranks: Ranks, source: int, destination: int) -> float:
         sending = seconds_of(passes, number * NEXT if is_source else 0)
         thread.join()
         broadcast(group, torch.zeros(1), 1)
-        return (sending - alone) / _KEPT_MESSAGES
+        return (sending - alone) / _BUSY_MESSAGES
 
-    rounds = [ranks.wait_for(partial(round_of, number)) for number in range(1, _KEPT_ROUNDS + 1)]
+    rounds = [ranks.wait_for(partial(round_of, number)) for number in range(1, _BUSY_ROUNDS + 1)]
     return max(0.0, float(np.median(rounds)))

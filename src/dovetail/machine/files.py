@@ -30,9 +30,9 @@ destination = "gpu0"
 bandwidth_bytes_per_second = 11e9
 latency_seconds = 25e-6
 channel = "pcie"                   # links with one channel take turns; default: its own
-send_seconds = 60e-6               # how long each message keeps its source from other work, or the
-                                   # thread that issues the GPUs' work; default: 0
-receive_seconds = 0                # the same of its destination
+send_seconds = 60e-6               # time that each message takes of whoever sends it: the CPU, or
+                                   # the thread that issues the GPUs' work; default: 0
+receive_seconds = 0                # the same of whoever receives it
 """
 
 import re

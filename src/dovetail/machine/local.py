@@ -28,9 +28,9 @@ _FLOPS_PER_CORE = {"float32": 5e10, "float64": 2.5e10}
 _BANDWIDTH_PER_CORE = 1e10
 _OP_OVERHEAD_SECONDS = 8e-6
 _LATENCY_SECONDS = 2e-5
-# What the thread that issues to GPUs needs for each tensor that goes to or from one: 45 to 75 us
-# were measured (benchmarks/gpu).
-_GPU_SEND_SECONDS = 6e-5
+GPU_SEND_SECONDS = 6e-5
+"""What the thread that issues to GPUs needs for each message: 45 to 75 us were measured for each
+tensor that a GPU reads (benchmarks/gpu). One that a CPU reads is assumed to take as long."""
 # Of pinned copies over PCIe 4.0 x16, and of copies from GPU to GPU.
 _TO_GPU, _BETWEEN_GPUS, _GPU_LATENCY_SECONDS = 2e10, 5e10, 1e-5
 _HERE = re.compile(r"here(/([0-9]{1,9}|cpu|gpu(\*[0-9]{1,3})?))?")
@@ -109,7 +109,7 @@ def _links(cpus: tuple[Device, ...], gpus: tuple[Device, ...]) -> tuple[Link, ..
                 link = Link(a.name, b.name, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, a.name)
             elif a in gpus and b in gpus:
                 link = Link(
-                    a.name, b.name, _BETWEEN_GPUS, _GPU_LATENCY_SECONDS, "", _GPU_SEND_SECONDS
+                    a.name, b.name, _BETWEEN_GPUS, _GPU_LATENCY_SECONDS, "", GPU_SEND_SECONDS
                 )
             else:
                 # A GPU has one engine for copies from the host and one for copies to it. Devices of
@@ -117,7 +117,7 @@ def _links(cpus: tuple[Device, ...], gpus: tuple[Device, ...]) -> tuple[Link, ..
                 gpu, way = (b, "to") if a in cpus else (a, "from")
                 channel = f"{way} {gpu.torch_device}"
                 link = Link(
-                    a.name, b.name, _TO_GPU, _GPU_LATENCY_SECONDS, channel, _GPU_SEND_SECONDS
+                    a.name, b.name, _TO_GPU, _GPU_LATENCY_SECONDS, channel, GPU_SEND_SECONDS
                 )
             links.append(link)
     return tuple(links)

@@ -168,9 +168,10 @@ class Link:
     as a CPU does into shared memory, and runs no op meanwhile. A link without a channel gets one of
     its own.
 
-    send_seconds, receive_seconds   how long each message keeps its source and its destination from
-                                    their ops. Where an end is a GPU, it is not the GPU that is
-                                    kept, but the thread that issues the work of its host's GPUs
+    send_seconds, receive_seconds   the time that each message takes of whoever sends it, and of
+                                    whoever receives it. A CPU sends and receives by itself, and
+                                    runs no op meanwhile. For GPUs a thread of their host does,
+                                    which also copies to them from the host's memory
     """
 
     source: str

@@ -12,6 +12,7 @@ from dovetail.errors import UsageError
 from dovetail.executors.hosts import deal, measure_links
 from dovetail.machine import Link, Machine, names_here, on_host
 from dovetail.machine.files import machine_from_dict, machine_to_dict
+from dovetail.machine.local import GPU_SEND_SECONDS
 from dovetail.pipeline.sources import Notes, TellProgress, resolve_machine, silent
 from dovetail.runtime.ranks import Ranks
 from dovetail.units import HERE
@@ -71,14 +72,19 @@ def machine_of_hosts(
         else:
             channel = f"rank {ends[0]} -> rank {ends[1]}"
             times = measured[ends]
+            # The threads that issue to GPUs were not measured.
+            least_seconds = [
+                GPU_SEND_SECONDS if joined.devices[joined.device_index(name)].kind == "gpu" else 0.0
+                for name in (link.source, link.destination)
+            ]
             links.append(
                 Link(
                     link.source,
                     link.destination,
                     **fit_link(times.hop_seconds),
                     channel=channel,
-                    send_seconds=times.send_seconds,
-                    receive_seconds=times.receive_seconds,
+                    send_seconds=max(times.send_seconds, least_seconds[0]),
+                    receive_seconds=max(times.receive_seconds, least_seconds[1]),
                 )
             )
     return replace(joined, links=tuple(links))

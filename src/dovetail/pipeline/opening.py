@@ -355,7 +355,10 @@ def _sending_seconds(plan: Plan, graph: Graph, tensors: NDArray[np.integer], dev
             hops = [machine.link_index[source, host], machine.link_index[host, device]]
         links = [machine.links[int(hop)] for hop in hops]
         total += sum(
-            link.latency_seconds + float(sizes[tensor]) / link.bandwidth_bytes_per_second
+            link.latency_seconds
+            + float(sizes[tensor]) / link.bandwidth_bytes_per_second
+            + link.send_seconds
+            + link.receive_seconds
             for link in links
         )
     return total

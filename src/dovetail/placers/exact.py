@@ -273,8 +273,10 @@ def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
     load, host = problem.load, problem.load.host
     if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
         return False
-    # Messages take time of threads that devices share, and in the order of channels.
-    if any(link.send_seconds or link.receive_seconds for link in problem.machine.links):
+    # A thread that issues to several GPUs serves their channels by index, so that swapping GPUs
+    # changes when messages leave. The other objectives do not count the time of messages.
+    messages = any(link.send_seconds or link.receive_seconds for link in problem.machine.links)
+    if messages and problem.objective == "step":
         return False
     first_device, second_device = problem.machine.devices[a], problem.machine.devices[b]
     # The objective `latency` tells accelerators from CPUs by their kind.

@@ -116,12 +116,12 @@ class StepWorkspace(NamedTuple):
                to each device
     ready      [devices, ops] binary heaps of ranks, `ready_sizes` long
     running    [devices + channels] op, slot or queue entry that runs; -1: idle
-    busy_until   [devices + hosts] when a device has done its op and its messages, and when a
-               host's thread that issues to GPUs has issued what there is
+    busy_until   [2 x devices] when each device has ended its op and its messages. From `devices`
+               on: the seconds that each host's thread has spent on issuing messages to GPUs
     event_*    binary heap of what runs, by end; `counts` has its length
     queue_*    pool of transfers, in one doubly linked list per channel from `heads` to `tails`
-    touched    [devices + channels] lanes that may start something now, channels at the front and
-               devices at the end; `is_touched` is 1 for them
+    touched_devices, touched_channels   [devices], [channels] those that may start something now;
+               `is_touched` [devices + channels] is 1 for them
     span_*, transfer_*, log_*   what a timeline records; empty if none is wanted. `span_turns` says
                which of two ops that start at one time started first
     """
@@ -148,7 +148,8 @@ class StepWorkspace(NamedTuple):
     queue_previous: Int32
     heads: Int32
     tails: Int32
-    touched: Int32
+    touched_devices: Int32
+    touched_channels: Int32
     is_touched: Int8
     counts: Int64
     memory: Int64
@@ -179,16 +180,21 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
     is_output = np.zeros(tensors, np.int8)
     is_output[graph.outputs] = 1
     links = machine.links
-    # [devices] whom its messages keep busy.
+    # [devices] who sends and receives for each: a CPU by itself, GPUs by a thread of their host.
     hosts = list(dict.fromkeys(device.host for device in machine.devices))
-    issuers = [
+    workers = [
         devices + hosts.index(device.host) if device.kind == "gpu" else index
         for index, device in enumerate(machine.devices)
     ]
-    of_link = [
+    ends = [
         (machine.device_index(link.source), machine.device_index(link.destination))
         for link in links
     ]
+    senders = [workers[source] for source, _ in ends]
+    for i, (source, destination) in enumerate(ends):
+        # The thread also copies from its host's memory to its GPUs.
+        if machine.devices[source].host == machine.devices[destination].host:
+            senders[i] = max(workers[source], workers[destination], key=lambda w: w >= devices)
     unlinked = (machine.link_index < 0) & ~np.eye(devices, dtype=bool)
     channel_of = {name: channel for channel, name in enumerate(machine.channels)}
     return StepModel(
@@ -220,15 +226,12 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
         control_targets=_int32(graph.control[order, 1]),
         compute_seconds=np.array(costs.compute_seconds, np.float64, order="C"),
         link_of=_int32(machine.link_index),
-        link_sources=_int32([source for source, _ in of_link]),
+        link_sources=_int32([source for source, _ in ends]),
         link_channels=_int32([channel_of[link.channel] for link in links]),
         link_latencies=np.array([link.latency_seconds for link in links], np.float64),
         link_bandwidths=np.array([link.bandwidth_bytes_per_second for link in links], np.float64),
-        # What goes to a GPU is issued by its thread too.
-        link_senders=_int32(
-            [issuers[b] if issuers[a] < devices <= issuers[b] else issuers[a] for a, b in of_link]
-        ),
-        link_receivers=_int32([issuers[destination] for _, destination in of_link]),
+        link_senders=_int32(senders),
+        link_receivers=_int32([workers[destination] for _, destination in ends]),
         link_send_seconds=np.array([link.send_seconds for link in links], np.float64),
         link_receive_seconds=np.array([link.receive_seconds for link in links], np.float64),
         relayed=np.asarray(unlinked.any(axis=1), np.int8),
@@ -342,7 +345,8 @@ def workspace(flat: StepModel, slots: int = 0, *, record: bool = False) -> StepW
         queue_previous=np.zeros(transfers, np.int32),
         heads=np.zeros(flat.channels, np.int32),
         tails=np.zeros(flat.channels, np.int32),
-        touched=np.zeros(lanes, np.int32),
+        touched_devices=np.zeros(devices, np.int32),
+        touched_channels=np.zeros(flat.channels, np.int32),
         is_touched=np.zeros(lanes, np.int8),
         counts=np.zeros(8, np.int64),
         memory=np.zeros(devices, np.int64),

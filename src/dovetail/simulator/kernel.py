@@ -33,7 +33,7 @@ from dovetail.simulator.heaps import pop_rank, push_rank
 # Indices into `StepWorkspace.counts`, which holds the scalars of one simulation: running events,
 # queued transfers, touched devices, touched channels, the number of the last unit that was sent,
 # ended ops, entries of the memory log, and rounds of starts.
-EVENTS, QUEUED, TOUCHED, CHANNELS, SENT, DONE, LOGGED, TURNS = range(8)
+EVENTS, QUEUED, DEVICES, CHANNELS, SENT, DONE, LOGGED, TURNS = range(8)
 
 
 @inlined
@@ -76,25 +76,21 @@ def enqueue(
         work.tails[channel] = new
     else:
         work.queue_previous[after] = new
-    touch(flat, work, flat.devices + channel)
+    touch_channel(flat, work, channel)
 
 
 @inlined
-def arrive(
-    flat: StepModel, rules: DispatchRules, work: StepWorkspace, op: int, device: int
-) -> None:
+def arrive(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
     """Note one arrival that the op waits for; after the last one it is ready."""
     work.pending[op] -= 1
     if work.pending[op] == 0:
-        make_ready(flat, rules, work, op, device)
+        make_ready(rules, work, op, device)
 
 
 @inlined
-def make_ready(
-    flat: StepModel, rules: DispatchRules, work: StepWorkspace, op: int, device: int
-) -> None:
+def make_ready(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
     """Let the device start the op: push its rank to the heap, or count it in its slot."""
-    touch(flat, work, device)
+    touch_device(work, device)
     if rules.ordered[device]:
         work.slot_waits[rules.slot_of[op]] -= 1
         return
@@ -142,16 +138,20 @@ def pop_event(work: StepWorkspace) -> int:
 
 
 @inlined
-def touch(flat: StepModel, work: StepWorkspace, lane: int) -> None:
-    """Note that something may start on the lane: `start_all` looks at touched lanes only."""
-    if work.is_touched[lane]:
-        return
-    work.is_touched[lane] = 1
-    if lane < flat.devices:
-        work.counts[TOUCHED] += 1
-        work.touched[-work.counts[TOUCHED]] = lane
-    else:
-        work.touched[work.counts[CHANNELS]] = lane
+def touch_device(work: StepWorkspace, device: int) -> None:
+    """Note that something may start on the device: `start_all` looks at touched lanes only."""
+    if not work.is_touched[device]:
+        work.is_touched[device] = 1
+        work.touched_devices[work.counts[DEVICES]] = device
+        work.counts[DEVICES] += 1
+
+
+@inlined
+def touch_channel(flat: StepModel, work: StepWorkspace, channel: int) -> None:
+    """Note that a transfer may start on the channel."""
+    if not work.is_touched[flat.devices + channel]:
+        work.is_touched[flat.devices + channel] = 1
+        work.touched_channels[work.counts[CHANNELS]] = channel
         work.counts[CHANNELS] += 1
 
 
@@ -207,10 +207,11 @@ def finish(
     """End what runs on the lane: a transfer, an op, or all ops of a slot."""
     running = work.running[lane]
     work.running[lane] = -1
-    touch(flat, work, lane)
     if lane >= flat.devices:
+        touch_channel(flat, work, lane - flat.devices)
         finish_transfer(flat, rules, work, now, running)
         return
+    touch_device(work, lane)
     first, last = 0, 1
     if rules.ordered[lane]:
         first, last = rules.op_offsets[running], rules.op_offsets[running + 1]
@@ -256,7 +257,7 @@ def reset(flat: StepModel, rules: DispatchRules, work: StepWorkspace) -> None:
     work.logged[:] = -1
     for device in range(flat.devices):
         work.next_slots[device] = rules.slot_offsets[device]
-        touch(flat, work, device)
+        touch_device(work, device)
     for slot in range(len(rules.slot_seconds)):
         work.slot_waits[slot] = rules.op_offsets[slot + 1] - rules.op_offsets[slot]
     for tensor in range(flat.tensors):
@@ -286,7 +287,7 @@ def place_sources(flat: StepModel, rules: DispatchRules, work: StepWorkspace, re
         log_memory(flat, work, 0.0)
     for op in range(flat.ops):
         if work.pending[op] == 0 and not flat.is_source[op]:
-            make_ready(flat, rules, work, op, work.placed[op])
+            make_ready(rules, work, op, work.placed[op])
     for i in range(len(flat.sources)):
         op = flat.sources[i]
         # Parameters and state keep their memory to the end; inputs are freed after their last use.
@@ -322,10 +323,13 @@ def finish_transfer(
     """End a transfer: let go of the source's copy, hand on the new copy, start the second hop."""
     unit, device = work.queue_units[entry], work.queue_destinations[entry]
     link = work.queue_links[entry]
-    seconds = flat.link_receive_seconds[link]
-    # Who receives is kept from its work. One that waits has done this by now.
-    if seconds > 0 and work.busy_until[flat.link_receivers[link]] > now:
-        work.busy_until[flat.link_receivers[link]] += seconds
+    busy_seconds = flat.link_receive_seconds[link]
+    if busy_seconds > 0:
+        receiver = flat.link_receivers[link]
+        # A device that runs nothing has received by the time that the tensor is there: that is part
+        # of the link's latency.
+        if receiver >= flat.devices or work.busy_until[receiver] > now:
+            work.busy_until[receiver] += busy_seconds
     if unit >= flat.tensors:
         arrive_control(flat, rules, work, now, unit - flat.tensors, device)
         return
@@ -335,7 +339,7 @@ def finish_transfer(
         op = flat.consumers[k]
         if work.placed[op] == device:
             users += 1
-            arrive(flat, rules, work, op, device)
+            arrive(rules, work, op, device)
     # On the host, the tensor may be on its way to devices that its home has no link to.
     if device == flat.host and flat.relayed[work.homes[unit]]:
         work.counts[SENT] += 1
@@ -359,7 +363,7 @@ def deliver(
         destination = work.placed[op]
         if destination == device:
             users += 1
-            arrive(flat, rules, work, op, device)
+            arrive(rules, work, op, device)
         elif work.stamps[destination] != token:
             users += send(flat, work, now, tensor, device, destination)
     return users
@@ -375,7 +379,7 @@ def deliver_control(
         after = flat.control_targets[k]
         destination = work.placed[after]
         if destination == device:
-            arrive(flat, rules, work, after, device)
+            arrive(rules, work, after, device)
         elif work.stamps[destination] != work.counts[SENT]:
             send(flat, work, now, flat.tensors + op, device, destination)
 
@@ -390,7 +394,7 @@ def arrive_control(
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
         after = flat.control_targets[k]
         if work.placed[after] == device:
-            arrive(flat, rules, work, after, device)
+            arrive(rules, work, after, device)
         elif device == flat.host:
             send_on(flat, work, now, flat.tensors + op, home, work.placed[after])
 
@@ -465,16 +469,22 @@ def release(flat: StepModel, work: StepWorkspace, tensor: int, device: int) -> N
 def start_all(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, record: bool
 ) -> None:
-    """Start what may start on the touched lanes: channels in their order, then devices.
+    """Start what may start on the touched lanes: channels by index, then devices.
 
     A channel that has a device's name is carried by that device. Then the two share one lane, and
     the device sends what waits before it runs another op.
     """
-    channels = work.counts[CHANNELS]
-    sort_channels(work, channels)
-    for i in range(channels + work.counts[TOUCHED]):
-        # Devices stand at the end, the first one last.
-        lane = work.touched[i if i < channels else channels - 1 - i]
+    channels, touched = work.counts[CHANNELS], work.touched_channels
+    # The order of channels matters where transfers start at one instant and one thread issues them.
+    for i in range(1, channels):
+        channel, place = touched[i], i
+        while place > 0 and touched[place - 1] > channel:
+            touched[place] = touched[place - 1]
+            place -= 1
+        touched[place] = channel
+    for i in range(channels + work.counts[DEVICES]):
+        is_channel = i < channels
+        lane = flat.devices + touched[i] if is_channel else work.touched_devices[i - channels]
         work.is_touched[lane] = 0
         if work.running[lane] >= 0:
             continue
@@ -506,23 +516,11 @@ def start_all(
                 work.span_starts[op] = start
                 work.span_ends[op] = end
                 work.span_turns[op] = work.counts[TURNS]
-    work.counts[TOUCHED] = 0
+    work.counts[DEVICES] = 0
     work.counts[CHANNELS] = 0
     work.counts[TURNS] += 1
     if record:
         log_memory(flat, work, now)
-
-
-@inlined
-def sort_channels(work: StepWorkspace, count: int) -> None:
-    """Sort the few channels among the touched lanes."""
-    touched = work.touched
-    for i in range(1, count):
-        lane, k = touched[i], i
-        while k > 0 and touched[k - 1] > lane:
-            touched[k] = touched[k - 1]
-            k -= 1
-        touched[k] = lane
 
 
 @inlined
@@ -544,29 +542,22 @@ def start_transfer(
         seconds += flat.sent_bytes[unit] / flat.link_bandwidths[link]
         allocate(work, work.queue_destinations[entry], flat.tensor_bytes[unit])
     work.running[lane] = entry
-    start = issue(flat, work, now, link)
+    start = now
+    busy_seconds = flat.link_send_seconds[link]
+    if busy_seconds > 0:
+        sender = flat.link_senders[link]
+        if sender < flat.devices:
+            # A device sends after the op that it runs, and before its next one.
+            work.busy_until[sender] = max(now, work.busy_until[sender]) + busy_seconds
+        else:
+            # A thread that issues to GPUs does not wait for them: it has issued this message when
+            # it has spent the time of all messages until now, and the message leaves then.
+            work.busy_until[sender] += busy_seconds
+            start = max(now, work.busy_until[sender])
     push_event(work, start + seconds, lane)
     if record:
         work.transfer_starts[entry] = start
         work.transfer_ends[entry] = start + seconds
-
-
-@inlined
-def issue(flat: StepModel, work: StepWorkspace, now: float, link: int) -> float:
-    """Keep busy whoever sends the message that starts, and return when it leaves (rule 3).
-
-    A device does so after what it runs. A thread that issues the work of GPUs runs ahead of them.
-    """
-    seconds = flat.link_send_seconds[link]
-    if seconds == 0:
-        return now
-    sender = flat.link_senders[link]
-    if sender < flat.devices:
-        work.busy_until[sender] = max(now, work.busy_until[sender]) + seconds
-        return now
-    issued: float = work.busy_until[sender] + seconds
-    work.busy_until[sender] = issued
-    return max(now, issued)
 
 
 @inlined

@@ -63,7 +63,8 @@ class Simulator:
     ranked       False: a device that may choose takes the ready op of lowest index. True: each
                  placement is simulated a second time with the op of highest upward rank first, and
                  the better of the two counts. Better means lacking less memory, then being
-                 quicker; the first one wins a tie. It affects the objective `step` only
+                 quicker; the first one wins a tie. On a machine of one device no order is
+                 quicker. It affects the objective `step` only
 
     Threads must not share a simulator: it has one workspace for each thread that it starts itself.
     """
